@@ -1,0 +1,14 @@
+"""ds_zo: DeepSpeed update paths that fit (ZO, LOMO, LSP), chosen by `optimizer.type` in the DeepSpeed JSON.
+
+Importing this package is what makes DeepSpeed know them; every other JSON keeps DeepSpeed's own engine.
+"""
+
+from __future__ import annotations
+
+from ds_zo.config import ConfigError
+from ds_zo.plugin import install, uninstall
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "__version__", "install", "uninstall"]
+
+install()

@@ -1,0 +1,149 @@
+"""What the plugin's engine asks of a backend, and what every backend shares.
+
+The engine keeps DeepSpeed's promises (accumulation, schedulers, monitors, checkpoints); a backend keeps the
+mathematics and the memory. Nothing here knows DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ds_zo.config import ConfigError, Resolved
+
+_WHERE: dict[str, tuple[str, str]] = {"zo": ("ds_zo.engines.zo", "ZOBackend")}
+"""Module and class of each backend this version has. Imported on first use: one's kernels cost the others nothing."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one boundary step did."""
+
+    applied: bool
+    """False when the step was skipped (overflow, NaN): the engine counts it in `skipped_steps`."""
+
+    grad_norm: float | torch.Tensor | None = None
+    """What `engine.get_global_grad_norm()` returns. A tensor is read only when somebody asks: no host sync a step."""
+
+    advance_schedule: bool = True
+    """Whether the lr scheduler moves on. A skipped step of ours still consumed a batch, so it does by default."""
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Parameter groups for schedulers to drive; the update itself is `Backend.step`.
+
+    Schedulers, Accelerate and Trainer insist on a real `torch.optim.Optimizer`, and read and write `lr` and
+    `weight_decay` through its groups. It never creates state.
+    """
+
+    def __init__(self, params: Any, *, lr: float, weight_decay: float = 0.0, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **defaults})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        raise RuntimeError(
+            "this optimizer only carries parameter groups: call step() on the engine deepspeed.initialize returned"
+        )
+
+
+class Backend(ABC):
+    """One way to update parameters, driven by the engine: forward, backward, and step at accumulation boundaries.
+
+    The constructor is where a backend places parameters; by then the configuration has been validated, the
+    module has the JSON's dtype, and `optimizer` is final, so `__init__` may allocate.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        process_group: Any = None,
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.optimizer = optimizer
+        """Its `param_groups` carry the lr and weight decay of the moment; its own `step()` is not the update."""
+        self.device = device
+        self.process_group = process_group
+        """The data-parallel ranks whose batches count as one (None: the default group, or no distributed run)."""
+
+    @classmethod
+    def places_parameters(cls, config: Resolved) -> bool:
+        """True: the engine leaves the module where it is and `__init__` moves what it wants to `device`.
+        False: the whole module is on `device` before `__init__` runs."""
+        return config.stream
+
+    @classmethod
+    def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
+        """Groups for a model whose optimizer is named in the JSON. `params` are parameters or group dicts,
+        frozen ones included: they may be thawed later."""
+        return GroupedOptimizer(params, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Every call of the engine, in training and in evaluation: the backend tells them apart by
+        `self.module.training and torch.is_grad_enabled()`."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """`loss` is already divided by the accumulation steps."""
+        loss.backward(retain_graph=retain_graph)
+
+    @abstractmethod
+    def step(self) -> StepOutcome:
+        """Applies what `backward` accumulated since the last step. Called at accumulation boundaries only."""
+
+    def zero_grad(self) -> None:
+        """Forgets what `backward` accumulated; the engine calls it where DeepSpeed's own `zero_grad` is asked for."""
+        self.module.zero_grad(set_to_none=True)
+
+    def describe(self) -> str:
+        """Lines for the start-up log: what automatic values became, bytes planned. Empty: nothing to add."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the module's weights and the parameter groups."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:  # noqa: B027
+        """`load_optimizer_states=False` asks for the weights only: counters and moments start afresh."""
+
+    def module_state_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """The weights of the current step, whatever is still pending; keywords are those of `nn.Module.state_dict`."""
+        return self.module.state_dict(**kwargs)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        self.module.load_state_dict(state, strict=strict)
+
+    def close(self) -> None:  # noqa: B027
+        """Gives back buffers and hooks when the engine is destroyed. Safe to call twice."""
+
+
+def available_backends() -> tuple[str, ...]:
+    return tuple(sorted(_WHERE))
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The class of a backend the configuration accepted, or why this version does not have it."""
+    try:
+        module_name, class_name = _WHERE[name]
+    except KeyError:
+        raise ConfigError(
+            f"backend {name} is not available in this version of ds_zo, which has {', '.join(available_backends())}: "
+            "name one of those, or upgrade ds_zo (optimizer.type or ds_zo.backend)"
+        ) from None
+    found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
+    return found

@@ -1,0 +1,409 @@
+"""The one module that knows DeepSpeed's internals: it puts our engine where the JSON asks for one.
+
+[Note: how the plugin takes effect] DeepSpeed has no registry of optimizers. `install` sets `DeepSpeedEngine.__new__`,
+which every route to an engine passes (`deepspeed.initialize`, an early-bound copy of it, Accelerate, Trainer), and
+returns a `PluginEngine` when the JSON names one of our backends. Python then calls `PluginEngine.__init__`. Deleting a
+`__new__` that was set on a class breaks construction for good, so it stays and `uninstall` clears the flag it reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.utils import register_output_backward_hooks
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import log_dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_zo.config import ConfigError, Resolved, backend_of, resolve
+from ds_zo.engines import Backend, backend_class
+
+_CHECKPOINT_KEY = "ds_zo"
+_stock_new = DeepSpeedEngine.__new__
+_stock_config_init = DeepSpeedConfig.__init__
+_stock_signature = inspect.signature(DeepSpeedEngine.__init__)
+_active = False
+
+
+def install() -> None:
+    """Makes our backends known to DeepSpeed. `import ds_zo` has done it; it undoes `uninstall`."""
+    global _active
+    _active = True
+    if DeepSpeedEngine.__new__ is not _new:
+        DeepSpeedEngine.__new__ = staticmethod(_new)
+        DeepSpeedConfig.__init__ = _config_init
+
+
+def uninstall() -> None:
+    """From now on every JSON gets DeepSpeed's own engine. Engines that exist keep working."""
+    global _active
+    _active = False
+
+
+def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
+    config = _ds_config(args, kwargs) if _active else None
+    backend = backend_of(config) if config is not None else None
+    if config is None or backend is None:
+        return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
+    if not issubclass(PluginEngine, cls):
+        raise ConfigError(
+            f"backend {backend} replaces DeepSpeedEngine, and this model or JSON asks for {cls.__name__}: pass a plain "
+            "nn.Module and leave hybrid_engine out (optimizer.type or ds_zo.backend)"
+        )
+    engine = object.__new__(PluginEngine)
+    # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
+    engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
+    engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
+    return engine
+
+
+def _config_init(self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) -> None:
+    """DeepSpeed reads the JSON before it makes an engine; where it refuses one of ours, our error says why."""
+    try:
+        _stock_config_init(self, config, *args, **kwargs)
+    except Exception:
+        if _active and isinstance(config, dict) and backend_of(config) is not None:
+            try:
+                resolve(config)
+            except ConfigError as error:
+                raise error from None
+        raise
+
+
+def _argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return _stock_signature.bind_partial(None, *args, **kwargs).arguments.get(name)
+
+
+def _ds_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The JSON an engine is being made from; None where `__new__` is called bare, as copying and unpickling do."""
+    config = _argument("config", args, kwargs)
+    if isinstance(config, dict):
+        return config
+    parsed = getattr(_argument("config_class", args, kwargs), "_param_dict", None)
+    return parsed if isinstance(parsed, dict) else None
+
+
+class PluginEngine(DeepSpeedEngine):
+    """DeepSpeed's engine with the update path handed to a `Backend`.
+
+    Accumulation, schedulers, monitors, timers, data loading and checkpoint files stay DeepSpeed's. Placement is ours,
+    so the engine is made as if the JSON had no `zero_optimization`, and no optimizer is wrapped.
+    """
+
+    resolved: Resolved
+    backend: Backend
+    _backend_class: type[Backend]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = _stock_signature.bind(self, *args, **kwargs).arguments
+        model: nn.Module = bound["model"]
+        self._places_parameters = self._backend_class.places_parameters(self.resolved)
+        _undo_zero_init(model, to_host=self._places_parameters)
+        bound.pop("self")
+        bound["config_class"] = _without_zero(bound["config_class"])
+        bound["dont_change_device"] = bound.get("dont_change_device", False) or self._places_parameters
+        self._window_loss: torch.Tensor | None = None
+        super().__init__(**bound)
+        # Made for fp16 autocast without ZeRO; it asserts on the gradients that our backends never produce.
+        self.torch_autocast_z0_gradscaler = None
+        self.backend = self._backend_class(
+            self.module,
+            self.resolved,
+            optimizer=self.optimizer,
+            device=self.device,
+            process_group=self.data_parallel_group,
+        )
+        self._log_start()
+
+    # What DeepSpeed asks while it builds the engine.
+
+    def optimizer_name(self) -> str:
+        return super().optimizer_name() or self.resolved.backend
+
+    def _is_supported_optimizer(self, optimizer_name: str) -> bool:
+        return True
+
+    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
+        return self._backend_class.make_optimizer(model_parameters, self.resolved)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        for index, group in enumerate(self.optimizer.param_groups):
+            group.setdefault("weight_decay", 0.0)
+            if group.get("lr") is None:
+                raise ConfigError(
+                    f"every parameter group needs a learning rate, got {group.get('lr')!r}: give one to the optimizer "
+                    f"passed to deepspeed.initialize ({type(self.optimizer).__name__}.param_groups[{index}]['lr'])"
+                )
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> None:
+        """None: no ZeRO, fp16 or bf16 wrapper, none of which can hold what a backend updates."""
+
+    def _create_module_forward_pre_hook(self) -> RemovableHandle:
+        """Nothing on the module: a backend may call it several times a step, and `forward` keeps the timers instead."""
+        return RemovableHandle(OrderedDict())
+
+    def _create_module_forward_post_hook(self) -> RemovableHandle:
+        return RemovableHandle(OrderedDict())
+
+    def _broadcast_model(self) -> None:
+        if not self._places_parameters:
+            super()._broadcast_model()
+        elif self.dist_backend is not None and dist.get_world_size(self.seq_data_parallel_group) > 1:
+            source = dist.get_global_rank(self.seq_data_parallel_group, 0)
+            for parameter in self.module.parameters():
+                # One at a time, through the device: NCCL does not read the host, and the whole model need not fit.
+                on_device = parameter.data.to(self.device)
+                dist.broadcast(on_device, source, group=self.seq_data_parallel_group)
+                parameter.data.copy_(on_device)
+
+    def _log_start(self) -> None:
+        config = self.resolved
+        trainable = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        num_groups = len(self.optimizer.param_groups)
+        lines = [
+            f"ds_zo: backend {config.backend}, {trainable:,} trainable parameters in {num_groups} group(s), model "
+            f"dtype {config.dtype}, autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
+            f"{'on' if config.stream else 'off'}, device {self.device}",
+            f"ds_zo: optimizer {config.optimizer.model_dump()}, ds_zo section {config.section.model_dump()}",
+            *self.backend.describe().splitlines(),
+        ]
+        log_dist("\n".join(lines), ranks=[0])
+        if config.ignored:
+            names = ", ".join(config.ignored)
+            log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
+        for warning in config.warnings:
+            log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
+
+    # A training step.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        replaced = self._forward_prologue(inputs, kwargs)
+        if replaced is not None:
+            inputs, kwargs = replaced
+        try:
+            with autocast_if_enabled(self):
+                outputs = self.backend.forward(*inputs, **kwargs)
+        finally:
+            self._forward_epilogue()
+        if torch.is_grad_enabled():
+            register_output_backward_hooks(outputs, preprocess_once_fn=self._check_bare_backward)
+        return outputs
+
+    def _check_bare_backward(self) -> None:
+        """`loss.backward()` without the engine is right only where there is no accumulation to divide by."""
+        steps = self.gradient_accumulation_steps()
+        if not self._running_engine_backward and steps != 1:
+            raise RuntimeError(
+                f"loss.backward() needs gradient_accumulation_steps 1, since it does not divide by them, got {steps}: "
+                "call engine.backward(loss)"
+            )
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(
+                f"engine.backward takes one scalar loss with a graph, got {found}, requires_grad "
+                f"{getattr(loss, 'requires_grad', None)}: reduce it, and call the engine in train mode, outside no_grad"
+            )
+        self._unmanaged_backward_count += not self.managed_gradient_accumulation()
+        scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        if self.monitor.enabled:
+            self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
+        with self._inside_backward():
+            self.backend.backward(scaled, retain_graph=retain_graph)
+        return scaled
+
+    @contextmanager
+    def _inside_backward(self) -> Iterator[None]:
+        timers = [*self.engine_timers.backward_timers, *self.engine_timers.backward_inner_timers]
+        self._start_timers(timers)
+        with self._running_engine_backward_lock:
+            self._running_engine_backward_count += 1
+            self._running_engine_backward = True
+        try:
+            yield
+        finally:
+            with self._running_engine_backward_lock:
+                self._running_engine_backward_count -= 1
+                self._running_engine_backward = self._running_engine_backward_count > 0
+            self._stop_timers(timers)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """A backend averages over ranks what it accumulates, which need not be a gradient."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Clipping is the backend's: it alone knows what the norm of an update is."""
+
+    def zero_grad(self) -> None:
+        self.backend.zero_grad()
+
+    def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        outcome = self.backend.step()
+        self._global_grad_norm = outcome.grad_norm
+        self._step_applied = outcome.applied
+        self.skipped_steps += not outcome.applied
+        # torch's schedulers, the engine's or the user's own, warn unless optimizer.step() came first: ours did.
+        self.optimizer._opt_called = True
+        if outcome.advance_schedule and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        if self.managed_gradient_accumulation():
+            self.global_samples += self.train_batch_size()
+        else:
+            micro_batch = self.train_batch_size() // self.gradient_accumulation_steps()
+            self.global_samples += micro_batch * self._unmanaged_backward_count
+            self._unmanaged_backward_count = 0
+        if self.steps_per_print() and self.global_steps % self.steps_per_print() == 0:
+            self._report_progress(self.global_steps)
+        self._write_train_loss()
+
+    def _write_train_loss(self) -> None:
+        loss, self._window_loss = self._window_loss, None
+        if loss is None:
+            return
+        if self.dp_world_size > 1:
+            dist.all_reduce(loss, group=self.data_parallel_group)
+        if self.global_rank == 0:
+            mean = loss.item() / self.dp_world_size
+            self.monitor.write_events([("Train/Samples/train_loss", mean, self.global_samples)])
+
+    def get_global_grad_norm(self) -> float | None:
+        if isinstance(self._global_grad_norm, torch.Tensor):
+            self._global_grad_norm = self._global_grad_norm.item()
+        return self._global_grad_norm
+
+    # Checkpoints: DeepSpeed's files, with the backend's state under one key of its own.
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        state = self.backend.module_state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Accelerate and Trainer ask for it whenever the JSON says stage 3."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if dist.get_rank() != 0:
+            return None
+        return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+
+    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state: dict[str, Any] = super()._common_checkpoint_state(*args, **kwargs)
+        state[_CHECKPOINT_KEY] = {"backend": self.resolved.backend, "state": self.backend.state_dict()}
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        **zero3: Any,
+    ) -> None:
+        if custom_load_fn is None:
+            self.backend.load_module_state_dict(checkpoint["module"], strict=strict)
+        else:
+            custom_load_fn(src=checkpoint["module"], dst=self.module)
+
+    def _load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        # Asked for no optimizer states, DeepSpeed returns them unread: a client's own optimizer could not take the
+        # keyword that it passes in bf16 and fp16.
+        path, rest = super()._load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=False,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if path is None or rest is None:
+            return path, rest
+        ours = rest.pop(_CHECKPOINT_KEY, None)
+        if load_module_only:
+            return path, rest
+        if ours is None or ours["backend"] != self.resolved.backend:
+            log_dist(
+                f"ds_zo: the checkpoint was written by {ours['backend'] if ours else 'another optimizer'}, not by "
+                f"{self.resolved.backend}: weights and counters are loaded, the backend starts afresh ({path})",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+            return path, rest
+        if load_optimizer_states:
+            _load_groups(self.optimizer, rest["optimizer"]["param_groups"])
+        self.backend.load_state_dict(ours["state"], load_optimizer_states=load_optimizer_states)
+        return path, rest
+
+    def destroy(self) -> None:
+        backend = self.__dict__.get("backend")
+        if backend is not None:
+            backend.close()
+        super().destroy()
+
+
+def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:
+    """The same configuration as if ZeRO were off, which every `zero_*` question of the engine then answers."""
+    config_class = copy.copy(config_class)
+    config_class.zero_config = DeepSpeedZeroConfig()
+    config_class.zero_optimization_stage = 0
+    config_class.zero_enabled = False
+    return config_class
+
+
+def _undo_zero_init(model: nn.Module, *, to_host: bool) -> None:
+    """Gives whole tensors back to parameters that `deepspeed.zero.Init` has partitioned, one at a time.
+
+    Under a stage 3 JSON, transformers builds every model in that context, long before it is known who will train it.
+    """
+    for parameter in model.parameters():
+        if not hasattr(parameter, "ds_id"):
+            continue
+        if parameter.ds_status is not ZeroParamStatus.AVAILABLE:
+            parameter.all_gather()
+        whole = parameter.data.cpu() if to_host else parameter.data
+        for name, value in list(vars(parameter).items()):
+            added = name.startswith("ds_") or name in ("is_external_param", "nvme_swapper")
+            if added or getattr(value, "__qualname__", "").startswith("Init."):
+                delattr(parameter, name)
+        parameter.data = whole
+
+
+def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    if len(saved) != len(optimizer.param_groups):
+        raise ValueError(
+            f"a checkpoint loads into the parameter groups that it was saved from, {len(saved)}, got "
+            f"{len(optimizer.param_groups)}: make the same groups, or call load_checkpoint(load_optimizer_states=False)"
+        )
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})
