@@ -1,0 +1,160 @@
+"""The package as it is installed, and the scripts that install it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPO = Path(__file__).parents[1]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def requirements() -> list[Requirement]:
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    return [Requirement(line) for group in groups for line in group]
+
+
+def pins() -> list[Requirement]:
+    lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def in_lib_sh(commands: str, *, repo: Path = REPO, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `commands` with launch/lib.sh sourced, as the scripts beside it do."""
+    script = f'set -euo pipefail\nsource "{repo}/launch/lib.sh"\n{commands}'
+    return subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def clone_scripts(folder: Path) -> Path:
+    (folder / "launch").mkdir(parents=True)
+    shutil.copy(REPO / "launch" / "lib.sh", folder / "launch")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(REPO / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("environment", [{"python_version": "3.10"}, {"python_version": "3.13"}])
+def test_every_requirement_has_one_pin_that_satisfies_it(environment: dict[str, str]) -> None:
+    pinned: dict[str, list[str]] = {}
+    for pin in pins():
+        if pin.marker is None or pin.marker.evaluate(environment):
+            (specifier,) = pin.specifier
+            pinned.setdefault(canonicalize_name(pin.name), []).append(specifier.version)
+    for requirement in requirements():
+        versions = pinned.get(canonicalize_name(requirement.name), [])
+        assert len(versions) == 1, requirement
+        assert requirement.specifier.contains(versions[0]), (str(requirement), versions)
+
+
+def test_console_script_is_ours_and_answers() -> None:
+    import ds_zo
+
+    (script,) = entry_points(group="console_scripts", name="ds-zo")
+    assert script.value == PROJECT["scripts"]["ds-zo"]
+    command = [sys.executable, "-c", "import sys; from ds_zo.cli import main; sys.exit(main())", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == f"ds-zo {ds_zo.__version__}"
+
+
+def test_cli_prints_every_key_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_zo.cli import main
+
+    assert main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.strip() in (REPO / "ds_configs" / "README.md").read_text(encoding="utf-8")
+    for key in ("zo_eps", "clip_grad_value", "subspace_dim", "device_slots"):
+        assert key in shown
+
+
+@pytest.mark.slow
+def test_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(REPO / "ds_zo", source / "ds_zo", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, source)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*build, str(tmp_path), str(source)], capture_output=True, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("ds_zo-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {path.relative_to(REPO).as_posix() for path in (REPO / "ds_zo").rglob("*.py")}
+    shipped |= {f"ds_zo/tasks/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    assert shipped <= names, shipped - names
+    assert not any(name.startswith(("tests", "launch")) for name in names)
+
+
+def test_no_usable_python_is_said_clearly() -> None:
+    done = in_lib_sh("find_python", PYTHON="python-that-is-not-there")
+    assert done.returncode == 1
+    assert "need 3.10 to 3.13" in done.stderr
+    assert "python-that-is-not-there" in done.stderr
+    assert in_lib_sh("find_python", PYTHON=f"python-that-is-not-there {sys.executable}").stdout.strip()
+
+
+def test_second_install_is_skipped_until_versions_change(tmp_path: Path) -> None:
+    repo = clone_scripts(tmp_path / "clone")
+    pip_calls = tmp_path / "pip-calls"
+    python = repo / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *install*) echo "$@" >>"{pip_calls}";; esac\n', encoding="utf-8")
+    python.chmod(0o755)
+
+    assert in_lib_sh("use_environment test", repo=repo).returncode == 0
+    first = pip_calls.read_text(encoding="utf-8").splitlines()
+    assert [" torch" in call for call in first] == [True, False], "torch comes first, and pinned"
+    assert all(f"--constraint {repo}/constraints.txt" in call for call in first)
+    again = in_lib_sh("use_environment test", repo=repo)
+    assert "up to date" in again.stdout
+    assert len(pip_calls.read_text(encoding="utf-8").splitlines()) == 2
+    with (repo / "constraints.txt").open("a", encoding="utf-8") as constraints:
+        constraints.write("# touched\n")
+    in_lib_sh("use_environment test", repo=repo)
+    assert len(pip_calls.read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_environment_that_was_moved_is_made_anew(tmp_path: Path) -> None:
+    repo = clone_scripts(tmp_path / "here")
+    in_lib_sh("make_environment", repo=repo, PYTHON=sys.executable)
+    repo = repo.rename(tmp_path / "there")
+    done = in_lib_sh("make_environment", repo=repo, PYTHON=sys.executable)
+    assert "emptying .venv" in done.stdout
+    assert str(repo) in (repo / ".venv" / "bin" / "pip").read_text(encoding="utf-8")
+    assert in_lib_sh("make_environment", repo=repo).stdout == ""
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock to know who else is running")
+def test_build_locks_go_only_when_nobody_is_building(tmp_path: Path) -> None:
+    repo = clone_scripts(tmp_path / "clone")
+    lock = repo / ".venv" / "torch_extensions" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    enter = "install_package() { :; }; make_environment() { :; }; use_environment test; share_environment;"
+    with subprocess.Popen(
+        ["bash", "-c", f'source "{repo}/launch/lib.sh"; {enter} touch "{lock}"; echo ready; read -r _'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as builder:
+        assert builder.stdout is not None
+        while builder.stdout.readline() != "ready\n":
+            pass
+        assert in_lib_sh(enter, repo=repo).returncode == 0
+        assert lock.exists(), "somebody else is in this environment: the lock may be theirs"
+        builder.communicate("\n", timeout=60)
+    assert "left by a build that was killed" in in_lib_sh(enter, repo=repo).stdout
+    assert not lock.exists()

@@ -1,0 +1,91 @@
+"""What the README shows is run: its scripts as they stand, its commands against the files they name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_zo.config import backend_of, resolve
+
+REPO = Path(__file__).parents[1]
+README = (REPO / "README.md").read_text(encoding="utf-8")
+
+
+def fences(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_script(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As one rank, in the environment that the deepspeed launcher gives it, in a folder holding `ds_configs`."""
+    shutil.copytree(REPO / "ds_configs", folder / "ds_configs")
+    script = folder / "finetune.py"
+    script.write_text(source, encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**os.environ, **ranks, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, script.name], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+SCRIPTS = dict(zip(["deepspeed", "accelerate", "trainer"], fences("python"), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_trains_offline(name: str, tmp_path: Path) -> None:
+    done = run_script(SCRIPTS[name], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loss = re.findall(r"(?:^loss )?(\d+\.\d+)$", done.stdout, flags=re.MULTILINE)[-1]
+    assert 0 < float(loss) < 8, "a pretrained model predicts better than a uniform choice among a few thousand tokens"
+    assert "backend zo" in done.stdout + done.stderr, "the run must have used our engine, not DeepSpeed's"
+
+
+@pytest.mark.slow
+def test_without_the_import_deepspeed_says_what_the_readme_quotes(tmp_path: Path) -> None:
+    script = SCRIPTS["deepspeed"]
+    folder = str(REPO / "ds_zo" / "tasks" / "embedded")
+    bare = re.sub(r"^(import|from) ds_zo.*\n", "", script, flags=re.MULTILINE).replace("FOLDER", repr(folder))
+    assert "ds_zo" not in bare.replace(folder, "")
+    done = run_script(bare, tmp_path)
+    quoted = re.search(r"stops with\s+`([^`]+)`", README)
+    assert quoted is not None
+    assert done.returncode != 0
+    assert quoted[1] in done.stderr
+
+
+def test_edit_changes_the_optimizer_alone() -> None:
+    before, after = (json.loads(block) for block in fences("json"))
+    assert backend_of(before) is None
+    assert resolve(after).backend == "zo"
+    assert {**before, "optimizer": None} == {**after, "optimizer": None}
+    type_alone = {**before, "optimizer": {**before["optimizer"], "type": "ZO"}}
+    assert resolve(type_alone).backend == "zo", "the README says that changing the type is enough"
+    assert "optimizer.params.betas" in resolve(type_alone).ignored
+
+
+def test_commands_name_files_that_exist() -> None:
+    commands = [
+        line.split("#")[0].split()
+        for name in ("README.md", "CONTRIBUTING.md")
+        for block in fences("bash", (REPO / name).read_text(encoding="utf-8"))
+        for line in block.splitlines()
+    ]
+    files = {word for command in commands for word in command if re.fullmatch(r"[\w/]+\.(sh|py|json|txt)", word)}
+    assert {"launch/quickstart.sh", "launch/test.sh", "launch/train.py", "ds_configs/zo.json"} <= files
+    assert [name for name in sorted(files) if not (REPO / name).exists()] == []
+
+
+def test_links_lead_somewhere() -> None:
+    links = {link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link}
+    assert [link for link in sorted(links) if not (REPO / link).exists()] == []
