@@ -1,0 +1,28 @@
+"""The JSON surface: every key of ours, typed, and what a whole DeepSpeed JSON comes to."""
+
+from __future__ import annotations
+
+from ds_zo.config.errors import ConfigError
+from ds_zo.config.optimizers import AdaLOMOParams, AdapterParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
+from ds_zo.config.resolve import BACKENDS, backend_of, resolve
+from ds_zo.config.resolved import Resolved
+from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
+from ds_zo.config.stock import LossScale
+
+__all__ = [
+    "BACKENDS",
+    "AdaLOMOParams",
+    "AdapterParams",
+    "CheckpointConfig",
+    "ConfigError",
+    "DsZoConfig",
+    "LOMOParams",
+    "LSPParams",
+    "LossScale",
+    "OptimizerParams",
+    "Resolved",
+    "StreamConfig",
+    "ZOParams",
+    "backend_of",
+    "resolve",
+]

@@ -1,0 +1,160 @@
+"""One line for whatever is wrong with a JSON: the rule, the value found, the remedy, and where it stands."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+_RULE_ERROR = "ds_zo_rule"
+_MAX_VALUE_CHARS = 60
+
+_TYPE_RULES = {
+    "int": "must be an integer",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be a string",
+    "tuple": "must be a list",
+    "list": "must be a list",
+    "dict": "must be an object",
+    "model": "must be an object",
+    "finite": "must be a finite number",
+}
+_BOUND_RULES = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
+
+
+class ConfigError(ValueError):
+    """What a user wrote in the JSON cannot be used."""
+
+    def __init__(self, text: str, *, at: str) -> None:
+        super().__init__(" ".join(f"{text} ({at})".split()))
+        self.location = at
+
+
+def rule_error(text: str, *, field: str | None = None) -> PydanticCustomError:
+    """A rule of our own broken inside a model; one that spans fields names the `field` the user has to change."""
+    return PydanticCustomError(_RULE_ERROR, "{text}", {"text": text, "field": field})
+
+
+def shown(value: Any) -> str:
+    """The value as its author would recognise it in the JSON, cut to one short line."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The nearest of the known words, or all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(word.lower(), names, n=1)
+    return f'did you mean "{near[0]}"?' if near else f"choose from: {', '.join(names)}"
+
+
+def translate(error: ValidationError, model: type[BaseModel], *, at: str) -> ConfigError:
+    """The first of pydantic's complaints about `model`, which stands at `at` in the JSON, and how many follow."""
+    details = error.errors(include_url=False)
+    first = details[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "missing" and path[-1].isdigit():  # a list too short is the list's fault, not the entry's
+        path.pop()
+    if first["type"] == _RULE_ERROR:
+        text, field = first["ctx"]["text"], first["ctx"]["field"]
+        path += [field] if field else []
+    else:
+        text = _cause(first, path, model)
+    if len(details) > 1:
+        text += f"; {len(details) - 1} more after this one"
+    return ConfigError(text, at=".".join([at, *path]))
+
+
+def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    owner, field = _find(model, path)
+    name = _spelled(path) if path else model.__name__
+    if kind == "extra_forbidden":
+        return f'unknown key "{name}" with value {shown(value)}; {suggestion(name, _keys(owner))}'
+    if kind in ("literal_error", "enum"):
+        options = _options(str(context.get("expected", "")))
+        near = difflib.get_close_matches(str(value).lower(), options, n=1)
+        remedy = f'did you mean "{near[0]}"?' if near else _default_remedy(field)
+        return f"{name} must be one of {', '.join(options)}, got {shown(value)}; {remedy}"
+    if kind in ("too_long", "too_short", "missing"):
+        return f"{name} has the wrong number of entries, got {shown(value)}; {_default_remedy(field)}"
+    if kind in _BOUND_RULES:
+        key, sign = _BOUND_RULES[kind]
+        return f"{name} must be {sign} {context[key]}, got {shown(value)}; {_default_remedy(field)}"
+    if kind in ("value_error", "assertion_error"):
+        return f"{context['error']}, got {shown(value)}; {_default_remedy(field)}"
+    rule = _TYPE_RULES.get(kind.split("_")[0])
+    if rule is None:
+        return f"{name} is not valid: {detail['msg']}, got {shown(value)}; {_default_remedy(field)}"
+    return f"{name} {rule}, got {shown(value)}; {type_remedy(value) or _default_remedy(field)}"
+
+
+def type_remedy(value: Any) -> str | None:
+    """What to write instead, where the value gives away what was meant."""
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return f"write {value.lower()} without quotes" if value.lower() in ("true", "false") else None
+        return f"write {value} without quotes"
+    if isinstance(value, bool):
+        return "write a number"
+    if isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return None
+
+
+def _spelled(path: list[str]) -> str:
+    """The last key, with its index where it is an entry of a list."""
+    return f"{path[-2]}[{path[-1]}]" if len(path) > 1 and path[-1].isdigit() else path[-1]
+
+
+def _find(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The model that owns the last key of the path, and that key's field where there is one."""
+    owner: type[BaseModel] = model
+    field: FieldInfo | None = None
+    for name in path:
+        inner = _model_in(field.annotation) if field is not None else None
+        owner = inner or owner
+        by_key = {info.alias or key: info for key, info in owner.model_fields.items()}
+        found = by_key.get(name) or owner.model_fields.get(name)
+        if found is None:
+            return owner, field if name.isdigit() else None
+        field = found
+    return owner, field
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [info.alias or key for key, info in model.model_fields.items()]
+
+
+def _options(expected: str) -> list[str]:
+    """pydantic's "'a', 'b' or 'c'" as a list; aliases of an enum appear once."""
+    return list(dict.fromkeys(part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")))
+
+
+def _default_remedy(field: FieldInfo | None) -> str:
+    if field is None or field.is_required():
+        return "correct it"
+    default = field.get_default(call_default_factory=False)
+    if default is None or field.default_factory is not None:
+        return "leave it out for the automatic choice"
+    return f"leave it out for the default {shown(default)}"

@@ -1,0 +1,134 @@
+"""From a DeepSpeed JSON to what an engine needs, or to one line that says what to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ds_zo.config.errors import ConfigError, shown, suggestion
+from ds_zo.config.optimizers import PARAMS, STOCK_PARAMS, LOMOParams
+from ds_zo.config.resolved import Resolved
+from ds_zo.config.rules import check_rules, ignored_keys, warnings_for
+from ds_zo.config.section import DsZoConfig
+from ds_zo.config.stock import block, parse, read_stock
+
+BACKENDS = ("zo", "lomo", "adalomo", "lsp")
+_OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
+
+
+def backend_of(ds_config: Any) -> str | None:
+    """Which of ours a DeepSpeed JSON names; None for a stock one. Cheap, and checks nothing else.
+
+    Raises only for a `ds_zo.backend` that is no backend: nothing stock has that key, and a typo there would
+    otherwise train with the stock optimizer in silence.
+    """
+    if not isinstance(ds_config, dict):
+        return None
+    return _backend_in_type(ds_config) or _backend_in_section(ds_config)
+
+
+def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_size: int | None = None) -> Resolved:
+    """Check all that can be checked before any memory is taken.
+
+    `client_optimizer`: the script passes an optimizer object of its own. `world_size` matters only where the
+    accumulation steps follow from batch sizes; None reads it from the running process group.
+    """
+    if not isinstance(ds_config, dict):
+        raise ConfigError(f"the configuration must be an object, got {shown(ds_config)}; pass a dict", at="top level")
+    backend = _select(ds_config, client_optimizer=client_optimizer)
+    params, foreign = _own_and_foreign_params(ds_config, backend)
+    optimizer = parse(PARAMS[backend], params, at="optimizer.params")
+    section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
+    stock = read_stock(ds_config, world_size=world_size)
+    param_place, optimizer_place = stock.zero.offload_param, stock.zero.offload_optimizer
+    by_value = isinstance(optimizer, LOMOParams) and optimizer.clip_grad_value is not None
+    config = Resolved(
+        backend=backend,
+        optimizer=optimizer,
+        section=section,
+        dtype=stock.dtype,
+        autocast=stock.autocast,
+        stream=param_place is not None and param_place.device == "cpu",
+        pin_memory=param_place is not None and param_place.pin_memory,
+        zero_stage=int(stock.zero.stage),
+        offload_optimizer=backend == "lsp" and optimizer_place is not None and optimizer_place.device == "cpu",
+        gradient_clipping=0.0 if by_value and not stock.clipping_explicit else stock.gradient_clipping,
+        clipping_explicit=stock.clipping_explicit,
+        gradient_accumulation_steps=stock.gradient_accumulation_steps,
+        loss_scale=stock.loss_scale,
+    )
+    check_rules(ds_config, config)
+    return replace(
+        config,
+        ignored=tuple([f"optimizer.params.{key}" for key in foreign] + ignored_keys(ds_config, config)),
+        warnings=tuple(warnings_for(ds_config, config, foreign_params=foreign)),
+    )
+
+
+def _backend_in_type(ds_config: dict[str, Any]) -> str | None:
+    optimizer = ds_config.get("optimizer")
+    name = optimizer.get("type") if isinstance(optimizer, dict) else None
+    return name.lower() if isinstance(name, str) and name.lower() in BACKENDS else None
+
+
+def _backend_in_section(ds_config: dict[str, Any]) -> str | None:
+    section = ds_config.get("ds_zo")
+    name = section.get("backend") if isinstance(section, dict) else None
+    if name is None or name == "auto":
+        return None
+    if not isinstance(name, str) or name.lower() not in BACKENDS:
+        text = f"backend must be one of {', '.join(BACKENDS)}, got {shown(name)}; {suggestion(str(name), BACKENDS)}"
+        raise ConfigError(text, at="ds_zo.backend")
+    return name.lower()
+
+
+def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
+    """The one backend that the JSON names, in `optimizer.type` or in `ds_zo.backend`."""
+    in_type, in_section = _backend_in_type(ds_config), _backend_in_section(ds_config)
+    optimizer = block(ds_config, "optimizer")
+    written = optimizer.get("type")
+    if in_type is None and in_section is None:
+        text = (
+            f"one of {', '.join(BACKENDS)} must be named, got optimizer.type {shown(written)} and no ds_zo.backend; "
+            "set optimizer.type, or ds_zo.backend where the script builds its optimizer"
+        )
+        raise ConfigError(text, at="optimizer.type")
+    if in_type is None and optimizer:
+        text = (
+            f"ds_zo.backend selects without an optimizer block, got {shown(in_section)} beside optimizer.type "
+            f"{shown(written)}; remove the optimizer block, or remove ds_zo.backend and edit optimizer.type"
+        )
+        raise ConfigError(text, at="ds_zo.backend")
+    if in_type is not None and in_section not in (None, in_type):
+        text = (
+            f"one backend must be named, got optimizer.type {shown(written)} and ds_zo.backend {shown(in_section)}; "
+            "remove ds_zo.backend"
+        )
+        raise ConfigError(text, at="ds_zo.backend")
+    if in_type is not None and client_optimizer:
+        text = (
+            f"one optimizer must be given, got optimizer.type {shown(written)} and the script's own object; remove "
+            f'one of them: to keep the script, replace the optimizer block by "ds_zo": {{"backend": "{in_type}"}}'
+        )
+        raise ConfigError(text, at="optimizer.type")
+    return in_type or in_section or ""
+
+
+def _own_and_foreign_params(ds_config: dict[str, Any], backend: str) -> tuple[dict[str, Any], list[str]]:
+    """`optimizer.params` without those of stock optimizers, and the names of these."""
+    optimizer = block(ds_config, "optimizer")
+    for key, value in optimizer.items():
+        if key not in _OPTIMIZER_KEYS:
+            known_param = key in PARAMS[backend].model_fields
+            remedy = "move it into optimizer.params" if known_param else suggestion(str(key), _OPTIMIZER_KEYS)
+            raise ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}")
+    params = optimizer.get("params")
+    if params is None:
+        return {}, []
+    if not isinstance(params, dict):
+        text = f"params must be an object, got {shown(params)}; write {{...}} or leave it out"
+        raise ConfigError(text, at="optimizer.params")
+    foreign = STOCK_PARAMS - PARAMS[backend].model_fields.keys()
+    own = {key: value for key, value in params.items() if key not in foreign}
+    named = [key for key, value in params.items() if key in foreign and value is not None and value != "auto"]
+    return own, named

@@ -1,0 +1,206 @@
+"""Rules that span sections of the JSON: what cannot work together, what does nothing, what deserves a warning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.optimizers import LOMOParams, LSPParams, ZOParams
+from ds_zo.config.resolved import Resolved
+
+_REFUSED = {
+    "pipeline": "pipeline stages split the model before the plugin sees it; remove the section",
+    "hybrid_engine": "the hybrid engine replaces the engine the plugin extends; set its enabled to false",
+    "tensor_parallel": "the plugin places whole parameters, not shards; remove the section",
+    "expert_parallel": "the plugin places whole parameters, not shards of experts; set its enabled to false",
+    "sequence_parallel_size": "a rank must see whole sequences; set it to 1",
+    "compression_training": "compressed weights are not what an update is applied to; remove the section",
+    "zero_optimization.zenflow": "ZenFlow is another update path; remove it, or use a stock optimizer.type",
+    "compile.deepcompile": "DeepCompile schedules ZeRO's own transfers; set it to false",
+}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
+_DEFAULT_WARMUP_MAX_LR = 0.001
+
+
+def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
+    """Raise for the first combination that cannot work."""
+    _check_refused_features(ds_config)
+    _check_placement(ds_config, config)
+    _check_dtypes(config)
+    _check_streaming(config)
+    if isinstance(config.optimizer, ZOParams):
+        _check_zo(ds_config)
+    else:
+        _check_only_zo_replays(config)
+    if isinstance(config.optimizer, LOMOParams):
+        _check_lomo(config, config.optimizer)
+
+
+def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
+    """Stock keys, and ours without streaming, that are accepted and do nothing."""
+    ignored = []
+    if config.backend != "lsp" and _device(ds_config, "offload_optimizer") != "none":
+        ignored.append("zero_optimization.offload_optimizer")
+    if config.backend == "zo":
+        ignored += [f"fp16.{key}" for key in config.loss_scale.written]
+    if not config.stream:
+        travel_only = ("device_slots", "overlap", "reuse_buffers")
+        ignored += [f"ds_zo.stream.{key}" for key in travel_only if key in config.section.stream.model_fields_set]
+    return ignored
+
+
+def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params: list[str]) -> list[str]:
+    """Legal settings that probably do not do what their author expects."""
+    found = []
+    optimizer = config.optimizer
+    if foreign_params and not isinstance(optimizer, LSPParams):
+        found.append(
+            f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
+            f"{optimizer.lr:g}, about {type(optimizer).model_fields['lr'].default:g} is usual"
+        )
+    found += _scheduler_warning(ds_config, optimizer.lr)
+    if config.zero_stage == 3 and not config.stream:
+        found.append(
+            "zero_optimization.stage 3 without offload_param.device cpu: parameters stay whole on every device; only "
+            "a streamed host store is sharded over ranks"
+        )
+    if isinstance(optimizer, LSPParams) and optimizer.clip_scope == "global" and optimizer.schedule == "layerwise":
+        found.append(
+            "optimizer.params.clip_scope global needs the whole backward pass before the first update, so the "
+            "layerwise schedule overlaps nothing; clip_scope matrix does not"
+        )
+    return found
+
+
+def _check_refused_features(ds_config: dict[str, Any]) -> None:
+    for path, why in _REFUSED.items():
+        found = _lookup(ds_config, path)
+        if _is_on(found):
+            raise ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)
+
+
+def _check_placement(ds_config: dict[str, Any], config: Resolved) -> None:
+    places = ["offload_param"] + (["offload_optimizer"] if config.backend == "lsp" else [])
+    for place in places:
+        if _device(ds_config, place) == "nvme":
+            text = f'{place}.device must be "cpu" or "none" with this backend, got "nvme"; write "cpu"'
+            raise ConfigError(text, at=f"zero_optimization.{place}.device")
+
+
+def _check_dtypes(config: Resolved) -> None:
+    model = _DTYPE_NAMES[config.dtype]
+    if config.autocast is not None and config.dtype is not torch.float32:
+        text = (
+            f"torch_autocast casts from a float32 model, got it enabled beside {model}.enabled; disable one of the two"
+        )
+        raise ConfigError(text, at="torch_autocast.enabled")
+    if not isinstance(config.optimizer, ZOParams) or config.optimizer.compute_dtype == "auto":
+        return
+    wanted = config.optimizer.compute_dtype
+    at = "optimizer.params.compute_dtype"
+    if config.dtype is not torch.float32 and wanted != model:
+        text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'
+        raise ConfigError(text, at=at)
+    if config.autocast is not None and wanted != _DTYPE_NAMES[config.autocast]:
+        text = f'compute_dtype must be "auto" when torch_autocast is enabled, got "{wanted}"; leave it out'
+        raise ConfigError(text, at=at)
+
+
+def _check_streaming(config: Resolved) -> None:
+    """Keys whose author believes that memory is being managed must not pass in silence when it is not."""
+    if config.stream:
+        return
+    stream = config.section.stream
+    for key in ("device_memory_gb", "resident_blocks", "wire_dtype"):
+        value = getattr(stream, key)
+        if value not in (None, "auto"):
+            text = (
+                f"{key} needs block streaming, got {shown(value)} without it; set "
+                'zero_optimization.offload_param.device to "cpu", or leave the key out'
+            )
+            raise ConfigError(text, at=f"ds_zo.stream.{key}")
+
+
+def _check_zo(ds_config: dict[str, Any]) -> None:
+    if _is_on(_lookup(ds_config, "flops_profiler")):
+        text = (
+            "flops_profiler cannot follow passes that interleave, got it enabled under ZO; set it to false and use "
+            "wall_clock_breakdown"
+        )
+        raise ConfigError(text, at="flops_profiler.enabled")
+
+
+def _check_only_zo_replays(config: Resolved) -> None:
+    stream, checkpoint = config.section.stream, config.section.checkpoint
+    broken = {
+        "stream.writeback_interval": (stream.writeback_interval, stream.writeback_interval not in (None, 1)),
+        "stream.fuse_update": (stream.fuse_update, not stream.fuse_update),
+        "checkpoint.trajectory": (checkpoint.trajectory, checkpoint.trajectory),
+    }
+    for key, (value, is_broken) in broken.items():
+        if is_broken:
+            text = f"{key} belongs to ZO, whose updates can be replayed, got {shown(value)} under {config.backend}"
+            raise ConfigError(f"{text}; leave it out", at=f"ds_zo.{key}")
+
+
+def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
+    if optimizer.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
+        text = (
+            f"clip_grad_value excludes gradient_clipping, got {optimizer.clip_grad_value:g} beside "
+            f"{config.gradient_clipping:g}; remove one of the two"
+        )
+        raise ConfigError(text, at="optimizer.params.clip_grad_value")
+    if config.gradient_accumulation_steps > 1 and optimizer.accumulation == "refuse":
+        text = (
+            "gradient_accumulation_steps must be 1, because a gradient is gone once its update is made, got "
+            f"{config.gradient_accumulation_steps}; use a larger micro-batch with activation checkpointing, or set "
+            'optimizer.params.accumulation to "sequential" for one small update a micro-batch'
+        )
+        raise ConfigError(text, at="gradient_accumulation_steps")
+
+
+def _scheduler_warning(ds_config: dict[str, Any], lr: float) -> list[str]:
+    """DeepSpeed's older warm-up schedulers climb to a learning rate of their own and forget the optimizer's."""
+    kind = _lookup(ds_config, "scheduler.type")
+    if kind not in _ABSOLUTE_SCHEDULERS:
+        return []
+    peak = _lookup(ds_config, "scheduler.params.warmup_max_lr")
+    peak = _DEFAULT_WARMUP_MAX_LR if peak is None else peak
+    if peak in (lr, "auto"):
+        return []
+    return [
+        f"scheduler {kind} raises the learning rate to its own warmup_max_lr {shown(peak)}, not to "
+        f"optimizer.params.lr {lr:g}; write warmup_max_lr, or use WarmupCosineLR, which scales lr"
+    ]
+
+
+def _lookup(ds_config: dict[str, Any], path: str) -> Any:
+    found: Any = ds_config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a section or switch asks for something: by its `enabled`, its parallel sizes, or by being there."""
+    if isinstance(value, dict):
+        if "enabled" in value:
+            return value["enabled"] is True
+        sizes = [size for key, size in value.items() if key in ("autotp_size", "tp_size", "stages")]
+        inner = [part for key, part in value.items() if key in ("tp", "tensor_parallel")]
+        if sizes or inner:
+            return any(_is_on(part) for part in sizes + inner)
+        return bool(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value > 1
+    return False
+
+
+def _device(ds_config: dict[str, Any], place: str) -> str:
+    found = _lookup(ds_config, f"zero_optimization.{place}.device")
+    return "none" if found in (None, "auto") else str(getattr(found, "value", found))

@@ -1,0 +1,174 @@
+"""What DeepSpeed's own keys say, read with DeepSpeed's own models, complaints on one line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import BaseModel, ValidationError
+
+from ds_zo.config.errors import ConfigError, shown, translate, type_remedy
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_SCALE_POWER = 126
+_AUTOCAST_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "torch.bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "torch.float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The fp16 block's scaling; `loss_scale` 0 is dynamic. `written` names the keys that stand in the JSON."""
+
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    min_loss_scale: int
+    written: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StockKeys:
+    """Stock keys that keep their stock meaning under our backends."""
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    loss_scale: LossScale
+    zero: DeepSpeedZeroConfig
+    gradient_clipping: float
+    clipping_explicit: bool
+    gradient_accumulation_steps: int
+
+
+def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKeys:
+    """Check and read the stock keys. `world_size` None: that of the running process group."""
+    fp16 = parse(DeepSpeedFP16Config, block(ds_config, "fp16"), at="fp16")
+    bf16_key = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
+    bf16 = parse(DeepSpeedBF16Config, block(ds_config, bf16_key), at=bf16_key)
+    if fp16.enabled and bf16.enabled:
+        text = "a model has one dtype, got both fp16.enabled and bf16.enabled true; set one of them to false"
+        raise ConfigError(text, at=f"{bf16_key}.enabled")
+    clipping = number(ds_config, "gradient_clipping")
+    return StockKeys(
+        dtype=torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32,
+        autocast=_autocast(ds_config),
+        loss_scale=_loss_scale(fp16),
+        zero=_zero(ds_config),
+        gradient_clipping=GRADIENT_CLIPPING_DEFAULT if clipping is None else clipping,
+        clipping_explicit=clipping is not None,
+        gradient_accumulation_steps=_accumulation_steps(ds_config, world_size),
+    )
+
+
+def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
+    """The object at a top-level key; left out and null are empty."""
+    found = ds_config.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key} must be an object, got {shown(found)}; write {{...}} or leave it out", at=key)
+    return found
+
+
+def parse(model: type[Model], data: dict[str, Any], *, at: str) -> Model:
+    """Build `model` from the object at `at`, or say in one line why not."""
+    try:
+        return model(**data)
+    except ValidationError as error:
+        raise translate(error, model, at=at) from None
+
+
+def number(ds_config: dict[str, Any], key: str) -> float | None:
+    """A finite number >= 0 at a top-level key, None when left out."""
+    found = ds_config.get(key)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ConfigError(f"{key} must be a number, got {shown(found)}; {_number_remedy(found)}", at=key)
+    if not math.isfinite(found) or found < 0:
+        raise ConfigError(f"{key} must be finite and >= 0, got {shown(found)}; 0 switches it off", at=key)
+    return float(found)
+
+
+def count(ds_config: dict[str, Any], key: str) -> int | None:
+    """An integer >= 1 at a top-level key, None when left out."""
+    found = ds_config.get(key)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise ConfigError(f"{key} must be an integer, got {shown(found)}; {_number_remedy(found)}", at=key)
+    if found < 1:
+        raise ConfigError(f"{key} must be >= 1, got {found}; write 1 or more", at=key)
+    return found
+
+
+def _number_remedy(value: Any) -> str:
+    if value == "auto":
+        return 'Trainer and Accelerate replace "auto", DeepSpeed alone does not: write a number'
+    return type_remedy(value) or "write a number"
+
+
+def _accumulation_steps(ds_config: dict[str, Any], world_size: int | None) -> int:
+    """As DeepSpeed infers it: what is written, else what the two batch sizes imply, else 1."""
+    written = count(ds_config, "gradient_accumulation_steps")
+    total, micro = count(ds_config, "train_batch_size"), count(ds_config, "train_micro_batch_size_per_gpu")
+    if written is not None or total is None or micro is None:
+        return written or 1
+    if world_size is None:
+        group_is_up = torch.distributed.is_available() and torch.distributed.is_initialized()
+        world_size = torch.distributed.get_world_size() if group_is_up else 1
+    return max(1, total // micro // world_size)
+
+
+def _loss_scale(fp16: DeepSpeedFP16Config) -> LossScale:
+    keys = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+    if fp16.enabled and not 0 <= fp16.initial_scale_power <= MAX_SCALE_POWER:
+        text = (
+            f"initial_scale_power must be in 0..{MAX_SCALE_POWER} for 2 ** power to be a float32, "
+            f"got {fp16.initial_scale_power}; leave it out for the default 16"
+        )
+        raise ConfigError(text, at="fp16.initial_scale_power")
+    if fp16.enabled and fp16.hysteresis < 1:
+        text = f"hysteresis must be >= 1, got {fp16.hysteresis}; leave it out for the default 2"
+        raise ConfigError(text, at="fp16.hysteresis")
+    written = tuple(key for key in keys if key in fp16.model_fields_set)
+    return LossScale(**{key: getattr(fp16, key) for key in keys}, written=written)
+
+
+def _zero(ds_config: dict[str, Any]) -> DeepSpeedZeroConfig:
+    found = ds_config.get("zero_optimization")
+    if isinstance(found, bool):  # DeepSpeed's old spelling of stage 1 and stage 0
+        return DeepSpeedZeroConfig(stage=int(found))
+    return parse(DeepSpeedZeroConfig, block(ds_config, "zero_optimization"), at="zero_optimization")
+
+
+def _autocast(ds_config: dict[str, Any]) -> torch.dtype | None:
+    settings = block(ds_config, "torch_autocast")
+    enabled, dtype = settings.get("enabled", False), settings.get("dtype")
+    if not isinstance(enabled, bool):
+        text = f"enabled must be true or false, got {shown(enabled)}; {type_remedy(enabled) or 'write true or false'}"
+        raise ConfigError(text, at="torch_autocast.enabled")
+    if not enabled:
+        return None
+    if dtype is None:
+        return torch.get_autocast_dtype(get_accelerator().device_name())
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype)
+    if not isinstance(dtype, str) or dtype not in _AUTOCAST_DTYPES:
+        text = f"dtype must be bfloat16 or float16, got {shown(dtype)}; write one of them"
+        raise ConfigError(text, at="torch_autocast.dtype")
+    return _AUTOCAST_DTYPES[dtype]
