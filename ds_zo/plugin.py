@@ -57,11 +57,15 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     config = _ds_config(args, kwargs) if _active else None
     backend = backend_of(config) if config is not None else None
     if config is None or backend is None:
+        if config is not None and config.get("ds_zo"):
+            text = "the section ds_zo has no effect: optimizer.type is none of ours and ds_zo.backend is not set"
+            log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
         return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
     if not issubclass(PluginEngine, cls):
         raise ConfigError(
             f"backend {backend} replaces DeepSpeedEngine, and this model or JSON asks for {cls.__name__}: pass a plain "
-            "nn.Module and leave hybrid_engine out (optimizer.type or ds_zo.backend)"
+            "nn.Module and leave hybrid_engine out",
+            at="optimizer.type" if "optimizer" in config else "ds_zo.backend",
         )
     engine = object.__new__(PluginEngine)
     # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
@@ -106,6 +110,7 @@ class PluginEngine(DeepSpeedEngine):
     resolved: Resolved
     backend: Backend
     _backend_class: type[Backend]
+    _unmanaged_backward_count: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = _stock_signature.bind(self, *args, **kwargs).arguments
@@ -146,7 +151,8 @@ class PluginEngine(DeepSpeedEngine):
             if group.get("lr") is None:
                 raise ConfigError(
                     f"every parameter group needs a learning rate, got {group.get('lr')!r}: give one to the optimizer "
-                    f"passed to deepspeed.initialize ({type(self.optimizer).__name__}.param_groups[{index}]['lr'])"
+                    "passed to deepspeed.initialize",
+                    at=f"{type(self.optimizer).__name__}.param_groups[{index}]['lr']",
                 )
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> None:
@@ -386,9 +392,8 @@ def _undo_zero_init(model: nn.Module, *, to_host: bool) -> None:
 
     Under a stage 3 JSON, transformers builds every model in that context, long before it is known who will train it.
     """
-    for parameter in model.parameters():
-        if not hasattr(parameter, "ds_id"):
-            continue
+    partitioned: list[Any] = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    for parameter in partitioned:
         if parameter.ds_status is not ZeroParamStatus.AVAILABLE:
             parameter.all_gather()
         whole = parameter.data.cpu() if to_host else parameter.data

@@ -143,7 +143,8 @@ def backend_class(name: str) -> type[Backend]:
     except KeyError:
         raise ConfigError(
             f"backend {name} is not available in this version of ds_zo, which has {', '.join(available_backends())}: "
-            "name one of those, or upgrade ds_zo (optimizer.type or ds_zo.backend)"
+            "name one of those, or upgrade ds_zo",
+            at="optimizer.type or ds_zo.backend",
         ) from None
     found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
     return found

@@ -1,0 +1,524 @@
+"""The engine inside DeepSpeed: who gets it, what it keeps of DeepSpeed's behaviour, and what it leaves alone.
+
+Where the mathematics does not matter a plain SGD stands in for a backend, so that a run can be held byte for byte
+against DeepSpeed's own engine with torch's SGD.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from tiny_models import tiny_batch, tiny_model
+
+from ds_zo.config import ConfigError
+from ds_zo.engines import Backend, GroupedOptimizer, StepOutcome, base
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+class SGDBackend(Backend):
+    """Plain SGD under the name of a backend whose JSON asks nothing else of it."""
+
+    name = "lomo"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_steps = 0
+
+    def step(self) -> StepOutcome:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        applied = bool(norm.isfinite())
+        self.num_steps += 1
+        if applied:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.sub_(p.grad + group["weight_decay"] * p, alpha=group["lr"])
+        self.zero_grad()
+        return StepOutcome(applied, grad_norm=norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
+        self.num_steps = state["num_steps"] if load_optimizer_states else 0
+
+
+@pytest.fixture
+def sgd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base._WHERE, "lomo", (__name__, "SGDBackend"))
+
+
+def sgd_config(*, ours: bool = True, accumulation: int = 1, **extra: Any) -> dict[str, Any]:
+    params: dict[str, Any] = {"lr": 0.1}
+    if ours and accumulation > 1:
+        params["accumulation"] = "sequential"
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "LOMO" if ours else "SGD", "params": params},
+        **extra,
+    }
+
+
+def zo_config(**extra: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-4, "zo_eps": 1e-3}},
+        **extra,
+    }
+
+
+def start(config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> DeepSpeedEngine:
+    return deepspeed.initialize(model=model or tiny_model("llama"), config=config, **kwargs)[0]
+
+
+def on(engine: DeepSpeedEngine, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(engine.device) for name, value in batch.items()}
+
+
+def train(engine: DeepSpeedEngine, num_micro_steps: int, *, first: int = 0) -> list[float]:
+    losses = []
+    for seed in range(first, first + num_micro_steps):
+        loss = engine(**on(engine, tiny_batch("llama", seed=seed))).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def assert_same_weights(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def printed(output: str, mark: str) -> list[Any]:
+    """What a script printed as JSON behind a mark, among DeepSpeed's own lines."""
+    return [json.loads(line.removeprefix(mark)) for line in output.splitlines() if line.startswith(mark)]
+
+
+# Who gets our engine.
+
+
+STOCK_RUN = """
+import hashlib, json, sys
+if sys.argv[1] == "with":
+    import ds_zo
+import deepspeed, torch
+sys.path.insert(0, sys.argv[2])
+from tiny_models import tiny_batch, tiny_model
+
+offload = {"device": "cpu", "pin_memory": False}
+for zero in ({"stage": 0}, {"stage": 2, "offload_optimizer": offload}, {"stage": 3, "offload_optimizer": offload}):
+    # torch_adam without offload: DeepSpeed's own fused kernel is a JIT build of minutes, of no interest here
+    params = {"lr": 1e-2, "torch_adam": zero["stage"] == 0}
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": zero["stage"] > 0}, "zero_optimization": zero,
+              "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": params}}
+    engine = deepspeed.initialize(model=tiny_model("llama"), config=config)[0]
+    losses = []
+    for seed in range(6):
+        batch = {name: value.to(engine.device) for name, value in tiny_batch("llama", seed=seed).items()}
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item().hex())
+    digest = hashlib.sha256()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for parameter in engine.module.parameters():
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    print("RUN", json.dumps([type(engine).__name__, type(engine.optimizer).__name__, losses, digest.hexdigest()]))
+"""
+
+
+@pytest.mark.slow
+def test_stock_configs_give_the_same_bytes_with_and_without_the_import(run_python):
+    here = str(Path(__file__).parent)
+    runs = [printed(run_python(STOCK_RUN, import_, here, timeout_s=600), "RUN ") for import_ in ("with", "without")]
+    assert runs[0] == runs[1]
+    assert [engine for engine, *_ in runs[0]] == ["DeepSpeedEngine"] * 3
+    assert len({optimizer for _, optimizer, *_ in runs[0]}) == 3  # three different engines' worth of code was compared
+
+
+IMPORT_ORDER = """
+from deepspeed import initialize
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from tiny_models import tiny_model
+
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "ZO", "params": {"lr": 1e-4}}}
+
+def attempt():
+    try:
+        return type(initialize(model=tiny_model("llama"), config=config)[0]).__name__
+    except AssertionError as error:
+        return str(error)
+
+print("OUT", json.dumps(attempt()))
+import ds_zo
+print("OUT", json.dumps(attempt()))
+ds_zo.uninstall()
+print("OUT", json.dumps(attempt()))
+ds_zo.install()
+print("OUT", json.dumps(attempt()))
+"""
+
+
+def test_import_uninstall_and_install_decide_even_for_an_early_bound_initialize(run_python):
+    out = printed(run_python(IMPORT_ORDER, str(Path(__file__).parent)), "OUT ")
+    refused = "ZO is not a supported DeepSpeed Optimizer"
+    assert out == [refused, "PluginEngine", refused, "PluginEngine"]
+
+
+IMPORT_COST = """
+import sys, time
+import deepspeed
+before = set(sys.modules)
+started = time.process_time()
+import ds_zo
+print("SECONDS", time.process_time() - started)
+import torch
+assert not torch.cuda.is_initialized()
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not new & {"triton", "transformers", "accelerate", "datasets"}, new
+"""
+
+
+def test_import_is_cheap_and_touches_no_device(run_python):
+    seconds = float(run_python(IMPORT_COST).split("SECONDS ")[1])
+    assert seconds < 0.5
+
+
+def test_a_stock_json_keeps_deepspeeds_own_class():
+    engine = start(sgd_config(ours=False))
+    assert type(engine) is DeepSpeedEngine
+
+
+def test_config_errors_come_before_anything_moves(sgd_backend):
+    model = tiny_model("llama")
+    before = {name: (p.data_ptr(), p.dtype, p.device) for name, p in model.named_parameters()}
+    config = zo_config(bf16={"enabled": True})
+    config["optimizer"]["params"]["zo_esp"] = 1e-3
+    with pytest.raises(ConfigError, match="zo_esp"):
+        start(config, model)
+    assert {name: (p.data_ptr(), p.dtype, p.device) for name, p in model.named_parameters()} == before
+
+
+def test_where_deepspeed_would_refuse_first_our_one_line_error_is_raised():
+    with pytest.raises(ConfigError) as caught:
+        start(zo_config(zero_optimization={"stage": 7}))
+    assert "zero_optimization" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_backend_of_a_later_version_is_named_as_such(monkeypatch):
+    monkeypatch.delitem(base._WHERE, "lsp", raising=False)
+    config = zo_config(optimizer={"type": "LSP", "params": {"lr": 1e-4}})
+    with pytest.raises(ConfigError, match="backend lsp is not available in this version of ds_zo"):
+        start(config)
+
+
+def test_pipeline_models_are_refused_by_name():
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    model = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match="PipelineEngine"):
+        start(zo_config(), model)
+
+
+# What DeepSpeed does around a step.
+
+
+WARM_UP: dict[str, Any] = {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": 3}}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sgd_backend_equals_deepspeeds_own_sgd(sgd_backend, accumulation):
+    runs = []
+    for ours in (True, False):
+        engine = start(sgd_config(ours=ours, accumulation=accumulation, scheduler=WARM_UP))
+        runs.append((train(engine, 6), engine.get_lr(), engine.global_steps, engine.global_samples, weights(engine)))
+    assert runs[0][:-1] == runs[1][:-1]
+    assert_same_weights(runs[0][-1], runs[1][-1])
+
+
+def test_bf16_block_gives_bf16_parameters_and_no_master_copy(sgd_backend):
+    """DeepSpeed's bf16 SGD would update a float32 master, so torch's is the reference."""
+    engine = start(sgd_config(accumulation=2, scheduler=WARM_UP, bf16={"enabled": True}))
+    losses = train(engine, 6)
+    model = tiny_model("llama").to(engine.device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, **WARM_UP["params"])
+    for seed in range(6):
+        loss = model(**on(engine, tiny_batch("llama", seed=seed))).loss
+        assert loss.item() == losses[seed]
+        (loss / 2).backward()
+        if seed % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert_same_weights(weights(engine), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_a_manual_accumulation_boundary_equals_the_counted_one(sgd_backend):
+    counted = start(sgd_config(accumulation=2))
+    train(counted, 4)
+    manual = start(sgd_config(accumulation=2))
+    for seed in range(4):
+        manual.set_gradient_accumulation_boundary(seed % 2 == 1)
+        manual.backward(manual(**on(manual, tiny_batch("llama", seed=seed))).loss)
+        if seed % 2 == 1:
+            manual.step()
+    assert_same_weights(weights(counted), weights(manual))
+    assert manual.global_steps == 2
+
+
+def test_scale_wrt_gas_false_leaves_the_callers_scale(sgd_backend):
+    ours = start(sgd_config(accumulation=2))
+    theirs = start(sgd_config(accumulation=2))
+    for seed in range(2):
+        batch = on(ours, tiny_batch("llama", seed=seed))
+        ours.backward(ours(**batch).loss)
+        theirs.backward(theirs(**batch).loss / 2, scale_wrt_gas=False)
+        ours.step()
+        theirs.step()
+    assert_same_weights(weights(ours), weights(theirs))
+
+
+def test_no_sync_accumulates_and_refuses_to_step(sgd_backend):
+    engine = start(sgd_config())
+    with engine.no_sync():
+        engine.backward(engine(**on(engine, tiny_batch("llama"))).loss)
+        with pytest.raises(AssertionError, match="no_sync"):
+            engine.step()
+    assert all(p.grad is not None for p in engine.module.parameters())
+
+
+def test_bare_backward_is_right_or_refused(sgd_backend):
+    through, bare = start(sgd_config()), start(sgd_config())
+    train(through, 1)
+    bare(**on(bare, tiny_batch("llama"))).loss.backward()
+    bare.step()
+    assert_same_weights(weights(through), weights(bare))
+
+    accumulating = start(sgd_config(accumulation=2))
+    with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\)"):
+        accumulating(**on(accumulating, tiny_batch("llama"))).loss.backward()
+
+
+def test_backward_says_what_it_wants(sgd_backend):
+    engine = start(sgd_config())
+    with pytest.raises(ValueError, match=r"shape \(4, 12, 67\)"):
+        engine.backward(engine(**on(engine, tiny_batch("llama"))).logits)
+    with torch.no_grad():
+        loss = engine(**on(engine, tiny_batch("llama"))).loss
+    with pytest.raises(ValueError, match="requires_grad False"):
+        engine.backward(loss)
+
+
+def test_a_skipped_step_is_counted_and_the_schedule_goes_on(sgd_backend):
+    engine = start(sgd_config(scheduler={"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}}))
+    before = weights(engine)
+    engine.backward(engine(**on(engine, tiny_batch("llama"))).loss * float("nan"))
+    engine.step()
+    assert not engine.was_step_applied()
+    assert (engine.skipped_steps, engine.global_steps) == (1, 1)
+    assert engine.get_lr() == pytest.approx([0.075])
+    assert_same_weights(before, weights(engine))
+    train(engine, 1)
+    assert engine.was_step_applied()
+    assert (engine.skipped_steps, engine.global_steps) == (1, 2)
+
+
+def test_grad_norm_is_a_float_read_on_demand(sgd_backend):
+    engine = start(sgd_config())
+    assert engine.get_global_grad_norm() is None
+    train(engine, 1)
+    assert isinstance(engine._global_grad_norm, torch.Tensor)
+    norm = engine.get_global_grad_norm()
+    assert isinstance(norm, float)
+    assert norm > 0
+
+
+def test_an_error_in_the_users_forward_surfaces_and_the_next_step_works(sgd_backend):
+    engine = start(sgd_config(wall_clock_breakdown=True))
+    with pytest.raises(IndexError):
+        engine(input_ids=torch.full((1, 4), 10_000, device=engine.device))
+    train(engine, 2)
+    assert engine.global_steps == 2
+    assert engine.get_wall_clock_timers()
+
+
+def test_monitor_gets_lr_and_the_mean_loss_of_the_window(sgd_backend, tmp_path):
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = start(sgd_config(accumulation=2, csv_monitor=monitor))
+    losses = train(engine, 4)
+    rows = list(csv.reader(next(tmp_path.rglob("*train_loss.csv")).open()))[1:]
+    assert [int(float(step)) for step, _ in rows] == [8, 16]
+    assert [float(value) for _, value in rows] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
+    assert list(tmp_path.rglob("*lr.csv"))
+
+
+def test_evaluation_goes_through_the_same_forward(sgd_backend):
+    engine = start(sgd_config())
+    batch = on(engine, tiny_batch("llama"))
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(**batch).loss
+    assert loss.item() == engine.module(**batch).loss.item()
+    assert not loss.requires_grad
+
+
+def test_fp16_autocast_makes_no_gradient_scaler(sgd_backend):
+    engine = start(sgd_config(torch_autocast={"enabled": True, "dtype": "float16"}))
+    assert engine.torch_autocast_z0_gradscaler is None
+    train(engine, 1)
+    assert engine.was_step_applied()
+
+
+# The user's own optimizer.
+
+
+def test_client_groups_and_scheduler_are_honoured_and_no_state_is_made(sgd_backend):
+    config = sgd_config(ds_zo={"backend": "lomo"})
+    del config["optimizer"]
+
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        named = dict(model.named_parameters())
+        decayed = [p for name, p in named.items() if p.ndim > 1]
+        plain = [p for p in named.values() if p.ndim == 1]
+        return [{"params": decayed, "weight_decay": 0.1, "lr": 0.2}, {"params": plain}]
+
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(groups(model), lr=0.05, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    engine = start(config, model, optimizer=optimizer, lr_scheduler=schedule)
+    train(engine, 3)
+    assert engine.optimizer is optimizer
+    assert not optimizer.state
+
+    reference = tiny_model("llama").to(engine.device)
+    sgd = torch.optim.SGD(groups(reference), lr=0.05)
+    steps = torch.optim.lr_scheduler.LinearLR(sgd, start_factor=0.5, total_iters=2)
+    for seed in range(3):
+        reference(**on(engine, tiny_batch("llama", seed=seed))).loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        steps.step()
+    assert engine.get_lr() == [group["lr"] for group in sgd.param_groups]
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(weights(engine)[name], p.detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_client_group_without_a_learning_rate_is_refused(sgd_backend):
+    config = sgd_config(ds_zo={"backend": "lomo"})
+    del config["optimizer"]
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\]"):
+        start(config, model, optimizer=optimizer)
+
+
+def test_the_section_alone_selects_a_backend_with_its_default_parameters(sgd_backend):
+    config = sgd_config(ds_zo={"backend": "lomo"})
+    del config["optimizer"]
+    engine = start(config)
+    assert isinstance(engine.optimizer, GroupedOptimizer)
+    train(engine, 1)
+    with pytest.raises(RuntimeError, match="engine"):
+        engine.optimizer.step()
+
+
+# Checkpoints in DeepSpeed's layout.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resume_equals_uninterrupted(sgd_backend, tmp_path, dtype):
+    config = sgd_config(scheduler=WARM_UP, bf16={"enabled": dtype == "bf16"})
+    whole = start(config)
+    train(whole, 3)
+    whole.save_checkpoint(str(tmp_path), client_state={"epoch": 7})
+    train(whole, 3, first=3)
+
+    resumed = start(config, tiny_model("llama", seed=1))
+    _, client_state = resumed.load_checkpoint(str(tmp_path))
+    assert client_state["epoch"] == 7
+    assert (resumed.global_steps, resumed.backend.num_steps) == (3, 3)
+    train(resumed, 3, first=3)
+    assert_same_weights(weights(whole), weights(resumed))
+    assert whole.get_lr() == resumed.get_lr()
+
+
+def test_weights_only_loading_starts_the_backend_afresh(sgd_backend, tmp_path):
+    engine = start(sgd_config())
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path))
+    fresh = start(sgd_config(), tiny_model("llama", seed=1))
+    fresh.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert (fresh.global_steps, fresh.backend.num_steps) == (2, 0)
+    bare = start(sgd_config(), tiny_model("llama", seed=1))
+    bare.load_checkpoint(str(tmp_path), load_module_only=True)
+    assert (bare.global_steps, bare.backend.num_steps) == (0, 0)
+    assert_same_weights(weights(engine), weights(fresh))
+    assert_same_weights(weights(engine), weights(bare))
+
+
+def test_a_stock_checkpoint_gives_its_weights(sgd_backend, tmp_path):
+    stock = start(sgd_config(ours=False))
+    train(stock, 2)
+    stock.save_checkpoint(str(tmp_path))
+    engine = start(sgd_config(), tiny_model("llama", seed=1))
+    engine.load_checkpoint(str(tmp_path))
+    assert_same_weights(weights(stock), weights(engine))
+    assert (engine.global_steps, engine.backend.num_steps) == (2, 0)
+
+
+def test_save_16bit_model_writes_what_the_module_holds(sgd_backend, tmp_path):
+    engine = start(sgd_config(bf16={"enabled": True}, zero_optimization={"stage": 3}))
+    train(engine, 1)
+    assert engine.save_16bit_model(str(tmp_path), "model.bin")
+    saved = torch.load(tmp_path / "model.bin")
+    for name, p in weights(engine).items():
+        assert torch.equal(saved[name].to(p.device), p)
+
+
+# ZeRO's own ways in.
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_built_under_zero_init_trains_as_one_that_was_not(sgd_backend, offload):
+    zero: dict[str, Any] = {"stage": 3}
+    if offload:
+        zero["offload_param"] = {"device": "cpu"}
+    config = sgd_config(zero_optimization=zero)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = tiny_model("llama")
+    assert all(hasattr(p, "ds_id") for p in model.parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = start(config, model)
+    assert_same_weights(initial, weights(engine))
+    assert not any(name.startswith("ds_") for p in model.parameters() for name in vars(p))
+
+    plain = tiny_model("llama")
+    plain.load_state_dict(initial, strict=False)
+    reference = start(sgd_config(), plain)
+    assert train(engine, 3) == train(reference, 3)
+    assert_same_weights(weights(engine), weights(reference))
