@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The nearest of the known words, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(word.lower(), names, n=1)
+    near = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
     return f'did you mean "{near[0]}"?' if near else f"choose from: {', '.join(names)}"
 
 

@@ -31,7 +31,7 @@ class StreamConfig(ConfigModel):
     """split: float32's low bits stay in a second host plane; wire: storage is all there is, with its rounding."""
 
     writeback_interval: int | None = Field(None, ge=1, le=64)
-    """Steps between write-backs of a block (ZO replays what is pending); null: chosen from the measured link."""
+    """Steps between write-backs of a block (ZO replays what is pending); null: chosen by the engine."""
 
     blocks: str | list[str] | None = None
     """Dotted path of the block list, or several; null: found in the model."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from ds_zo.config.errors import ConfigError, shown, translate, type_remedy
+from ds_zo.config.errors import ConfigError, shown, suggestion, translate, type_remedy
 
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_SCALE_POWER = 126
+_NULLABLE = ("ds_zo", "bf16")
+_SCHEDULER_HOMES = (lr_schedules, torch.optim.lr_scheduler)
 _AUTOCAST_DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -62,6 +66,7 @@ def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKey
     if fp16.enabled and bf16.enabled:
         text = "a model has one dtype, got both fp16.enabled and bf16.enabled true; set one of them to false"
         raise ConfigError(text, at=f"{bf16_key}.enabled")
+    _check_scheduler(block(ds_config, "scheduler"))
     clipping = number(ds_config, "gradient_clipping")
     return StockKeys(
         dtype=torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32,
@@ -75,9 +80,9 @@ def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKey
 
 
 def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
-    """The object at a top-level key; left out and null are empty."""
-    found = ds_config.get(key)
-    if found is None:
+    """The object at a top-level key, empty where it is left out. DeepSpeed itself fails on most that are null."""
+    found = ds_config.get(key, {})
+    if found is None and key in _NULLABLE:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{key} must be an object, got {shown(found)}; write {{...}} or leave it out", at=key)
@@ -154,6 +159,26 @@ def _zero(ds_config: dict[str, Any]) -> DeepSpeedZeroConfig:
     if isinstance(found, bool):  # DeepSpeed's old spelling of stage 1 and stage 0
         return DeepSpeedZeroConfig(stage=int(found))
     return parse(DeepSpeedZeroConfig, block(ds_config, "zero_optimization"), at="zero_optimization")
+
+
+def _check_scheduler(settings: dict[str, Any]) -> None:
+    """DeepSpeed makes the scheduler last, after the model has moved: too late to find a wrong name."""
+    name, params = settings.get("type"), settings.get("params")
+    if name is None:
+        return
+    maker = next((getattr(home, str(name), None) for home in _SCHEDULER_HOMES if hasattr(home, str(name))), None)
+    if maker is None:
+        known = [key for home in _SCHEDULER_HOMES for key in vars(home) if key.endswith("LR") and key[0] != "_"]
+        text = f"type must be a scheduler of DeepSpeed or torch.optim.lr_scheduler, got {shown(name)}"
+        raise ConfigError(f"{text}; {suggestion(str(name), known)}", at="scheduler.type")
+    if not isinstance(params, dict):
+        text = f"params must be an object, got {shown(params)}; write {{...}}, which may be empty"
+        raise ConfigError(text, at="scheduler.params")
+    try:
+        inspect.signature(maker).bind(None, **params)
+    except TypeError as error:
+        text = f"params must be those of {name}, got {shown(params)}: {error}; correct them"
+        raise ConfigError(text, at="scheduler.params") from None
 
 
 def _autocast(ds_config: dict[str, Any]) -> torch.dtype | None:

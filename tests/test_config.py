@@ -1,0 +1,544 @@
+"""The JSON surface: what is accepted and what it comes to, what is refused and how the refusal reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from ds_zo.config import BACKENDS, ConfigError, ZOParams, backend_of, resolve
+
+NAN, INF = float("nan"), float("inf")
+DROP = object()
+
+
+def base(kind: str = "ZO", *, stream: bool = True) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": kind, "params": {}},
+        "zero_optimization": {"stage": 0},
+    }
+    if stream:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    return config
+
+
+def edited(config: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
+    """A copy with values put at dotted paths; DROP removes a key."""
+    config = copy.deepcopy(config)
+    for path, value in edits.items():
+        *parents, last = path.split(".")
+        place = config
+        for key in parents:
+            place = place.setdefault(key, {})
+        if value is DROP:
+            del place[last]
+        else:
+            place[last] = value
+    return config
+
+
+def param(key: str, value: Any) -> dict[str, Any]:
+    return {f"optimizer.params.{key}": value}
+
+
+def stream(key: str, value: Any) -> dict[str, Any]:
+    return {f"ds_zo.stream.{key}": value}
+
+
+# type, edits, words the message must have beside the location, location
+MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
+    # wrong types
+    ("ZO", param("lr", "1e-6"), ["must be a number", "without quotes"], "optimizer.params.lr"),
+    ("ZO", param("lr", True), ["must be a number", "true"], "optimizer.params.lr"),
+    ("ZO", param("lr", [1e-6]), ["must be a number"], "optimizer.params.lr"),
+    ("ZO", param("zo_eps", "small"), ["must be a number", '"small"', "0.001"], "optimizer.params.zo_eps"),
+    (
+        "ZO",
+        param("num_directions", "8"),
+        ["must be an integer", "write 8 without quotes"],
+        "optimizer.params.num_directions",
+    ),
+    ("ZO", param("num_directions", 2.0), ["must be an integer", "write 2"], "optimizer.params.num_directions"),
+    ("ZO", param("num_directions", 2.5), ["must be an integer", "2.5"], "optimizer.params.num_directions"),
+    ("ZO", param("num_directions", True), ["must be an integer", "write a number"], "optimizer.params.num_directions"),
+    ("ZO", param("seed", "0"), ["must be an integer"], "optimizer.params.seed"),
+    ("ZO", param("distribution", 1), ["must be one of normal, rademacher"], "optimizer.params.distribution"),
+    ("ZO", stream("device_slots", "3"), ["must be an integer", "write 3"], "ds_zo.stream.device_slots"),
+    ("ZO", stream("overlap", "false"), ["must be true or false", "without quotes"], "ds_zo.stream.overlap"),
+    ("ZO", stream("overlap", 1), ["must be true or false"], "ds_zo.stream.overlap"),
+    ("ZO", stream("device_memory_gb", "24"), ["must be a number", "write 24"], "ds_zo.stream.device_memory_gb"),
+    ("ZO", stream("blocks", 3), ["dotted path"], "ds_zo.stream.blocks"),
+    ("ZO", stream("blocks", ["model.layers", 3]), ["dotted path"], "ds_zo.stream.blocks"),
+    ("ZO", stream("blocks", []), ["dotted path"], "ds_zo.stream.blocks"),
+    ("ZO", stream("blocks", "model..layers"), ["dotted path"], "ds_zo.stream.blocks"),
+    ("ZO", {"ds_zo.stream": [1]}, ["must be an object"], "ds_zo.stream"),
+    ("ZO", {"ds_zo": "zo"}, ["must be an object"], "ds_zo"),
+    ("ZO", {"ds_zo.checkpoint": True}, ["must be an object"], "ds_zo.checkpoint"),
+    (
+        "ZO",
+        {"ds_zo.rounding": None, "ds_zo.checkpoint.asynchronous": "no"},
+        ["true or false"],
+        "ds_zo.checkpoint.asynchronous",
+    ),
+    ("ZO", {"optimizer.params": [1e-6]}, ["must be an object"], "optimizer.params"),
+    ("LOMO", param("adapter", 1e-4), ["must be an object"], "optimizer.params.adapter"),
+    ("LSP", param("betas", 0.9), ["must be a list"], "optimizer.params.betas"),
+    ("LSP", param("betas", [0.9]), ["number of entries"], "optimizer.params.betas"),
+    ("LSP", param("betas", [0.9, 0.99, 0.999]), ["number of entries"], "optimizer.params.betas"),
+    ("LSP", param("betas", [0.9, "0.999"]), ["betas[1] must be a number"], "optimizer.params.betas.1"),
+    # values out of range
+    ("ZO", param("lr", NAN), ["finite", "NaN"], "optimizer.params.lr"),
+    ("ZO", param("lr", INF), ["must be"], "optimizer.params.lr"),
+    ("ZO", param("lr", -1e-6), [">= 0", "-1e-06"], "optimizer.params.lr"),
+    ("ZO", param("lr", 1e30), ["<= 100"], "optimizer.params.lr"),
+    ("ZO", param("zo_eps", 0), ["> 0"], "optimizer.params.zo_eps"),
+    ("ZO", param("zo_eps", -1e-3), ["> 0"], "optimizer.params.zo_eps"),
+    ("ZO", param("zo_eps", 1e9), ["<= 1"], "optimizer.params.zo_eps"),
+    ("ZO", param("num_directions", 0), [">= 1"], "optimizer.params.num_directions"),
+    ("ZO", param("num_directions", 10**12), ["<= 1024"], "optimizer.params.num_directions"),
+    ("ZO", param("seed", -1), [">= 0"], "optimizer.params.seed"),
+    ("ZO", param("seed", 2**63), ["<="], "optimizer.params.seed"),
+    ("ZO", param("clip_projected_grad", 0), ["> 0"], "optimizer.params.clip_projected_grad"),
+    ("ZO", param("weight_decay", -0.1), [">= 0"], "optimizer.params.weight_decay"),
+    (
+        "ZO",
+        {**param("lr", 0.5), **param("weight_decay", 2.0)},
+        ["sign of every weight"],
+        "optimizer.params.weight_decay",
+    ),
+    ("ZO", stream("device_slots", 1), [">= 2", "got 1"], "ds_zo.stream.device_slots"),
+    ("ZO", stream("device_slots", 10**9), ["<= 64"], "ds_zo.stream.device_slots"),
+    ("ZO", stream("device_memory_gb", 0), ["> 0"], "ds_zo.stream.device_memory_gb"),
+    ("ZO", stream("device_memory_gb", NAN), ["must be"], "ds_zo.stream.device_memory_gb"),
+    ("ZO", stream("device_memory_gb", 1e12), ["<= 100000"], "ds_zo.stream.device_memory_gb"),
+    ("ZO", stream("resident_blocks", -1), [">= 0"], "ds_zo.stream.resident_blocks"),
+    ("ZO", stream("writeback_interval", 0), [">= 1"], "ds_zo.stream.writeback_interval"),
+    ("ZO", stream("writeback_interval", 65), ["<= 64"], "ds_zo.stream.writeback_interval"),
+    ("LSP", param("betas", [0.9, 1.0]), ["betas[1] must be < 1"], "optimizer.params.betas.1"),
+    ("LSP", param("eps", 0.0), ["> 0"], "optimizer.params.eps"),
+    ("LSP", param("subspace_dim", 0), [">= 1"], "optimizer.params.subspace_dim"),
+    ("LSP", param("bias_threshold", 1.5), ["<= 1"], "optimizer.params.bias_threshold"),
+    ("LSP", param("fit_timeout_s", -1), ["> 0"], "optimizer.params.fit_timeout_s"),
+    ("AdaLOMO", param("decay_rate", 0.8), ["<= 0"], "optimizer.params.decay_rate"),
+    ("AdaLOMO", param("adalomo_eps", [1e-30, -1]), [">= 0"], "optimizer.params.adalomo_eps.1"),
+    ("LOMO", param("clip_grad_value", -1.0), ["> 0"], "optimizer.params.clip_grad_value"),
+    # words outside a closed set
+    ("ZO", param("distribution", "gaussian"), ["normal, rademacher"], "optimizer.params.distribution"),
+    ("ZO", param("distribution", "Normal"), ['did you mean "normal"'], "optimizer.params.distribution"),
+    ("ZO", param("compute_dtype", "bfloat16"), ["auto, fp32, tf32, bf16, fp16"], "optimizer.params.compute_dtype"),
+    ("ZO", stream("wire_dtype", "fp4"), ["fp8"], "ds_zo.stream.wire_dtype"),
+    ("ZO", stream("master", "full"), ["split, wire"], "ds_zo.stream.master"),
+    ("ZO", {"ds_zo.rounding": "up"}, ["stochastic, nearest"], "ds_zo.rounding"),
+    ("LOMO", param("norm_scope", "layer"), ["global, group"], "optimizer.params.norm_scope"),
+    ("LSP", param("payload_dtype", "int4"), ["int8"], "optimizer.params.payload_dtype"),
+    # unknown keys
+    ("ZO", param("zo_epss", 1e-3), ["unknown key", 'did you mean "zo_eps"?'], "optimizer.params.zo_epss"),
+    ("ZO", param("learning_rate", 1e-6), ["unknown key", "lr"], "optimizer.params.learning_rate"),
+    ("ZO", param("subspace_dim", 64), ["unknown key"], "optimizer.params.subspace_dim"),
+    ("LOMO", param("zo_eps", 1e-3), ["unknown key"], "optimizer.params.zo_eps"),
+    ("LOMO", param("adapter", {"lrr": 1e-4}), ['did you mean "lr"?'], "optimizer.params.adapter.lrr"),
+    ("ZO", {"optimizer.lr": 1e-6}, ["move it into optimizer.params"], "optimizer.lr"),
+    ("ZO", {"optimizer.parms": {}}, ['did you mean "params"?'], "optimizer.parms"),
+    ("ZO", {"ds_zo.strem": {}}, ['did you mean "stream"?'], "ds_zo.strem"),
+    ("ZO", {"ds_zo.strict": True}, ["unknown key"], "ds_zo.strict"),
+    ("ZO", stream("device_slot", 2), ['did you mean "device_slots"?'], "ds_zo.stream.device_slot"),
+    ("ZO", {"ds_zo.checkpoint.async": True}, ["unknown key"], "ds_zo.checkpoint.async"),
+    # combinations of ours
+    ("ZO", {"ds_zo.backend": "lomo"}, ["one backend", '"ZO"', '"lomo"', "remove ds_zo.backend"], "ds_zo.backend"),
+    ("AdamW", {"ds_zo.backend": "zo"}, ["without an optimizer block", '"AdamW"'], "ds_zo.backend"),
+    ("AdamW", {"ds_zo.rounding": "nearest"}, ["must be named", '"AdamW"'], "optimizer.type"),
+    ("Z0", {}, ["must be named", '"Z0"'], "optimizer.type"),
+    (
+        "ZO",
+        {**stream("fuse_update", False), **stream("writeback_interval", 4)},
+        ["must be 1"],
+        "ds_zo.stream.writeback_interval",
+    ),
+    (
+        "ZO",
+        {**stream("device_memory_gb", 24), "zero_optimization.offload_param": DROP},
+        ["needs block streaming", '"cpu"'],
+        "ds_zo.stream.device_memory_gb",
+    ),
+    (
+        "ZO",
+        {**stream("resident_blocks", 2), "zero_optimization.offload_param.device": "none"},
+        ["needs block streaming"],
+        "ds_zo.stream.resident_blocks",
+    ),
+    (
+        "ZO",
+        {**stream("wire_dtype", "fp8"), "zero_optimization": {}},
+        ["needs block streaming"],
+        "ds_zo.stream.wire_dtype",
+    ),
+    ("LOMO", stream("writeback_interval", 8), ["belongs to ZO", "lomo"], "ds_zo.stream.writeback_interval"),
+    ("LSP", stream("fuse_update", False), ["belongs to ZO"], "ds_zo.stream.fuse_update"),
+    ("LOMO", {"ds_zo.checkpoint.trajectory": True}, ["belongs to ZO"], "ds_zo.checkpoint.trajectory"),
+    (
+        "LSP",
+        {**param("subspace_dim", 8), **param("nonzeros_per_row", 16)},
+        ["<= subspace_dim (8)", "16"],
+        "optimizer.params.nonzeros_per_row",
+    ),
+    # combinations with stock keys
+    ("ZO", {"bf16.enabled": True, "fp16.enabled": True}, ["one dtype", "set one of them to false"], "bf16.enabled"),
+    (
+        "ZO",
+        {"bf16.enabled": True, **param("compute_dtype", "fp16")},
+        ['"auto" or "bf16"', '"fp16"'],
+        "optimizer.params.compute_dtype",
+    ),
+    (
+        "ZO",
+        {"fp16.enabled": True, **param("compute_dtype", "fp32")},
+        ['"auto" or "fp16"'],
+        "optimizer.params.compute_dtype",
+    ),
+    (
+        "ZO",
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16.enabled": True},
+        ["disable one"],
+        "torch_autocast.enabled",
+    ),
+    (
+        "ZO",
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}, **param("compute_dtype", "fp16")},
+        ['must be "auto"'],
+        "optimizer.params.compute_dtype",
+    ),
+    (
+        "ZO",
+        {"torch_autocast": {"enabled": True, "dtype": "int8"}},
+        ["bfloat16 or float16", "int8"],
+        "torch_autocast.dtype",
+    ),
+    ("ZO", {"torch_autocast": {"enabled": "yes"}}, ["true or false"], "torch_autocast.enabled"),
+    (
+        "LOMO",
+        {"gradient_clipping": 1.0, **param("clip_grad_value", 0.5)},
+        ["excludes gradient_clipping", "remove one"],
+        "optimizer.params.clip_grad_value",
+    ),
+    ("LOMO", {"gradient_accumulation_steps": 4}, ["must be 1", "got 4", "sequential"], "gradient_accumulation_steps"),
+    ("AdaLOMO", {"train_batch_size": 16}, ["must be 1", "got 4"], "gradient_accumulation_steps"),
+    (
+        "ZO",
+        {"zero_optimization.offload_param.device": "nvme"},
+        ['"nvme"', 'write "cpu"'],
+        "zero_optimization.offload_param.device",
+    ),
+    (
+        "LSP",
+        {"zero_optimization.offload_optimizer": {"device": "nvme"}},
+        ['"nvme"'],
+        "zero_optimization.offload_optimizer.device",
+    ),
+    ("ZO", {"pipeline": {"stages": 2}}, ["pipeline", "remove the section"], "pipeline"),
+    ("ZO", {"tensor_parallel": {"autotp_size": 4}}, ["shards"], "tensor_parallel"),
+    ("LSP", {"tensor_parallel": {"tp": {"tp_size": 2}}}, ["shards"], "tensor_parallel"),
+    ("LOMO", {"hybrid_engine": {"enabled": True}}, ["hybrid engine"], "hybrid_engine"),
+    ("ZO", {"expert_parallel": {"enabled": True}}, ["experts"], "expert_parallel"),
+    ("ZO", {"sequence_parallel_size": 2}, ["whole sequences", "set it to 1"], "sequence_parallel_size"),
+    ("ZO", {"compile": {"deepcompile": True}}, ["set it to false"], "compile.deepcompile"),
+    ("ZO", {"zero_optimization.zenflow": {"topk_ratio": 0.1}}, ["ZenFlow"], "zero_optimization.zenflow"),
+    ("ZO", {"compression_training": {"weight_quantization": {}}}, ["remove the section"], "compression_training"),
+    ("ZO", {"flops_profiler": {"enabled": True}}, ["wall_clock_breakdown"], "flops_profiler.enabled"),
+    # stock keys, found wrong before DeepSpeed gets to them
+    ("ZO", {"gradient_accumulation_steps": "4"}, ["must be an integer", "write 4"], "gradient_accumulation_steps"),
+    ("ZO", {"gradient_accumulation_steps": 0}, [">= 1"], "gradient_accumulation_steps"),
+    (
+        "ZO",
+        {"train_micro_batch_size_per_gpu": "auto"},
+        ['"auto"', "Trainer and Accelerate"],
+        "train_micro_batch_size_per_gpu",
+    ),
+    ("ZO", {"train_batch_size": 16.0}, ["must be an integer", "write 16"], "train_batch_size"),
+    ("LOMO", {"gradient_clipping": "1.0"}, ["must be a number"], "gradient_clipping"),
+    ("LOMO", {"gradient_clipping": -1.0}, [">= 0"], "gradient_clipping"),
+    ("LOMO", {"gradient_clipping": NAN}, ["finite"], "gradient_clipping"),
+    ("ZO", {"zero_optimization.stage": 4}, ["0, 1, 2, 3", "got 4"], "zero_optimization.stage"),
+    ("ZO", {"zero_optimization.stag": 2}, ['did you mean "stage"?'], "zero_optimization.stag"),
+    (
+        "ZO",
+        {"zero_optimization.offload_param.device": "gpu"},
+        ["none, cpu, nvme"],
+        "zero_optimization.offload_param.device",
+    ),
+    ("ZO", {"zero_optimization.offload_param": "cpu"}, ["must be an object"], "zero_optimization.offload_param"),
+    ("ZO", {"zero_optimization": None}, ["must be an object"], "zero_optimization"),
+    ("ZO", {"bf16": True}, ["must be an object"], "bf16"),
+    ("LOMO", {"fp16.enabled": 3}, ["true or false"], "fp16.enabled"),
+    ("LOMO", {"fp16.enabled": True, "fp16.initial_scale_power": 4000}, ["0..126"], "fp16.initial_scale_power"),
+    ("LOMO", {"fp16.enabled": True, "fp16.hysteresis": 0}, [">= 1"], "fp16.hysteresis"),
+    ("LOMO", {"fp16.enabled": True, "fp16.loss_scale": "big"}, ["must be a number"], "fp16.loss_scale"),
+    ("ZO", {"scheduler": "WarmupLR"}, ["must be an object"], "scheduler"),
+    ("ZO", {"scheduler": {"type": "WarmUpLR", "params": {}}}, ['did you mean "WarmupLR"?'], "scheduler.type"),
+    ("ZO", {"scheduler": {"type": "LinearLR"}}, ["must be an object"], "scheduler.params"),
+    ("ZO", {"scheduler": {"type": "LinearLR", "params": {"warmup": 3}}}, ["warmup"], "scheduler.params"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits", "words", "location"),
+    MALFORMED,
+    ids=[f"{kind}-{json.dumps(e, default=repr)}" for kind, e, *_ in MALFORMED],
+)
+def test_malformed_is_one_line_with_rule_value_remedy_and_place(
+    kind: str, edits: dict[str, Any], words: list[str], location: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(edited(base(kind), edits))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(f"({location})")
+    assert caught.value.location == location
+    assert all(word in message for word in words), message
+    assert ";" in message or ":" in message, f"no remedy in: {message}"
+
+
+def test_there_are_enough_malformed_cases() -> None:
+    assert len(MALFORMED) >= 60
+    assert all(kind.lower() in {case[0].lower() for case in MALFORMED} for kind in BACKENDS)
+
+
+def test_every_malformed_case_is_right_without_its_edit() -> None:
+    """A case could otherwise be refused for something else."""
+    for kind in BACKENDS:
+        assert resolve(base(kind)).backend == kind
+
+
+def test_several_errors_are_counted() -> None:
+    config = edited(base(), {"optimizer.params.lr": "x", "optimizer.params.zo_eps": -1, "optimizer.params.sed": 1})
+    with pytest.raises(ConfigError, match=r"^lr must be a number.*; 2 more after this one \(optimizer.params.lr\)$"):
+        resolve(config)
+
+
+def test_long_values_are_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(edited(base(), param("lr", "x\n" * 500)))
+    assert len(str(caught.value)) < 200
+
+
+def test_client_optimizer_beside_an_optimizer_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'"ds_zo": \{"backend": "zo"\} \(optimizer.type\)'):
+        resolve(base(), client_optimizer=True)
+
+
+def test_refusing_takes_no_memory_and_does_not_edit_the_json() -> None:
+    config = edited(base(), stream("device_slots", 1))
+    before = copy.deepcopy(config)
+    with pytest.raises(ConfigError):
+        resolve(config)
+    resolve(edited(config, stream("device_slots", 2)))
+    assert config == before
+    assert not torch.cuda.is_initialized()
+
+
+VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "ZO",
+        {},
+        {"backend": "zo", "dtype": torch.float32, "stream": True, "pin_memory": True, "ignored": (), "warnings": ()},
+    ),
+    ("zo", {"optimizer.params": None}, {"backend": "zo", "optimizer": ZOParams()}),
+    ("ZO", {"optimizer.params": DROP}, {"optimizer": ZOParams()}),
+    ("aDaLoMo", {}, {"backend": "adalomo"}),
+    ("ZO", {"ds_zo": None}, {"backend": "zo"}),
+    ("ZO", {"ds_zo.backend": "ZO"}, {"backend": "zo"}),
+    (
+        "ZO",
+        {"optimizer.params": {"lr": "auto", "zo_eps": None, "betas": "auto"}},
+        {"optimizer": ZOParams(), "ignored": ()},
+    ),
+    (
+        "ZO",
+        {
+            "ds_zo.stream": {
+                "resident_blocks": "auto",
+                "writeback_interval": "auto",
+                "wire_dtype": "auto",
+                "blocks": None,
+            }
+        },
+        {"stream": True},
+    ),
+    (
+        "ZO",
+        {"ds_zo.stream": {"blocks": ["encoder.layers", "decoder.layers"], "device_memory_gb": 24}},
+        {"stream": True},
+    ),
+    ("ZO", {**stream("wire_dtype", "fp32"), "bf16.enabled": True}, {"dtype": torch.bfloat16}),
+    ("ZO", {**stream("fuse_update", False), **stream("writeback_interval", 1)}, {"stream": True}),
+    ("ZO", {"bfloat16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+    ("ZO", {"bf16": {"enabled": "auto"}}, {"dtype": torch.float32}),
+    ("ZO", {**param("compute_dtype", "tf32")}, {"dtype": torch.float32}),
+    ("ZO", {**param("compute_dtype", "bf16"), "bf16.enabled": True}, {"dtype": torch.bfloat16}),
+    (
+        "ZO",
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"autocast": torch.bfloat16, "dtype": torch.float32},
+    ),
+    ("ZO", {"torch_autocast": {"enabled": False, "dtype": "nonsense"}}, {"autocast": None}),
+    ("ZO", {"zero_optimization": {}}, {"stream": False, "pin_memory": False}),
+    ("ZO", {"zero_optimization": True}, {"zero_stage": 1, "stream": False}),
+    ("ZO", {"zero_optimization.stage": 3}, {"zero_stage": 3, "stream": True, "warnings": ()}),
+    (
+        "ZO",
+        {"zero_optimization.offload_param": {"device": "cpu", "pin_memory": False}},
+        {"stream": True, "pin_memory": False},
+    ),
+    ("ZO", {"gradient_accumulation_steps": 8}, {"gradient_accumulation_steps": 8}),
+    ("ZO", {"train_batch_size": 16}, {"gradient_accumulation_steps": 4}),
+    ("ZO", {"gradient_clipping": 0}, {"gradient_clipping": 0.0, "clipping_explicit": True}),
+    ("ZO", {}, {"gradient_clipping": 1.0, "clipping_explicit": False}),
+    ("ZO", {"fp16": {"enabled": True, "loss_scale": 0}}, {"dtype": torch.float16, "ignored": ("fp16.loss_scale",)}),
+    (
+        "ZO",
+        {"pipeline": {"stages": "auto"}, "tensor_parallel": {"autotp_size": 1}, "hybrid_engine": {"enabled": False}},
+        {"backend": "zo"},
+    ),
+    (
+        "ZO",
+        {"compile": {"deepcompile": False}, "sequence_parallel_size": 1, "zero_optimization.zenflow": None},
+        {"backend": "zo"},
+    ),
+    ("ZO", {"zero_optimization": {}, **stream("device_slots", 3)}, {"ignored": ("ds_zo.stream.device_slots",)}),
+    (
+        "LOMO",
+        {"gradient_accumulation_steps": 4, **param("accumulation", "sequential")},
+        {"gradient_accumulation_steps": 4},
+    ),
+    ("LOMO", param("clip_grad_value", 0.5), {"gradient_clipping": 0.0, "clipping_explicit": False}),
+    ("LOMO", {"gradient_clipping": 0, **param("clip_grad_value", 0.5)}, {"gradient_clipping": 0.0}),
+    ("LOMO", param("adapter", {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.01}), {"backend": "lomo"}),
+    (
+        "LOMO",
+        {"zero_optimization.offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": False, "ignored": ("zero_optimization.offload_optimizer",)},
+    ),
+    ("LOMO", {"zero_optimization.offload_optimizer": {"device": "none"}}, {"ignored": ()}),
+    (
+        "LSP",
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"offload_optimizer": True, "ignored": ()},
+    ),
+    ("LSP", param("betas", [0.9, 0.99]), {"ignored": (), "offload_optimizer": False}),
+    ("LSP", param("betas", (0.9, 0.99)), {"ignored": ()}),
+    ("LOMO", {"flops_profiler": {"enabled": True}}, {"backend": "lomo"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits", "expected"), VALID, ids=[f"{k}-{json.dumps(e, default=repr)}" for k, e, _ in VALID]
+)
+def test_valid(kind: str, edits: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = resolve(edited(base(kind), edits))
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_accumulation_steps_follow_the_world_size() -> None:
+    config = edited(base(), {"train_batch_size": 16})
+    assert resolve(config, world_size=2).gradient_accumulation_steps == 2
+
+
+def test_backend_without_an_optimizer_block() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "ds_zo": {"backend": "lsp"}}
+    assert backend_of(config) == "lsp"
+    assert resolve(config, client_optimizer=True).backend == "lsp"
+
+
+def test_loss_scale_is_read_and_says_what_was_written() -> None:
+    config = edited(base("LOMO"), {"fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50}})
+    scale = resolve(config).loss_scale
+    assert (scale.loss_scale, scale.initial_scale_power, scale.loss_scale_window) == (0, 12, 50)
+    assert scale.written == ("initial_scale_power", "loss_scale_window")
+
+
+STOCK_ZERO_OFFLOAD: dict[str, Any] = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": False},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "torch_adam": False},
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["ZO", "LOMO", "AdaLOMO"])
+def test_stock_offload_json_with_only_the_type_edited(kind: str) -> None:
+    config = resolve(edited(STOCK_ZERO_OFFLOAD, {"optimizer.type": kind}))
+    assert config.ignored == (
+        "optimizer.params.betas",
+        "optimizer.params.eps",
+        "optimizer.params.torch_adam",
+        "zero_optimization.offload_optimizer",
+    )
+    assert config.optimizer.lr == 3e-5
+    assert any("AdamW does not transfer" in line for line in config.warnings)
+
+
+def test_stock_eps_is_not_the_perturbation() -> None:
+    config = resolve(edited(base(), param("eps", 1e-8)))
+    assert isinstance(config.optimizer, ZOParams)
+    assert config.optimizer.zo_eps == 1e-3
+    assert config.ignored == ("optimizer.params.eps",)
+
+
+@pytest.mark.parametrize(
+    ("params", "warns"),
+    [({}, True), ({"warmup_max_lr": 1e-6}, False), ({"warmup_max_lr": 5e-5}, True)],
+)
+def test_a_scheduler_with_its_own_peak_is_warned_of(params: dict[str, Any], warns: bool) -> None:
+    config = edited(base(), {**param("lr", 1e-6), "scheduler": {"type": "WarmupLR", "params": params}})
+    assert any("warmup_max_lr" in line for line in resolve(config).warnings) == warns
+
+
+def test_stage_3_without_streaming_and_serialising_clip_scope_are_warned_of() -> None:
+    assert "stage 3" in resolve(edited(base(stream=False), {"zero_optimization.stage": 3})).warnings[0]
+    assert "clip_scope" in resolve(edited(base("LSP"), param("clip_scope", "global"))).warnings[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        "ds_config.json",
+        {},
+        {"optimizer": None},
+        {"optimizer": "ZO"},
+        {"optimizer": {"params": {"lr": 1}}},
+        {"optimizer": {"type": None}},
+        {"optimizer": {"type": "Z0"}},
+        {"optimizer": {"type": "LOMOO"}},
+        {"optimizer": {"type": "AdamW"}, "ds_zo": {"stream": {}}},
+        {"ds_zo": None},
+        {"ds_zo": 3},
+        {"ds_zo": {"backend": None}},
+        STOCK_ZERO_OFFLOAD,
+    ],
+)
+def test_stock_configurations_name_none_of_ours(config: Any) -> None:
+    assert backend_of(config) is None
+
+
+@pytest.mark.parametrize("name", ["zoo", "AdamW", 3, True, ["zo"]])
+def test_a_wrong_backend_name_is_never_taken_for_a_stock_configuration(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"zo, lomo, adalomo, lsp.*\(ds_zo.backend\)$"):
+        backend_of({"ds_zo": {"backend": name}})

@@ -1,0 +1,101 @@
+"""The shipped JSONs: comparable, valid, with the learning rate they state, and documented key by key."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ds_zo.config import backend_of, resolve
+from ds_zo.config.docs import BEGIN, END, key_tables, write_tables
+
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+BACKEND_OF_FILE = {"zo": "zo", "lomo": "lomo", "lsp": "lsp", "zero_offload": None, "zero3": None}
+MAY_DIFFER = {"optimizer", "zero_optimization", "ds_zo"}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def test_the_folder_holds_these_files_and_no_others() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(BACKEND_OF_FILE)
+
+
+def test_files_differ_only_where_update_paths_do() -> None:
+    shared = [{key: value for key, value in load(name).items() if key not in MAY_DIFFER} for name in BACKEND_OF_FILE]
+    assert all(other == shared[0] for other in shared)
+    assert "optimizer" not in shared[0] and "scheduler" in shared[0]
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKEND_OF_FILE.items())
+def test_each_file_is_valid_and_selects_its_backend(name: str, backend: str | None) -> None:
+    config = load(name)
+    DeepSpeedConfig(config)
+    assert backend_of(config) == backend
+    if backend is not None:
+        resolved = resolve(config)
+        assert resolved.ignored == () and resolved.warnings == ()
+        assert resolved.stream == (backend == "zo")
+        assert resolved.offload_optimizer == (backend == "lsp")
+
+
+@pytest.mark.parametrize("name", BACKEND_OF_FILE)
+def test_no_auto_which_accelerate_and_trainer_refuse(name: str) -> None:
+    assert '"auto"' not in json.dumps(load(name))
+
+
+@pytest.mark.parametrize("name", BACKEND_OF_FILE)
+def test_the_schedule_peaks_at_the_optimizers_own_lr(name: str) -> None:
+    config = load(name)
+    lr = config["optimizer"]["params"]["lr"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule = config["scheduler"]
+    scheduler = getattr(lr_schedules, schedule["type"])(optimizer, **schedule["params"])
+    used = []
+    for _ in range(2 * schedule["params"]["total_num_steps"]):
+        used.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert max(used) == pytest.approx(lr)
+    assert used[-1] == pytest.approx(lr)
+    assert used[1] == pytest.approx(0.1 * lr)
+
+
+def test_readme_names_every_file_and_its_key_tables_are_current() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert all(f"`{name}.json`" in text for name in BACKEND_OF_FILE)
+    tables = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert tables == key_tables(), "run: python -m ds_zo.config --write ds_configs/README.md"
+
+
+def test_every_key_of_the_tables_says_what_it_means() -> None:
+    rows = [line for line in key_tables().splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    assert all(len(row.rstrip(" |").rpartition(" | ")[2]) > 8 for row in rows)
+
+
+def test_tables_are_written_between_the_markers_only(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nstale words\n{END}\nafter\n")
+    write_tables(page)
+    written = page.read_text()
+    assert written.startswith(f"before\n{BEGIN}\n") and written.endswith(f"{END}\nafter\n")
+    assert key_tables() in written and "stale words" not in written
+    write_tables(page)
+    assert page.read_text() == written
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="marker"):
+        write_tables(page)
+
+
+def test_the_command_prints_the_tables() -> None:
+    command = [sys.executable, "-m", "ds_zo.config"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER.parent).stdout
+    assert printed.rstrip().endswith(key_tables())
