@@ -1,0 +1,96 @@
+"""From the outputs of twin passes to one output with an autograd node.
+
+[Note: the chain rule does the bookkeeping] A ZO step has no backward pass through the model, yet `engine.backward(loss)` must mean what it says. The loss that is
+returned is the mean over the passes, tied to a node that keeps `l+ - l-`. Its backward receives whatever scale the caller applied (1/accumulation, token
+counts, a user's `2 * loss`) and adds `grad * (l+ - l-) / (2 zo_eps)` to the projected gradient of each direction. An output without a loss is tied as a whole:
+`<grad_o, o+ - o-> / (2 zo_eps)` is exact for a loss that is linear in it and first order otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The scalar a model returned as its loss, by the conventions in use: `.loss`, `["loss"]`, first of a tuple, or the output itself."""
+    if isinstance(output, torch.Tensor):
+        found: Any = output
+    elif isinstance(output, dict):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel() == 1:
+        return found
+    return None
+
+
+def with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """The same output with another loss; the original is not touched."""
+    if isinstance(output, torch.Tensor):
+        return loss
+    if isinstance(output, (tuple, list)):
+        return type(output)((loss, *output[1:])) if not hasattr(output, "_replace") else output._replace(**{output._fields[0]: loss})
+    replaced = copy.copy(output)
+    if isinstance(replaced, dict):
+        replaced["loss"] = loss
+    else:
+        replaced.loss = loss
+    return replaced
+
+
+def floats_of(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def with_floats(output: Any, floats: Sequence[torch.Tensor]) -> Any:
+    leaves, spec = tree_flatten(output)
+    left = iter(floats)
+    return tree_unflatten(
+        [next(left) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec
+    )
+
+
+class _Tie(torch.autograd.Function):
+    """Means over the passes, differentiable in the directions that were tried."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, accumulate: Callable[[torch.Tensor], None], passes: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.accumulate = accumulate
+        ctx.set_materialize_grads(False)
+        ctx.differences = [
+            [plus.float() - minus.float() for plus, minus in zip(passes[i], passes[i + 1], strict=True)]
+            for i in range(0, len(passes), 2)
+        ]
+        return tuple(
+            (torch.stack([out.float() for out in outs]).sum(0) / len(outs)).to(outs[0].dtype)
+            for outs in zip(*passes, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        projected = [
+            sum((grad.float() * difference).sum() for grad, difference in zip(grads, row, strict=True) if grad is not None)
+            for row in ctx.differences
+        ]
+        if any(isinstance(p, torch.Tensor) for p in projected):
+            ctx.accumulate(torch.stack([torch.as_tensor(p) for p in projected]))
+        return None, None, None
+
+
+def tie(
+    passes: Sequence[Sequence[torch.Tensor]], *, anchor: torch.Tensor, accumulate: Callable[[torch.Tensor], None]
+) -> tuple[torch.Tensor, ...]:
+    """`passes` are outputs in the order +, -, +, - ..., one pair a direction. `accumulate` is given, a direction, the sum of
+    `grad * (plus - minus)`. `anchor` is any leaf that requires grad: it is what makes the result differentiable."""
+    with torch.enable_grad():
+        tied: tuple[torch.Tensor, ...] = _Tie.apply(anchor, accumulate, passes)
+    return tied

@@ -1,0 +1,213 @@
+"""Several passes of one forward in lockstep: at every block each pass runs it before any goes on.
+
+[Note: twin forward] The user's own forward runs in coroutines (greenlets), so no model needs code of ours. A pass that reaches a block asks for it and
+pauses; when all have asked, the block is there once and each pass runs it with its own perturbed copy. What PyTorch and Python keep per thread
+would leak from one pass into another at a pause, so each pass owns its grad mode, autocast state, current stream, random states and context variables.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import greenlet
+import numpy as np
+import torch
+
+
+class CannotInterleave(RuntimeError):
+    """This forward can't run in lockstep; one pass after the other is still right."""
+
+
+@dataclass
+class ThreadState:
+    """What PyTorch keeps per thread, besides random states."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    stream: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> ThreadState:
+        kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
+        )
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self.grad)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        torch.clear_autocast_cache()  # casts of a parameter outlive the copy they were made from
+        if self.stream is not None:
+            torch.cuda.set_stream(self.stream)
+
+
+class RandomState:
+    """The generators a forward may draw from. Python's and numpy's cost more to swap than a small block to run, so they
+    are swapped only once a forward was seen to use them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.swap_python = False
+
+    def cheap(self) -> tuple[Any, ...]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        python = (random.getstate(), np.random.get_state()) if self.swap_python else None
+        return torch.get_rng_state(), cuda, python
+
+    def set_cheap(self, state: tuple[Any, ...]) -> None:
+        cpu, cuda, python = state
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
+        if python is not None:
+            self.set_python(python)
+
+    @staticmethod
+    def python() -> tuple[Any, Any]:
+        return random.getstate(), np.random.get_state()
+
+    @staticmethod
+    def set_python(state: tuple[Any, Any]) -> None:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+
+    @staticmethod
+    def same_python(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+        return a[0] == b[0] and a[1][2] == b[1][2] and np.array_equal(a[1][1], b[1][1])
+
+
+class _Twin:
+    def __init__(self, call: Callable[[], Any], thread: ThreadState, randomness: tuple[Any, ...]) -> None:
+        self.coroutine = greenlet.greenlet(call)
+        self.coroutine.gr_context = contextvars.copy_context()
+        self.thread = thread
+        self.randomness = randomness
+        self.asked: Any = None
+        """What it paused for, or its result once it is dead."""
+
+
+class Lockstep:
+    """Runs passes of one forward, together or one after the other, each from the same random state."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = RandomState(device)
+        self._hub: greenlet.greenlet | None = None
+        self._modes = (0, 0)
+        self.current = 0
+        """Which pass is running."""
+        self.on_switch: Callable[[int], None] = lambda index: None
+        """Called before pass `index` starts or goes on."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller runs in one of the passes of a lockstep run."""
+        return self._hub is not None and greenlet.getcurrent() is not self._hub
+
+    def pause(self, asked: Any) -> None:
+        """Called from a hook inside a pass: returns when the hub has made ready what was asked for."""
+        assert self._hub is not None
+        if _open_modes() != self._modes:
+            asked = CannotInterleave(
+                "a torch function mode (such as `with torch.device(...)`) is open while a block runs, and would reach the other pass"
+            )
+        self._hub.switch(asked)
+
+    def snapshot(self) -> Any:
+        """The random state, for running the same passes again."""
+        return self._random.cheap(), self._random.python()
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        self._random.set_cheap(snapshot[0])
+        self._random.set_python(snapshot[1])
+
+    def together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
+        """The calls' results. `ready(asked, i)` is called before pass i goes on with what all asked for."""
+        start = self.snapshot()
+        try:
+            results = self._together(calls, ready)
+        except CannotInterleave:
+            self.set_snapshot(start)
+            raise
+        if not self._random.swap_python and not self._random.same_python(start[1], self._random.python()):
+            # The passes drew different numbers from generators that were not swapped: again, swapping them.
+            self._random.swap_python = True
+            self.set_snapshot(start)
+            results = self._together(calls, ready)
+        return results
+
+    def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
+        outside = ThreadState.capture(self._device)
+        inside = ThreadState(outside.grad, outside.autocast, autocast_cache=False, stream=outside.stream)
+        start = self._random.cheap()
+        twins = [_Twin(call, inside, start) for call in calls]
+        self._hub, self._modes = greenlet.getcurrent(), _open_modes()
+        try:
+            for index, twin in enumerate(twins):
+                self._resume(twin, index)
+            while not all(twin.coroutine.dead for twin in twins):
+                asked = twins[0].asked
+                if any(twin.coroutine.dead or twin.asked is not asked for twin in twins):
+                    raise CannotInterleave("the passes visit different blocks")
+                for index, twin in enumerate(twins):
+                    ready(asked, index)
+                    self._resume(twin, index)
+            return [twin.asked for twin in twins]
+        finally:
+            for twin in twins:
+                self._end(twin)
+            self._hub = None
+            outside.restore()
+
+    def one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The calls' results, each pass run whole from the same random state."""
+        outside = ThreadState.capture(self._device)
+        start = self.snapshot()
+        results = []
+        try:
+            for self.current, call in enumerate(calls):
+                self.on_switch(self.current)
+                self.set_snapshot(start)
+                torch.set_autocast_cache_enabled(False)
+                torch.clear_autocast_cache()
+                results.append(call())
+        finally:
+            outside.restore()
+        return results
+
+    def _resume(self, twin: _Twin, index: int) -> None:
+        outside = ThreadState.capture(self._device)
+        self.current = index
+        self.on_switch(index)
+        twin.thread.restore()
+        self._random.set_cheap(twin.randomness)
+        try:
+            twin.asked = twin.coroutine.switch()
+        finally:
+            twin.thread = ThreadState.capture(self._device)
+            twin.randomness = self._random.cheap()
+            outside.restore()
+        if isinstance(twin.asked, CannotInterleave):
+            raise twin.asked
+
+    def _end(self, twin: _Twin) -> None:
+        """An abandoned pass would keep its activations and leave its grad mode behind."""
+        if twin.coroutine.dead or not twin.coroutine:  # finished, or never started
+            return
+        twin.thread.restore()
+        twin.coroutine.throw(greenlet.GreenletExit)
+
+
+def _open_modes() -> tuple[int, int]:
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()

@@ -1,0 +1,250 @@
+"""How ZO visits a unit: bring it, replay what is pending, store when its turn to fold has come, and hand out working copies.
+
+[Note: clean weights stay clean] Stored weights are never perturbed in place. A visit reads them once and writes perturbed copies to one scratch buffer that all
+units share. What a visit stores back (its slot, or at a fold the home) is what every pass of that visit starts from, so the passes differ by the
+perturbation and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_zo import ops
+from ds_zo.engines.replay_log import CAPACITY, ReplayLog
+from ds_zo.streaming.placement import Placement
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import Planes, Unit
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What is fixed about the perturbation for a whole run."""
+
+    seed: int
+    zo_eps: float
+    distribution: str
+    rounding: str
+
+
+class Visits:
+    """All traffic between stored weights and working copies."""
+
+    def __init__(
+        self, placement: Placement, runtime: Runtime, log: ReplayLog, *, noise: Noise, interval: int, device: torch.device
+    ) -> None:
+        self.placement = placement
+        self.runtime = runtime
+        self.log = log
+        self.noise = noise
+        self.interval = interval
+        self.device = device
+        self.scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
+        bench_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if interval > 1 else 0
+        self._bench = Slot(bench_nbytes, device)
+        """Where a resident block that does not fold puts its replayed weights: its home must keep the last folded ones."""
+        self._open: tuple[Unit, Slot | None] | None = None
+        self._folding: set[int] = set()
+        runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
+
+    # Which units fold
+
+    def pending(self, unit: Unit) -> int:
+        """Updates that its stored weights do not include yet."""
+        return self.log.length - unit.version if unit.trainable else 0
+
+    def folds(self, unit: Unit, *, step: int) -> bool:
+        """A pure function of step and unit, staggered over blocks, the same for resident and streamed ones."""
+        interval = self.interval if unit.is_block else 1
+        due = (step + unit.index) % interval == 0
+        return unit.trainable and (due or step - unit.version >= CAPACITY - 1)
+
+    def begin(self) -> None:
+        """A training pass starts."""
+        step = self.log.length
+        folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
+        self._folding = {id(u) for u in folding}
+
+        def wants_low(unit: Unit, ahead: bool) -> bool:
+            return self.folds(unit, step=step + 1) if ahead else id(unit) in self._folding
+
+        self.runtime.start(self.placement.blocks, downloads=folding, wants_low=wants_low)
+
+    def end(self) -> None:
+        self._open = None
+        self._folding = set()
+        self.runtime.finish()
+
+    # Training visits
+
+    def perturb_block(self, unit: Unit, *, index: int, last: bool) -> list[torch.Tensor] | None:
+        """Makes ready pass `index`'s copy of a block. Returns the parameters' views, or None where they are in place already. `last`: no
+        further pass of this visit follows, so the slot may go as soon as it has been read."""
+        first = self._open is None or self._open[0] is not unit
+        if first:
+            self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
+        assert self._open is not None
+        slot = self._open[1]
+        outs = unit.outs(self.scratch)
+        if first:
+            planes = self._bring_up_to_date(unit, slot, outs=outs, index=index)
+        else:
+            on_bench = slot is None and self._bench.unit is unit
+            planes = unit.planes(self._bench.buffer if on_bench else unit.home if slot is None else slot.buffer)
+            self._apply(unit, planes, outs=outs, index=index)
+        if last and not _has_direct(unit):
+            self._depart(unit)
+        return unit.views(planes, outs) if first else None
+
+    def leave_block(self, unit: Unit) -> None:
+        """The last pass has run the block."""
+        if self._open is not None and self._open[0] is unit:
+            self._depart(unit)
+        unit.bind_home()
+
+    def perturb_edge(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """Makes ready pass `index`'s copy of a resident unit outside the blocks."""
+        outs = unit.outs(scratch)
+        return unit.views(self._bring_up_to_date(unit, None, outs=outs, index=index), outs)
+
+    def _bring_up_to_date(
+        self, unit: Unit, slot: Slot | None, *, outs: Sequence[torch.Tensor | None] | None = None, index: int | None = None
+    ) -> list[Planes]:
+        """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy on the way.
+        Returns the planes that were stored."""
+        pending = self.pending(unit)
+        source = unit.home if slot is None else slot.buffer
+        if slot is None:
+            self._bench.give_up()
+        if not pending:
+            planes = unit.planes(source)
+            self._apply(unit, planes, outs=outs, index=index)
+            return planes
+        step = self.log.length
+        fold = id(unit) in self._folding if unit.is_block else True
+        low = self.runtime.arrive_low(unit) if fold and unit.low_nbytes else None
+        target = source
+        if slot is None and not fold:
+            self._bench.unit, self._bench.version = unit, step
+            target = self._bench.buffer
+        planes = unit.planes(target, low)
+        self._apply(unit, unit.planes(source, low), stored=planes, outs=outs, index=index, pending=pending, fold=fold)
+        if slot is not None:
+            slot.version = step  # the home follows when the slot is sent back
+        elif fold:
+            unit.version = step
+            if unit.low_streamed:
+                self.runtime.depart(unit, None)
+        return planes
+
+    def _depart(self, unit: Unit) -> None:
+        assert self._open is not None
+        slot = self._open[1]
+        self._open = None
+        if slot is not None:
+            self.runtime.depart(unit, slot)
+
+    # Visits that change nothing: evaluation, saving
+
+    def clean(self, unit: Unit, *, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """The weights of the current step, whatever is pending, rounded to nearest into a copy (or the stored bytes where they are the weights)."""
+        if not self.pending(unit) and all(part.viewable for part in unit.parts):
+            return unit.views(unit.planes(self._open_clean(unit)), [None] * len(unit.parts))
+        return self._read(unit, unit.outs(scratch))
+
+    def master(self, unit: Unit) -> list[torch.Tensor]:
+        """The weights of the current step in float32 (frozen ones as they are stored)."""
+        outs = [None if p.direct else torch.empty(p.numel, dtype=torch.float32, device=self.device) for p in unit.parts]
+        return self._read(unit, outs)
+
+    def _read(self, unit: Unit, outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        source = self._open_clean(unit)
+        planes = unit.planes(source, self.runtime.arrive_low(unit) if unit.low_nbytes else None)
+        self._apply(unit, planes, outs=outs, pending=self.pending(unit))
+        return unit.views(planes, outs)
+
+    def _open_clean(self, unit: Unit) -> torch.Tensor:
+        if not unit.streamed:
+            return unit.home
+        slot = self.runtime.arrive(unit)
+        self._open = (unit, slot)
+        return slot.buffer
+
+    def scratch_for(self, unit: Unit) -> torch.Tensor:
+        """Scratch for a visit outside a forward."""
+        if unit.scratch_nbytes <= self.scratch.numel():
+            return self.scratch
+        return torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self.device)
+
+    def leave_clean(self, unit: Unit) -> None:
+        """The unit's working copy is no longer read."""
+        if self._open is not None and self._open[0] is unit:
+            self._depart(unit)
+        elif unit.low_streamed:
+            self.runtime.depart(unit, None)
+        unit.bind_home()
+
+    def fold_now(self, unit: Unit) -> None:
+        """Stores what is pending, out of turn: before something that replay could not express (a changed group, loaded weights)."""
+        if not self.pending(unit):
+            return
+        self._folding = {id(unit)}
+        self.runtime.start([unit], downloads=[unit] if unit.is_block else [])
+        slot = self.runtime.arrive(unit) if unit.streamed else None
+        self._open = (unit, slot)
+        self._bring_up_to_date(unit, slot)
+        self._depart(unit)
+        self.end()
+        unit.bind_home()
+
+    # The op
+
+    def _apply(
+        self,
+        unit: Unit,
+        source: Sequence[Planes],
+        *,
+        stored: Sequence[Planes] | None = None,
+        outs: Sequence[torch.Tensor | None] | None = None,
+        index: int | None = None,
+        pending: int = 0,
+        fold: bool = False,
+    ) -> None:
+        """One launch a part, none where there is nothing to do. `index` is the pass (2 a direction, + then -); None makes a clean copy."""
+        step = self.log.length
+        direction, sign = (0, 0.0) if index is None else (index // 2, 1.0 - 2.0 * (index % 2))
+        for i, part in enumerate(unit.parts):
+            if part.direct:
+                continue
+            out = None if outs is None else outs[i]
+            dst = None if stored is None else stored[i]
+            if out is None and dst is None:
+                continue
+            ops.replay_perturb(
+                source[i].storage,
+                table=part.table(self.device),
+                log=self.log.rows,
+                first_entry=(step - pending) % CAPACITY,
+                num_entries=pending,
+                num_directions=self.log.num_directions,
+                dst=None if dst is None else dst.storage,
+                out=out,
+                low_in=source[i].low,
+                low_out=None if dst is None else dst.low,
+                exponents_in=source[i].exponents,
+                exponents_out=None if dst is None else dst.exponents,
+                seed=self.noise.seed,
+                step=step,
+                direction=direction,
+                scale=sign * self.noise.zo_eps,
+                distribution=self.noise.distribution,
+                fold=fold,
+                rounding=self.noise.rounding,
+            )
+
+
+def _has_direct(unit: Unit) -> bool:
+    return any(part.direct for part in unit.parts)

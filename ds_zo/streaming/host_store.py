@@ -1,0 +1,55 @@
+"""Host buffers that the device can copy from at full speed: pinned, of exactly the size asked for."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.utils import logger
+
+PAGE = 4096
+
+
+class HostStore:
+    """Takes host memory a unit at a time.
+
+    PyTorch's pinned allocator rounds each request up to a power of two, which can double the host memory of a model. Ordinary
+    memory registered with CUDA afterwards has the size it has. Where registering fails (locked-memory limit), the buffer stays
+    pageable: the driver then stages every copy through a small pinned ring of its own, which is right but slower; warned about once.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self._pin = pin and device.type == "cuda"
+        self._warned = False
+        self._registered: list[torch.Tensor] = []
+        self.nbytes = 0
+        self.pinned_nbytes = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """An uninitialised uint8 buffer, page-aligned."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        skip = -raw.data_ptr() % PAGE
+        buffer = raw[skip : skip + nbytes]
+        self.nbytes += nbytes
+        if self._pin and self._register(buffer):
+            self.pinned_nbytes += nbytes
+        return buffer
+
+    def _register(self, buffer: torch.Tensor) -> bool:
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        if int(error) == 0:
+            self._registered.append(buffer)  # registered memory must not be freed, so it is kept alive from here
+            return True
+        self._pin = False
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads from here on go through "
+                "pageable memory, several times slower: raise the locked-memory limit (ulimit -l unlimited) or the container's memory"
+            )
+        return False
+
+    def close(self) -> None:
+        """Unpins. Only after the last copy has finished."""
+        while self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())

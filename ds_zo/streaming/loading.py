@@ -1,0 +1,91 @@
+"""Models that are never whole in memory twice: parameters on the meta device with a source that reads them one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from ds_zo.streaming.units import Placed
+
+_SOURCE = "_ds_zo_source"
+Source = Callable[[str], torch.Tensor]
+"""From a parameter's name to its value."""
+
+
+def attach_source(module: nn.Module, source: Source) -> None:
+    """Says where the values of `module`'s meta parameters come from; read when an engine places them."""
+    object.__setattr__(module, _SOURCE, source)
+
+
+def reader_of(module: nn.Module) -> Callable[[Placed], torch.Tensor]:
+    """How to get each parameter's value: from memory, or from the attached source where it is on the meta device."""
+    source: Source | None = getattr(module, _SOURCE, None)
+
+    def read(placed: Placed) -> torch.Tensor:
+        if not placed.parameter.is_meta:
+            return placed.parameter.data
+        if source is None:
+            raise ValueError(
+                f"parameter {placed.name} is on the meta device and no one said where its value is: load the model with "
+                "ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
+            )
+        return source(placed.name)
+
+    return read
+
+
+class SafetensorsSource:
+    """Reads tensors by name from a folder with `model.safetensors` or an index and its shards."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.exists():
+            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        elif single.exists():
+            with safe_open(single, framework="pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), single)
+        else:
+            raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        with safe_open(self._file_of[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+
+def load_pretrained(auto_class: Any, name_or_path: str, *, dtype: torch.dtype | None = None, **kwargs: Any) -> nn.Module:
+    """A pretrained model whose weights are read straight into the host store when `deepspeed.initialize` places them.
+
+    For a folder of safetensors whose names are the model's own. Anything else (Hub names not on disk, checkpoints that transformers
+    converts while loading) goes through `from_pretrained`, whose weights are then freed unit by unit as they are placed.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    folder = Path(name_or_path)
+    if folder.is_dir() and not kwargs:
+        try:
+            source = SafetensorsSource(folder)
+        except FileNotFoundError:
+            source = None
+        if source is not None:
+            config = AutoConfig.from_pretrained(name_or_path)
+            with init_empty_weights(include_buffers=False):
+                model: nn.Module = auto_class.from_config(config, dtype=dtype or torch.float32)
+            model.tie_weights()  # type: ignore[operator]
+            if {name for name, _ in model.named_parameters()} <= source.names():
+                model.eval()
+                attach_source(model, source)
+                return model
+    loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
+    return loaded

@@ -1,0 +1,160 @@
+"""From a module to units with homes: which parameters form which unit, where its bytes live, how large the shared buffers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.units import Part, Placed, Unit
+
+ReadParameter = Callable[[Placed], torch.Tensor]
+
+
+@dataclass
+class Placement:
+    """The model as units."""
+
+    blocks: list[Unit]
+    """In the order the model lists them."""
+    edges: list[Unit]
+    """Entered through the modules that own them; always resident."""
+    ambient: list[Unit]
+    """Resident parameters of modules that contain other modules: alive through the whole forward, so each twin needs its own copy."""
+    entered_by: dict[nn.Module, list[Unit]]
+    """Edge modules, and the units whose parameters they own (a tied weight is one unit, entered by two modules)."""
+    scratch_nbytes: int
+    """One working copy: of the largest block with the largest edge module inside it, or of the largest edge module."""
+    nested_at: dict[int, int] = field(default_factory=dict)
+    """Where in the scratch an edge module inside a block puts its copy, by `id(module)`."""
+
+    @property
+    def units(self) -> list[Unit]:
+        return [*self.blocks, *self.edges, *self.ambient]
+
+    @property
+    def numel(self) -> int:
+        return sum(placed.numel for unit in self.units for placed in unit.placed)
+
+
+def plan_units(
+    module: nn.Module,
+    param_groups: Sequence[Mapping[str, object]],
+    *,
+    block_paths: str | Sequence[str] | None = None,
+    wire: torch.dtype | None = None,
+    split: bool = True,
+) -> Placement:
+    """`wire` None stores each parameter in its own dtype. Edges always are: they never cross the link."""
+    blocks = find_blocks(module, block_paths)
+    block_of = {id(m): name for name, block in blocks.items() for m in block.modules()}
+    owners: dict[int, list[nn.Module]] = {}
+    for m in module.modules():
+        for p in m._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), []).append(m)
+    group_of = {
+        id(p): index for index, group in enumerate(param_groups) for p in group["params"]  # type: ignore[attr-defined]
+    }
+    in_block: dict[str, list[Placed]] = {name: [] for name in blocks}
+    at_edge: dict[nn.Module, list[Placed]] = {}
+    offset = 0
+    for name, p in module.named_parameters():
+        trainable = p.requires_grad and id(p) in group_of
+        placed = Placed(name, p, offset, group_of.get(id(p), 0), trainable)
+        offset += p.numel()
+        homes = {block_of.get(id(m)) for m in owners[id(p)]}
+        block = homes.pop() if len(homes) == 1 else None
+        if block is None:
+            at_edge.setdefault(owners[id(p)][0], []).append(placed)
+        else:
+            in_block[block].append(placed)
+    for name, placed_list in in_block.items():
+        frozen = [p for p in placed_list if not p.trainable]
+        if sum(p.numel for p in frozen) > sum(p.numel for p in placed_list) // 2:  # adapters in a frozen block stay resident
+            for p in placed_list:
+                if p.trainable:
+                    at_edge.setdefault(owners[id(p.parameter)][0], []).append(p)
+            in_block[name] = frozen
+
+    def make(name: str, m: nn.Module, placed: list[Placed], wire: torch.dtype | None, index: int, is_block: bool) -> Unit:
+        return Unit(name, m, _parts(placed, wire=wire, split=split), index=index, is_block=is_block)
+
+    block_units = [make(n, blocks[n], placed, wire, i, True) for i, (n, placed) in enumerate(in_block.items()) if placed]
+    edges, ambient = [], []
+    unit_of: dict[int, Unit] = {}
+    for m, placed_list in at_edge.items():
+        leaf = all(next(child.parameters(), None) is None for child in m.children())
+        unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, None, 0, False)
+        (edges if leaf else ambient).append(unit)
+        for p in placed_list:
+            unit_of[id(p.parameter)] = unit
+    edge_set = {id(u) for u in edges}
+    entered_by: dict[nn.Module, list[Unit]] = {}
+    for m in module.modules():
+        mine = {id(unit_of[id(p)]): unit_of[id(p)] for p in m._parameters.values() if p is not None and id(p) in unit_of}
+        entering = [u for u in mine.values() if id(u) in edge_set]
+        if entering:
+            entered_by[m] = entering
+    largest_edge = 0
+    nested_at: dict[int, int] = {}
+    nested_largest: dict[str, int] = {}
+    block_scratch = {u.name: u.scratch_nbytes for u in block_units}
+    for m, entering in entered_by.items():
+        nbytes = sum(u.scratch_nbytes for u in entering)
+        largest_edge = max(largest_edge, nbytes)
+        host = block_of.get(id(m))
+        if host is not None:
+            nested_at[id(m)] = block_scratch.get(host, 0)
+            nested_largest[host] = max(nested_largest.get(host, 0), nbytes)
+    scratch = max([largest_edge] + [n + nested_largest.get(name, 0) for name, n in block_scratch.items()])
+    scratch = max([scratch] + [block_scratch.get(name, 0) + n for name, n in nested_largest.items()])
+    return Placement(block_units, edges, ambient, entered_by, scratch, nested_at)
+
+
+def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -> list[Part]:
+    """Trainable floating parameters by dtype, then frozen ones by dtype, which are stored as they are."""
+    by_kind: dict[tuple[bool, torch.dtype], list[Placed]] = {}
+    for p in placed:
+        by_kind.setdefault((p.trainable, p.parameter.dtype), []).append(p)
+    parts = []
+    for (trainable, dtype), members in sorted(by_kind.items(), key=lambda item: (not item[0][0], str(item[0][1]))):
+        storage = wire if wire is not None and trainable else dtype
+        parts.append(Part(members, dtype, storage, split=split and trainable and storage.itemsize < 4, direct=not trainable))
+    return parts
+
+
+def settle(
+    placement: Placement,
+    store: HostStore,
+    device: torch.device,
+    *,
+    resident: Callable[[Unit], bool],
+    read: ReadParameter,
+    on_unit: Callable[[Unit], None] = lambda unit: None,
+) -> None:
+    """Gives every unit its home and fills it, one unit at a time, so that originals are freed as copies are made.
+
+    A resident block's low plane stays on the host when others stream: it is needed only at folds.
+    """
+    any_streamed = any(not resident(unit) for unit in placement.blocks)
+    for unit in placement.units:
+        stays = not unit.is_block or resident(unit)
+        low_stays = stays and not (unit.is_block and any_streamed)
+        home = torch.empty(unit.nbytes, dtype=torch.uint8, device=device) if stays else store.take(unit.nbytes)
+        low = None
+        if unit.low_nbytes:
+            low = torch.empty(unit.low_nbytes, dtype=torch.uint8, device=device) if low_stays else store.take(unit.low_nbytes)
+        unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
+        unit.store(read)
+        unit.bind_home()
+        on_unit(unit)
+
+
+def spread(num_blocks: int, num_resident: int) -> set[int]:
+    """Which blocks stay on the device: spaced evenly, so that the link never idles while a run of residents computes."""
+    return {(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)}

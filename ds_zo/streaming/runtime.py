@@ -1,0 +1,217 @@
+"""Executes schedules on three streams: uploads, compute (the caller's current stream) and downloads.
+
+Order is kept by events named for the hand-off they guard; nothing here waits on the host. On a CPU "device" the same code runs
+in issue order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ds_zo.streaming.schedule import Action, Kind, sweep
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import Unit
+
+WantsLow = Callable[[Unit, bool], bool]
+"""Whether a unit's low plane should come up with it; the flag says that it is for the pass after this one."""
+
+
+class Runtime:
+    """Brings streamed units to device slots in the order a pass visits them, ahead of time where slots allow.
+
+    A pass is `start`, then for each visit `arrive` .. `depart`, in any order, then `finish`. Visits outside a pass (an evaluation that
+    nobody announced) work too: they follow the standing order.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        *,
+        num_slots: int,
+        num_low_slots: int,
+        overlap: bool = True,
+        reuse_buffers: bool = True,
+    ) -> None:
+        self.units = list(units)
+        self.device = device
+        self._number = {id(unit): i for i, unit in enumerate(self.units)}
+        streamed = [u for u in self.units if u.streamed]
+        low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
+        nbytes = max((u.nbytes for u in streamed), default=0)
+        self._overlap = overlap
+        self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
+        self._low_pool = deque(Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes)
+        self._low_of: dict[int, Slot] = {}
+        cuda = device.type == "cuda"
+        self._own_up = torch.cuda.Stream(device) if cuda and overlap else None
+        self._own_down = torch.cuda.Stream(device) if cuda and overlap else None
+        self._standing_order = [i for i, unit in enumerate(self.units) if unit.streamed]
+        self.standing_wants_low: WantsLow | None = None
+        """For visits outside a pass."""
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.finish()
+
+    def start(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), wants_low: WantsLow | None = None) -> None:
+        """Plans a pass over the streamed units of `order` and sets its first uploads going. `downloads` are sent back after their visit."""
+        self._order = [self._number[id(unit)] for unit in order if unit.streamed]
+        self._downloads = {self._number[id(unit)] for unit in downloads}
+        self._wants_low = wants_low
+        self._visited = set()
+        self._plan(self._order)
+        self._issue_uploads()
+
+    def arrive(self, unit: Unit) -> Slot:
+        """The slot that holds `unit`; the compute stream waits for its upload. A unit that the plan did not expect next
+        (skipped, repeated or reordered blocks) is fetched at once and the plan made anew from there."""
+        number = self._number[id(unit)]
+        self._issue_uploads()
+        if not self._actions or self._actions[0].block != number or self._actions[0].kind is not Kind.COMPUTE:
+            self._plan(self._order[self._order.index(number) :] if number in self._order else [number])
+            self._issue_uploads()
+        action = self._actions.popleft()
+        assert action.kind is Kind.COMPUTE and action.block == number
+        slot = self.slots[action.slot]
+        assert slot.unit is unit, f"slot {action.slot} should hold {unit.name}"
+        self._wait(self._compute, slot.filled)
+        return slot
+
+    def arrive_low(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's low plane on the device (None where it has none); uploaded ahead with the block when the plan knew, else now."""
+        if not unit.low_streamed:
+            return unit.low_home
+        slot = self._low_of.get(self._number[id(unit)]) or self._upload_low(unit)
+        self._wait(self._compute, slot.filled)
+        return slot.buffer
+
+    def depart(self, unit: Unit, slot: Slot | None) -> None:
+        """The last kernel that touches the unit's slots has been issued: downloads that the plan has, and uploads that waited, go.
+        A resident unit has no slot, but may have a low plane to send back."""
+        number = self._number[id(unit)]
+        low = self._low_of.pop(number, None)
+        for used in (slot, low):
+            if used is not None:
+                self._record(used.drained, self._compute)
+        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
+            self._actions.popleft()
+        if number in self._downloads:
+            self._send_back(unit, slot, low)
+            self._downloads.discard(number)
+        if slot is not None and slot.version != unit.version:
+            slot.give_up()
+        if low is not None:
+            self._low_pool.append(low)
+        self._visited.add(number)
+        self._issue_uploads()
+
+    def finish(self) -> None:
+        """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their unit's home."""
+        self._order = self._standing_order
+        self._downloads: set[int] = set()
+        self._wants_low = self.standing_wants_low
+        self._visited: set[int] = set()
+        self._actions: deque[Action] = deque()
+        while self._low_of:
+            self._low_pool.append(self._low_of.popitem()[1])
+        for slot in self.slots:
+            if slot.unit is not None and slot.version != slot.unit.version:
+                slot.give_up()
+
+    def forget(self) -> None:
+        """Homes were rewritten behind the slots' back: nothing that was brought up counts any more."""
+        self.finish()
+        for slot in self.slots:
+            slot.give_up()
+
+    def host_wait(self, unit: Unit) -> None:
+        """Blocks the host until `unit.home` holds what was sent back. For readers outside the hot path."""
+        if unit.landed is not None:
+            unit.landed.synchronize()
+
+    def _plan(self, order: Sequence[int]) -> None:
+        loaded = {
+            self._number[id(slot.unit)]: i
+            for i, slot in enumerate(self.slots)
+            if slot.unit is not None and slot.version == slot.unit.version
+        }
+        ahead = self._order[: len(self.slots)] if self._overlap else ()
+        self._actions = deque(
+            sweep(order, num_slots=len(self.slots), downloads=self._downloads, loaded=loaded, then=ahead) if self.slots else ()
+        )
+
+    def _issue_uploads(self) -> None:
+        while self._actions and self._actions[0].kind is Kind.UPLOAD:
+            action = self._actions.popleft()
+            self._upload(action.block, self.slots[action.slot])
+
+    def _upload(self, number: int, slot: Slot) -> None:
+        unit = self.units[number]
+        for event in (slot.drained, slot.saved, unit.landed):
+            self._wait(self._up, event)
+        with self._on(self._up):
+            slot.take(unit)
+            slot.buffer[: unit.nbytes].copy_(unit.home, non_blocking=True)
+        self._record(slot.filled, self._up)
+        self.bytes_up += unit.nbytes
+        wanted = self._wants_low is not None and self._wants_low(unit, number in self._visited)
+        if wanted and unit.low_streamed and self._low_pool and number not in self._low_of:
+            self._upload_low(unit)
+
+    def _upload_low(self, unit: Unit) -> Slot:
+        assert unit.low_home is not None
+        if not self._low_pool:  # all were filled ahead for units that come later: the one that is here goes first
+            self._low_pool.append(self._low_of.popitem()[1])
+        slot = self._low_pool.popleft()
+        for event in (slot.drained, slot.saved, unit.landed):
+            self._wait(self._up, event)
+        with self._on(self._up):
+            slot.buffer[: unit.low_nbytes].copy_(unit.low_home, non_blocking=True)
+        self._record(slot.filled, self._up)
+        self.bytes_up += unit.low_nbytes
+        self._low_of[self._number[id(unit)]] = slot
+        return slot
+
+    def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
+        with self._on(self._down):
+            for used, home in ((slot, unit.home), (low, unit.low_home)):
+                if used is None or home is None:
+                    continue
+                self._wait(self._down, used.drained)
+                home.copy_(used.buffer[: home.numel()], non_blocking=True)
+                self.bytes_down += home.numel()
+                self._record(used.saved, self._down)
+        if slot is not None:
+            unit.version = slot.version
+        if self._down is not None:
+            unit.landed = unit.landed or torch.cuda.Event()
+            unit.landed.record(self._down)
+
+    @property
+    def _compute(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def _up(self) -> torch.cuda.Stream | None:
+        return self._own_up if self._overlap else self._compute
+
+    @property
+    def _down(self) -> torch.cuda.Stream | None:
+        return self._own_down if self._overlap else self._compute
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    @staticmethod
+    def _wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+        if stream is not None and event is not None:
+            stream.wait_event(event)
+
+    @staticmethod
+    def _record(event: torch.cuda.Event | None, stream: torch.cuda.Stream | None) -> None:
+        if event is not None and stream is not None:
+            event.record(stream)

@@ -1,0 +1,146 @@
+"""A schedule is data: which block is uploaded to which slot, computed there, and sent back, in issue order.
+
+Pure functions over small integers: made, checked and priced without a GPU, executed by `runtime`.
+Reading one: `0H0 1H1 0C0 0D0 2H0` uploads (H) block 0 to slot 0 and block 1 to slot 1, computes (C) block 0, downloads (D) it,
+and uploads block 2 into the slot that became free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    UPLOAD = "H"
+    COMPUTE = "C"
+    DOWNLOAD = "D"
+
+
+@dataclass(frozen=True)
+class Action:
+    block: int
+    kind: Kind
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.block}{self.kind.value}{self.slot}"
+
+
+def sweep(
+    order: Sequence[int],
+    *,
+    num_slots: int,
+    downloads: Collection[int] = (),
+    loaded: Mapping[int, int] | None = None,
+    then: Sequence[int] = (),
+) -> list[Action]:
+    """One pass over `order` (forward, reversed, with gaps or repeats: it is only a list of block numbers).
+
+    `loaded` says which blocks are in which slots already; `then` is what the next pass starts with, uploaded as
+    slots become free, so that the link is busy while the head computes. One slot is the schedule without overlap.
+    """
+    if num_slots < 1:
+        raise ValueError(f"a sweep needs at least one slot, got {num_slots}")
+    visits = [*order, *then]
+    soon = set(visits[:num_slots])
+    slot_of = {block: slot for block, slot in (loaded or {}).items() if block in soon}
+    free = deque(slot for slot in range(num_slots) if slot not in slot_of.values())
+    actions: list[Action] = []
+    next_upload = 0
+
+    def upload(block: int) -> None:
+        slot_of[block] = free.popleft()
+        actions.append(Action(block, Kind.UPLOAD, slot_of[block]))
+
+    def feed() -> None:
+        nonlocal next_upload
+        while next_upload < len(visits):
+            block = visits[next_upload]
+            if block not in slot_of:
+                if not free:
+                    return
+                upload(block)
+            next_upload += 1
+
+    for position, block in enumerate(order):
+        next_upload = max(next_upload, position)
+        feed()
+        if block not in slot_of:  # a repeat, passed over by feed() while its earlier visit still held the slot
+            upload(block)
+        actions.append(Action(block, Kind.COMPUTE, slot_of[block]))
+        if block in downloads:
+            actions.append(Action(block, Kind.DOWNLOAD, slot_of[block]))
+        free.append(slot_of.pop(block))
+    next_upload = max(next_upload, len(order))
+    feed()
+    return actions
+
+
+def validate(actions: Iterable[Action], *, num_slots: int, loaded: Mapping[int, int] | None = None) -> None:
+    """Raises unless every compute finds its block, every download follows its compute, and no upload overwrites a block
+    that was brought in and not computed."""
+    holds: dict[int, int] = {slot: block for block, slot in (loaded or {}).items()}
+    computed: dict[int, bool] = dict.fromkeys(holds, True)  # overwriting what an earlier pass left behind is fine
+    for action in actions:
+        block, slot = action.block, action.slot
+        if not 0 <= slot < num_slots:
+            raise ValueError(f"{action}: there are {num_slots} slots")
+        if action.kind is Kind.UPLOAD:
+            if slot in holds and not computed[slot]:
+                raise ValueError(f"{action}: overwrites block {holds[slot]} before it was computed")
+            holds[slot], computed[slot] = block, False
+            continue
+        if holds.get(slot) != block:
+            raise ValueError(f"{action}: the slot holds {holds.get(slot)}")
+        if action.kind is Kind.COMPUTE:
+            computed[slot] = True
+        elif not computed[slot]:
+            raise ValueError(f"{action}: sent back before it was computed")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a priced schedule runs, and how busy the three engines are."""
+
+    spans: tuple[tuple[Action, float, float], ...]
+    total_s: float
+    busy_s: Mapping[Kind, float]
+
+
+def price(
+    actions: Sequence[Action],
+    *,
+    seconds: Mapping[Kind, float] | None = None,
+    seconds_of: Mapping[tuple[int, Kind], float] | None = None,
+) -> Timeline:
+    """Runs the schedule on paper: three engines, each first come first served, with the waits that `runtime` issues:
+    a compute waits for its upload, a download for its compute, an upload for its slot's last compute and download."""
+    engine_free = dict.fromkeys(Kind, 0.0)
+    filled: dict[int, float] = {}
+    drained: dict[int, float] = {}
+    busy = dict.fromkeys(Kind, 0.0)
+    spans = []
+    for action in actions:
+        if seconds_of is not None:
+            duration = seconds_of[action.block, action.kind]
+        else:
+            assert seconds is not None
+            duration = seconds[action.kind]
+        ready = {
+            Kind.UPLOAD: drained.get(action.slot, 0.0),
+            Kind.COMPUTE: filled.get(action.slot, 0.0),
+            Kind.DOWNLOAD: drained.get(action.slot, 0.0),
+        }[action.kind]
+        start = max(engine_free[action.kind], ready)
+        end = start + duration
+        engine_free[action.kind] = end
+        busy[action.kind] += duration
+        if action.kind is Kind.UPLOAD:
+            filled[action.slot] = end
+        else:
+            drained[action.slot] = end
+        spans.append((action, start, end))
+    return Timeline(tuple(spans), max((end for _, _, end in spans), default=0.0), busy)

@@ -1,0 +1,81 @@
+"""Device slots: buffers that units pass through, with the events of their hand-offs."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ds_zo.streaming.units import Unit
+
+
+class Slot:
+    """One buffer on the device. The object that owns the buffer owns its events:
+    `filled` when its upload is done, `drained` when the last kernel has read it, `saved` when its download is done."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
+        self.device = device
+        self._nbytes = nbytes
+        self._reuse = reuse
+        self._raw: _RawBuffer | None = None
+        self.buffer = torch.empty(nbytes if reuse else 0, dtype=torch.uint8, device=device)
+        cuda = device.type == "cuda"
+        self.filled: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.saved: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.unit: Unit | None = None
+        """Whose bytes it holds or awaits."""
+        self.version = -1
+        """How many updates those bytes include. Differs from `unit.version` once a visit has replayed into it."""
+
+    def take(self, unit: Unit) -> None:
+        """An upload is about to fill it."""
+        self.unit, self.version = unit, unit.version
+        if not self._reuse:
+            self._reallocate()
+
+    def give_up(self) -> None:
+        """What it holds is no longer what a unit's home holds."""
+        self.unit, self.version = None, -1
+
+    def holds(self, unit: Unit) -> bool:
+        return self.unit is unit
+
+    def _reallocate(self) -> None:
+        """The ablation `reuse_buffers: false`: a real allocation and a real free each visit."""
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cuda":
+            self.buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+            return
+        if self._raw is not None:
+            self._raw.free()
+        self._raw = _RawBuffer(self._nbytes, self.device)
+        self.buffer = torch.as_tensor(self._raw, device=self.device)
+
+
+class _RawBuffer:
+    """Memory from cudaMalloc itself, past PyTorch's caching allocator."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._cudart = _cudart()
+        address = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            error = self._cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes))
+        if error or not address.value:
+            raise torch.cuda.OutOfMemoryError(f"cudaMalloc of {nbytes} bytes failed with error {error}")
+        self._address: int = address.value
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self._address, False),
+            "version": 3,
+        }
+
+    def free(self) -> None:
+        self._cudart.cudaFree(ctypes.c_void_p(self._address))
+
+
+def _cudart() -> ctypes.CDLL:
+    assert torch.version.cuda is not None
+    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")

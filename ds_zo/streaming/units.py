@@ -1,0 +1,230 @@
+"""Units: parameters that come and go together, laid out flat.
+
+A block is a unit, and so is each module outside the blocks that owns parameters (the edge). A unit's bytes stand in one
+buffer, its home, on the host (streamed) or on the device (resident): for each storage dtype a flat plane, every parameter starting at a
+multiple of `ALIGN` elements. Between visits a unit's parameters are views of its home, or placeholders where the storage cannot be viewed
+in the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo import ops
+
+ALIGN = 256
+"""Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
+
+
+@dataclass
+class Placed:
+    """One parameter and where it stands."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    """Of its first element among all the model's parameters: what its noise is a function of."""
+    group: int
+    """Its optimizer group (0 for a parameter of none, which is never updated)."""
+    trainable: bool
+    start: int = 0
+    """Of its first element in its plane."""
+
+    @property
+    def numel(self) -> int:
+        return self.parameter.numel()
+
+    def view(self, plane: torch.Tensor) -> torch.Tensor:
+        return plane[self.start : self.start + self.numel].view(self.parameter.shape)
+
+
+@dataclass
+class Planes:
+    """One part's tensors inside some buffer."""
+
+    storage: torch.Tensor
+    exponents: torch.Tensor | None = None
+    low: torch.Tensor | None = None
+
+
+@dataclass
+class Part:
+    """The parameters of a unit that share a dtype and a way of being stored."""
+
+    placed: list[Placed]
+    dtype: torch.dtype
+    wire: torch.dtype
+    split: bool
+    direct: bool
+    """Frozen and stored in their own dtype: a visit uses the stored bytes as they are."""
+    numel: int = 0
+    _tables: dict[torch.device, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for placed in self.placed:
+            placed.start = self.numel
+            self.numel += -(-placed.numel // ALIGN) * ALIGN
+
+    @property
+    def scaled(self) -> bool:
+        return self.wire.itemsize == 1 and self.wire.is_floating_point
+
+    @property
+    def viewable(self) -> bool:
+        """The stored bytes are the parameter's bytes."""
+        return self.wire is self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.wire.itemsize + (self.numel // ALIGN if self.scaled else 0)
+
+    @property
+    def low_nbytes(self) -> int:
+        return 2 * self.numel if self.split else 0
+
+    def table(self, device: torch.device) -> Any:
+        if device not in self._tables:
+            segments = [ops.Segment(p.start, p.numel, p.offset, p.group, p.trainable) for p in self.placed]
+            self._tables[device] = ops.build_table(segments, device)
+        return self._tables[device]
+
+    def forget_tables(self) -> None:
+        """Groups or trainability changed."""
+        self._tables.clear()
+
+
+class Unit:
+    """See the module's docstring. `home` and `low_home` are set by whoever places it."""
+
+    def __init__(self, name: str, module: nn.Module, parts: Sequence[Part], *, index: int, is_block: bool) -> None:
+        self.name = name
+        self.module = module
+        self.parts = list(parts)
+        self.index = index
+        """Its turn in staggered folding."""
+        self.is_block = is_block
+        self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
+        self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
+        self.scratch_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.direct)
+        self.home: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+        self.low_home: torch.Tensor | None = None
+        self.streamed = False
+        """Its home is on the host, and visits bring it to a slot."""
+        self.low_streamed = False
+        """The same for its low plane."""
+        self.version = 0
+        """How many updates the stored bytes include."""
+        self.landed: torch.cuda.Event | None = None
+        """Recorded when the last download to `home` is done."""
+        self._home_views: list[torch.Tensor] | None = None
+
+    @property
+    def placed(self) -> Iterator[Placed]:
+        return (placed for part in self.parts for placed in part.placed)
+
+    @property
+    def trainable(self) -> bool:
+        return any(placed.trainable for placed in self.placed)
+
+    def settle(self, home: torch.Tensor, low_home: torch.Tensor | None, *, streamed: bool, low_streamed: bool) -> None:
+        """Gives the unit its buffers; what they hold is the caller's business."""
+        self.home, self.low_home = home, low_home
+        self.streamed, self.low_streamed = streamed, low_streamed and low_home is not None
+        self._home_views = None
+
+    def planes(self, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
+        """Each part's tensors in a buffer laid out like `home` (and one like `low_home`)."""
+        found, at, low_at = [], 0, 0
+        for part in self.parts:
+            nbytes = part.numel * part.wire.itemsize
+            storage = buffer[at : at + nbytes].view(part.wire)
+            exponents = buffer[at + nbytes : at + part.nbytes].view(torch.int8) if part.scaled else None
+            at += _padded(part.nbytes)
+            part_low = None
+            if part.split and low is not None:
+                part_low = low[low_at : low_at + part.low_nbytes].view(torch.int16)
+            low_at += _padded(part.low_nbytes)
+            found.append(Planes(storage, exponents, part_low))
+        return found
+
+    def outs(self, scratch: torch.Tensor) -> list[torch.Tensor | None]:
+        """Each part's plane of values in the parameters' own dtype; None where the stored bytes serve."""
+        found: list[torch.Tensor | None] = []
+        at = 0
+        for part in self.parts:
+            if part.direct:
+                found.append(None)
+                continue
+            nbytes = part.numel * part.dtype.itemsize
+            found.append(scratch[at : at + nbytes].view(part.dtype))
+            at += _padded(nbytes)
+        return found
+
+    def views(self, planes: Sequence[Planes], outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """A tensor a parameter, in `placed` order."""
+        return [
+            placed.view(planes[i].storage if out is None else out)
+            for i, (part, out) in enumerate(zip(self.parts, outs, strict=True))
+            for placed in part.placed
+        ]
+
+    def bind(self, views: Iterable[torch.Tensor]) -> None:
+        """Points the parameters at `views` (in `placed` order)."""
+        for placed, view in zip(self.placed, views, strict=True):
+            placed.parameter.data = view
+
+    def bind_home(self) -> None:
+        """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory."""
+        if self._home_views is None:
+            self._home_views = []
+            for part, planes in zip(self.parts, self.planes(self.home), strict=True):
+                for placed in part.placed:
+                    if part.viewable:
+                        self._home_views.append(placed.view(planes.storage))
+                    else:
+                        hollow = torch.zeros((), dtype=part.dtype, device=self.home.device)
+                        self._home_views.append(hollow.expand(placed.parameter.shape))
+        self.bind(self._home_views)
+
+    def store(self, read: Callable[[Placed], torch.Tensor]) -> None:
+        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest."""
+        for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
+            for placed in part.placed:
+                self._store(part, planes, placed, read(placed))
+
+    def store_one(self, placed: Placed, value: torch.Tensor) -> None:
+        for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
+            if any(p is placed for p in part.placed):
+                self._store(part, planes, placed, value)
+
+    def _store(self, part: Part, planes: Planes, placed: Placed, value: torch.Tensor) -> None:
+        if tuple(value.shape) != tuple(placed.parameter.shape):
+            raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
+        value = value.detach()
+        if part.viewable and value.dtype is part.dtype:  # nothing to round
+            placed.view(planes.storage).copy_(value)
+            if planes.low is not None:
+                placed.view(planes.low).zero_()
+            return
+        if part.direct:
+            placed.view(planes.storage).copy_(value)
+            return
+        end = placed.start + -(-placed.numel // ALIGN) * ALIGN
+        span = slice(placed.start, end)
+        padded = torch.zeros(end - placed.start, dtype=torch.float32, device=planes.storage.device)
+        padded[: placed.numel].copy_(value.reshape(-1))
+        ops.encode_(
+            planes.storage[span],
+            padded,
+            low=None if planes.low is None else planes.low[span],
+            exponents=None if planes.exponents is None else planes.exponents[placed.start // ALIGN : end // ALIGN],
+        )
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
