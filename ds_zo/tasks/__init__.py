@@ -1,0 +1,28 @@
+"""Prompts, metrics and data of the tasks that `launch/train.py` and the benchmarks run."""
+
+from __future__ import annotations
+
+from ds_zo.tasks.base import Choice, ChoiceTask, LanguageTask, Score, Task
+from ds_zo.tasks.data import DataSource
+from ds_zo.tasks.encoding import Encoded, collate, pad_token_id
+from ds_zo.tasks.errors import TaskError
+from ds_zo.tasks.order import SeededOrder
+from ds_zo.tasks.registry import TASKS, make_task
+from ds_zo.tasks.scoring import Evaluator
+
+__all__ = [
+    "TASKS",
+    "Choice",
+    "ChoiceTask",
+    "DataSource",
+    "Encoded",
+    "Evaluator",
+    "LanguageTask",
+    "Score",
+    "SeededOrder",
+    "Task",
+    "TaskError",
+    "collate",
+    "make_task",
+    "pad_token_id",
+]

@@ -1,0 +1,48 @@
+"""The small pretrained decoder that travels with the package, and the measure of how well it was pretrained."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FOLDER = Path(__file__).parent / "embedded"
+"""Loads with `from_pretrained`, offline. Made by launch/pretrain_embedded.py; its README.md says from what."""
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    *,
+    length: int = 256,
+    max_rows: int | None = None,
+    batch_size: int = 16,
+) -> float:
+    """Cross-entropy over fresh windows of `length` tokens, in bits per byte of UTF-8, so tokenizers are comparable.
+
+    `max_rows` spreads the windows evenly over the text instead of taking its beginning. The first token of a window
+    is context only; its bytes are not counted.
+    """
+    rows: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows += [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    if not rows:
+        raise ValueError(
+            f"bits_per_byte needs a text of at least length={length} tokens, got {len(texts)} shorter texts"
+        )
+    if max_rows is not None and len(rows) > max_rows:
+        rows = [rows[i * len(rows) // max_rows] for i in range(max_rows)]
+    nats, num_bytes = 0.0, 0
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        ids = torch.tensor(batch, device=model.device)
+        nats += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * (ids.numel() - len(batch))
+        num_bytes += sum(
+            len(tokenizer.decode(row[1:], clean_up_tokenization_spaces=False).encode("utf-8")) for row in batch
+        )
+    return nats / math.log(2) / num_bytes

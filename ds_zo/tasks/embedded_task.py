@@ -1,0 +1,79 @@
+"""The embedded task: is a line Python code or English text? Made from modules the embedded model never read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from ds_zo.tasks.base import Choice, ChoiceTask
+from ds_zo.tasks.data import DataSource, Row, Split
+from ds_zo.tasks.errors import TaskError
+from ds_zo.tasks.stdlib_text import docstrings, modules, parse, stable_hash
+
+NUM_PER_LABEL: dict[Split, int] = {"test": 200, "dev": 100, "train": 500}
+_MIN_CHARS, _MAX_CHARS = 24, 64
+_STATEMENTS = (ast.Assign, ast.AugAssign, ast.Assert, ast.Expr, ast.Raise, ast.Return)
+
+
+class CodeOrText(ChoiceTask):
+    """Both labels equally often in every split; the splits share no line."""
+
+    name = "code_or_text"
+    fields = ("line", "label")
+
+    def __init__(self, source: DataSource | None = None) -> None:
+        super().__init__(source)
+        if not self.source.is_empty:
+            given = self.source.folder or self.source.file
+            raise TaskError(f"task {self.name} is made from Python's standard library and reads no data; got {given}")
+
+    def rows(self, split: Split) -> list[Row]:
+        return _splits()[split]
+
+    def choice(self, row: Row) -> Choice:
+        return Choice(f"{row['line']}\nkind:", (" code", " text"), self.answer_index(row, {"code": 0, "text": 1}))
+
+
+@cache
+def _splits() -> dict[Split, list[Row]]:
+    """Lines picked by their hash, so that the choice does not depend on where in the library a line stands."""
+    found: dict[str, set[str]] = {"code": set(), "text": set()}
+    for _, source in modules(held_out=True):
+        tree = parse(source)
+        if tree is not None:
+            found["code"].update(_statements(source, tree))
+            found["text"].update(_sentences(tree))
+    ordered = {label: sorted(lines, key=stable_hash) for label, lines in found.items()}
+    splits: dict[Split, list[Row]] = {}
+    start = 0
+    for split, num in NUM_PER_LABEL.items():
+        picked = range(start, start + num)
+        splits[split] = [{"line": lines[i], "label": label} for i in picked for label, lines in ordered.items()]
+        start += num
+    return splits
+
+
+def _statements(source: str, tree: ast.Module) -> Iterator[str]:
+    """Simple statements on one line, without the indentation that would give them away."""
+    lines = source.encode("utf-8").splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, _STATEMENTS) or node.end_lineno != node.lineno:
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        text = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode("utf-8", errors="replace")
+        if _MIN_CHARS <= len(text) <= _MAX_CHARS:
+            yield text
+
+
+def _sentences(tree: ast.Module) -> Iterator[str]:
+    """Sentences of the docstrings' paragraphs, without examples at the prompt."""
+    for text in docstrings(tree):
+        for paragraph in re.split(r"\n\s*\n", text):
+            if ">>>" in paragraph:
+                continue
+            for sentence in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())):
+                if _MIN_CHARS <= len(sentence) <= _MAX_CHARS and sentence[0].isalpha() and sentence.endswith("."):
+                    yield sentence

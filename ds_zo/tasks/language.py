@@ -1,0 +1,47 @@
+"""Language modelling: plain text, and answers to instructions."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from ds_zo.tasks.base import LanguageTask
+from ds_zo.tasks.data import Row, Split, cut
+from ds_zo.tasks.encoding import Encoded, encode_answer, pack
+from ds_zo.tasks.errors import TaskError
+
+
+class Text(LanguageTask):
+    """Packed sequences from a text file (paragraphs) or from JSONL rows with a "text" field."""
+
+    name = "text"
+    fields = ("text",)
+
+    def rows(self, split: Split) -> list[Row]:
+        file = self.source.file
+        if file is None or file.suffix in (".jsonl", ".json"):
+            return list(super().rows(split))
+        if not file.is_file():
+            raise TaskError(f"looked for the text file {file}: not found")
+        paragraphs = [p for p in file.read_text(encoding="utf-8").split("\n\n") if p.strip()]
+        return cut([{"text": paragraph} for paragraph in paragraphs], split, place=f"{file} (rows are paragraphs)")
+
+    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
+        return pack(tokenizer, [row["text"] for row in self.rows(split)], max_length=max_length)
+
+
+class Alpaca(LanguageTask):
+    """Instructions with an optional input; the loss is on the answer and the end-of-sequence token after it."""
+
+    name = "alpaca"
+    fields = ("instruction", "output")
+
+    def prompt(self, row: Row) -> str:
+        given = row.get("input") or ""
+        middle = f"\n\n### Input:\n{given}" if given.strip() else ""
+        return f"### Instruction:\n{row['instruction']}{middle}\n\n### Response:\n"
+
+    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
+        return [
+            encode_answer(tokenizer, self.prompt(row), row["output"], max_length=max_length, end=True)
+            for row in self.rows(split)
+        ]

@@ -1,0 +1,77 @@
+"""Text that every Python installation carries: the sources of the standard library and pydoc's topics.
+
+The embedded model was pretrained on the modules for which `is_held_out` is false; the embedded task and the
+bits-per-byte measurement use the rest, so that neither repeats what the model has read.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "lib2to3"}
+)
+"""Third-party code, test suites, lookup tables, and packages that not every distribution ships."""
+
+
+def stable_hash(text: str) -> int:
+    """A hash that does not change between processes or versions (unlike `hash`)."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+
+
+def is_held_out(module: str) -> bool:
+    """One module in six is kept from pretraining, by its relative path, so the choice survives Python versions."""
+    return stable_hash(module) % 6 == 0
+
+
+def modules(*, held_out: bool) -> Iterator[tuple[str, str]]:
+    """(relative path, source) of the standard library's modules, in path order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(_python_files(root)):
+        relative = path.relative_to(root).as_posix()
+        if is_held_out(relative) == held_out:
+            yield relative, path.read_text(encoding="utf-8", errors="replace")
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    """Skipped folders are never entered: site-packages alone can hold a hundred times more files than the library."""
+    for entry in folder.iterdir():
+        if entry.suffix == ".py":
+            yield entry
+        elif entry.is_dir() and entry.name not in _SKIPPED_FOLDERS:
+            yield from _python_files(entry)
+
+
+def parse(source: str) -> ast.Module | None:
+    """None where the library carries a file that this Python cannot parse (templates, bad-syntax fixtures)."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Every docstring of a module, dedented."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def documents(*, held_out: bool) -> Iterator[str]:
+    """Each module twice, as source and as its docstrings alone, and (for pretraining) pydoc's topics."""
+    for _, source in modules(held_out=held_out):
+        yield source
+        tree = parse(source)
+        prose = "\n\n".join(docstrings(tree)) if tree is not None else ""
+        if prose:
+            yield prose
+    if not held_out:
+        from pydoc_data.topics import topics
+
+        yield from (text for _, text in sorted(topics.items()))

@@ -1,0 +1,81 @@
+"""Which tokens carry a label, what truncation keeps, how batches are padded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ds_zo.tasks import Encoded, collate, make_task
+from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.tasks.encoding import IGNORED, encode_answer, pack
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def labelled(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> str:
+    return tokenizer.decode([token for token in encoded.labels if token != IGNORED])
+
+
+def test_only_the_answer_carries_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoded = encode_answer(tokenizer, "return self\nkind:", " code", max_length=64)
+    assert tokenizer.decode(encoded.input_ids) == "return self\nkind: code"
+    assert labelled(tokenizer, encoded) == " code"
+    num_answer = len(tokenizer(" code")["input_ids"])
+    assert encoded.labels == [IGNORED] * (len(encoded.input_ids) - num_answer) + encoded.input_ids[-num_answer:]
+
+
+def test_a_token_across_the_border_belongs_to_the_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    merged = tokenizer("self")["input_ids"]
+    assert len(merged) == 1
+    assert encode_answer(tokenizer, "se", "lf", max_length=8) == Encoded(merged, merged)
+
+
+def test_truncation_drops_the_prompts_beginning_first(tokenizer: PreTrainedTokenizerBase) -> None:
+    whole = encode_answer(tokenizer, "one two three four five", " six", max_length=64)
+    short = encode_answer(tokenizer, "one two three four five", " six", max_length=len(whole.input_ids) - 3)
+    assert short.input_ids == whole.input_ids[3:]
+    assert labelled(tokenizer, short) == " six"
+
+
+def test_truncation_keeps_a_beginning_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    begin = tokenizer.eos_token
+    whole = encode_answer(tokenizer, f"{begin}one two three four five", " six", max_length=64)
+    short = encode_answer(tokenizer, f"{begin}one two three four five", " six", max_length=len(whole.input_ids) - 2)
+    assert short.input_ids == [tokenizer.eos_token_id] + whole.input_ids[3:]
+
+
+def test_an_overlong_answer_loses_its_end_and_keeps_some_context(tokenizer: PreTrainedTokenizerBase) -> None:
+    answer = " word" * 50
+    encoded = encode_answer(tokenizer, "some prompt here", answer, max_length=10)
+    assert len(encoded.input_ids) == len(encoded.labels) == 10
+    assert encoded.labels[0] == IGNORED and encoded.labels[1:] == encoded.input_ids[1:]
+
+
+def test_alpaca_trains_on_the_answer_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    task = make_task("alpaca")
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "input": "", "output": "Yo"}]
+    task.rows = lambda split: rows  # type: ignore[method-assign]
+    first, second = task.sequences("train", tokenizer, max_length=128)
+    assert labelled(tokenizer, first) == "3<eos>"
+    assert "### Input:\n1 2" in tokenizer.decode(first.input_ids)
+    assert "### Input" not in tokenizer.decode(second.input_ids)
+
+
+def test_packing_loses_and_repeats_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = ["def f():\n    return 1\n", "a sentence.", "x" * 40]
+    packed = pack(tokenizer, texts, max_length=7)
+    joined = [token for row in packed for token in row.input_ids]
+    assert tokenizer.decode(joined) == "".join(text + "<eos>" for text in texts)
+    assert all(row.labels == row.input_ids for row in packed)
+    assert {len(row.input_ids) for row in packed[:-1]} == {7}
+
+
+def test_collate_pads_on_the_right_without_labels() -> None:
+    batch = collate([Encoded([5, 6, 7], [IGNORED, 6, 7]), Encoded([8], [8])], pad_token_id=3)
+    assert torch.equal(batch["input_ids"], torch.tensor([[5, 6, 7], [8, 3, 3]]))
+    assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 1], [1, 0, 0]]))
+    assert torch.equal(batch["labels"], torch.tensor([[IGNORED, 6, 7], [8, IGNORED, IGNORED]]))

@@ -1,0 +1,102 @@
+"""Scores of padded batches equal scores one by one, on one rank or several."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_zo.tasks import ChoiceTask, Evaluator, make_task
+from ds_zo.tasks.base import Choice
+from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.tasks.encoding import encode_answer
+
+CHOICES = [
+    Choice("The cup fell so", (" it broke.", " a man who was walking by picked all of it up."), 1),
+    Choice("import", (" os", " the"), 0),
+    Choice("Return the number of items in the", (" list", " banana republic", " dictionary"), 0),
+    Choice("for i in", (" range(10):", " of"), 0),
+    Choice("x", (" = 1", " which is a rather long continuation for such a short prompt"), 1),
+]
+
+
+class FixedChoices(ChoiceTask):
+    name = "fixed"
+    fields = ()
+
+    def choice(self, row: dict) -> Choice:
+        return CHOICES[row["index"]]
+
+    def rows(self, split: str) -> list[dict]:
+        return [{"index": i} for i in range(len(CHOICES))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def evaluator(model: PreTrainedModel, **options: int) -> Evaluator:
+    return Evaluator(model, device=torch.device("cpu"), pad_token_id=0, **options)
+
+
+@torch.no_grad()
+def one_by_one(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, option: str) -> float:
+    """The mean log-probability of the option's tokens, token after token, without padding or batching."""
+    ids = tokenizer(prompt + option)["input_ids"]
+    num_option = len(tokenizer(option)["input_ids"])
+    terms = []
+    for position in range(len(ids) - num_option, len(ids)):
+        logits = model(input_ids=torch.tensor([ids[:position]])).logits[0, -1]
+        terms.append(torch.log_softmax(logits, -1)[ids[position]].item())
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_batched_scores_equal_one_by_one(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> None:
+    pairs = [(choice.prompt, option) for choice in CHOICES for option in choice.options]
+    sequences = [encode_answer(tokenizer, prompt, option, max_length=64) for prompt, option in pairs]
+    batched = evaluator(model, batch_size=batch_size).log_likelihoods(sequences)
+    expected = [one_by_one(model, tokenizer, prompt, option) for prompt, option in pairs]
+    assert [total / count for total, count in batched] == pytest.approx(expected, abs=2e-5)
+
+
+def test_accuracy_is_that_of_one_by_one_ranking(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    num_right = 0
+    for choice in CHOICES:
+        scores = [one_by_one(model, tokenizer, choice.prompt, option) for option in choice.options]
+        num_right += scores.index(max(scores)) == choice.answer
+    score = FixedChoices().evaluate(evaluator(model), "test", tokenizer, max_length=64)
+    assert (score.total, score.count) == (num_right, len(CHOICES))
+    assert 0 < num_right < len(CHOICES)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_sum_to_the_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world_size: int) -> None:
+    whole = FixedChoices().evaluate(evaluator(model), "test", tokenizer, max_length=64)
+    ranks = [evaluator(model, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [FixedChoices().evaluate(rank, "test", tokenizer, max_length=64) for rank in ranks]
+    assert sum(part.total for part in parts) == whole.total
+    assert sum(part.count for part in parts) == whole.count
+    assert len({len(rank.share(len(CHOICES))) for rank in ranks}) == 1
+
+
+def test_perplexity_is_that_of_the_models_own_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "Return the number of items. " * 20
+    task = make_task("text")
+    task.rows = lambda split: [{"text": text}]  # type: ignore[method-assign]
+    (sequence,) = task.sequences("test", tokenizer, max_length=512)
+    ids = torch.tensor([sequence.input_ids])
+    loss = model(input_ids=ids, labels=ids).loss.item()
+    score = task.evaluate(evaluator(model), "test", tokenizer, max_length=512)
+    assert score.value == pytest.approx(math.exp(loss), rel=1e-4)
+    assert score.count == ids.numel() - 1
