@@ -1,0 +1,186 @@
+#!/usr/bin/env python
+"""Pretrain the small decoder that ships in ds_zo/tasks/embedded, from the text every Python carries.
+
+    python launch/pretrain_embedded.py --output ds_zo/tasks/embedded
+
+Everything is seeded; the result depends on the Python version only through the text of its standard library. Takes
+about half an hour on two CPU cores. The folder's README.md is rewritten with the measured bits per byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ds_zo.tasks.embedded_model import bits_per_byte
+from ds_zo.tasks.stdlib_text import documents
+
+PAD, EOS = "<pad>", "<eos>"
+
+README = """# The embedded model
+
+A LLaMA-like decoder ({num_parameters:,} parameters, {num_layers} layers, hidden size {hidden_size}, byte-level BPE with
+{vocab_size} tokens, tied embeddings, stored in bfloat16) pretrained by this project on the text that every Python
+installation carries: standard-library sources, their docstrings once more on their own, and `pydoc_data.topics`. One
+module in six is held out (`ds_zo.tasks.stdlib_text.is_held_out`); the embedded task is built from those modules only.
+No other text and no labelled examples were used.
+
+    python launch/pretrain_embedded.py --output ds_zo/tasks/embedded \\
+        --steps {steps} --batch-size {batch_size} --length {length} --lr {lr} --seed {seed}
+
+| | |
+| --- | --- |
+| Python, torch | {python}, {torch} |
+| tokens seen | {tokens:,} ({epochs:.2f} epochs of {corpus_tokens:,}) |
+| final training loss | {train_loss:.3f} nats a token |
+| held-out modules | **{held_out:.3f} bits per byte**, as stored (a uniform guess over bytes: 8) |
+"""
+
+
+def train_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every string has an encoding, so no unknown token exists."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="right", model_max_length=512
+    )
+
+
+def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], *, length: int) -> torch.Tensor:
+    """Documents joined by the end-of-sequence token and cut into rows of `length`."""
+    ids: list[int] = []
+    for text in texts:
+        ids.extend(tokenizer(text)["input_ids"])
+        ids.append(tokenizer.eos_token_id)
+    num_rows = len(ids) // length
+    return torch.tensor(ids[: num_rows * length], dtype=torch.long).view(num_rows, length)
+
+
+def batches(rows: torch.Tensor, *, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
+    """Epoch after epoch without end, each in its own seeded order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(rows), generator=generator)
+        for start in range(0, len(order) - batch_size + 1, batch_size):
+            yield rows[order[start : start + batch_size]]
+
+
+def learning_rate(step: int, *, peak: float, warmup: int, total: int) -> float:
+    """Linear warm-up, then a cosine down to a twentieth of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model, tokenizer and README.md")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step")
+    parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate of AdamW")
+    parser.add_argument("--vocab-size", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--save-every", type=int, default=0, help="also save the weights every so many steps (0: only at the end)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.manual_seed(args.seed)
+    texts = list(documents(held_out=False))
+    random.Random(args.seed).shuffle(texts)
+    tokenizer = train_tokenizer(texts, vocab_size=args.vocab_size)
+    rows = pack(tokenizer, texts, length=args.length)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=args.lr,
+        betas=(0.9, 0.98),
+    )
+
+    smoothed = math.nan
+    start = time.perf_counter()
+    stream = batches(rows, batch_size=args.batch_size, seed=args.seed)
+    for step in (bar := tqdm(range(args.steps), mininterval=10)):
+        lr = learning_rate(step, peak=args.lr, warmup=50, total=args.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        batch = next(stream)
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss.item()
+        smoothed = value if math.isnan(smoothed) else 0.98 * smoothed + 0.02 * value
+        bar.set_postfix(loss=f"{smoothed:.3f}", refresh=False)
+        if args.save_every and (step + 1) % args.save_every == 0:
+            model.save_pretrained(args.output)
+            tokenizer.save_pretrained(args.output)
+    elapsed = time.perf_counter() - start
+
+    model.to(torch.bfloat16).save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    held_out = bits_per_byte(model.float(), tokenizer, list(documents(held_out=True)), max_rows=400)
+    tokens = args.steps * args.batch_size * args.length
+    readme = README.format(
+        num_parameters=model.num_parameters(),
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        steps=args.steps,
+        batch_size=args.batch_size,
+        length=args.length,
+        lr=args.lr,
+        seed=args.seed,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        tokens=tokens,
+        epochs=tokens / rows.numel(),
+        corpus_tokens=rows.numel(),
+        train_loss=smoothed,
+        held_out=held_out,
+    )
+    (args.output / "README.md").write_text(readme, encoding="utf-8")
+    print(f"{tokens / elapsed:,.0f} tokens/s, loss {smoothed:.3f}, held out {held_out:.3f} bits per byte")
+
+
+if __name__ == "__main__":
+    main()
