@@ -29,7 +29,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
-from ds_zo.engines import Backend, backend_class
+from ds_zo.engines import Backend, StepOutcome, backend_class
+from ds_zo.engines.late import Late
 
 _CHECKPOINT_KEY = "ds_zo"
 _stock_new = DeepSpeedEngine.__new__
@@ -58,8 +59,7 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     backend = backend_of(config) if config is not None else None
     if config is None or backend is None:
         if config is not None and config.get("ds_zo"):
-            text = "the section ds_zo has no effect: optimizer.type is none of ours and ds_zo.backend is not set"
-            log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
+            resolve(config)  # raises: the section would do nothing, and the run would not be the one that was meant
         return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
     if not issubclass(PluginEngine, cls):
         raise ConfigError(
@@ -79,9 +79,10 @@ def _config_init(self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) 
     try:
         _stock_config_init(self, config, *args, **kwargs)
     except Exception:
-        if _active and isinstance(config, dict) and backend_of(config) is not None:
+        if _active and isinstance(config, dict):
             try:
-                resolve(config)
+                if backend_of(config) is not None:
+                    resolve(config)
             except ConfigError as error:
                 raise error from None
         raise
@@ -110,7 +111,9 @@ class PluginEngine(DeepSpeedEngine):
     resolved: Resolved
     backend: Backend
     _backend_class: type[Backend]
+    _outcome: StepOutcome | None = None
     _unmanaged_backward_count: int
+    _outcome: StepOutcome | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = _stock_signature.bind(self, *args, **kwargs).arguments
@@ -257,11 +260,17 @@ class PluginEngine(DeepSpeedEngine):
     def zero_grad(self) -> None:
         self.backend.zero_grad()
 
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
+        self._settle_outcome()
+        super().step(lr_kwargs)
+
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         outcome = self.backend.step()
         self._global_grad_norm = outcome.grad_norm
-        self._step_applied = outcome.applied
-        self.skipped_steps += not outcome.applied
+        self._outcome = outcome
+        if isinstance(outcome.applied, bool):
+            self._settle_outcome()
         # torch's schedulers, the engine's or the user's own, warn unless optimizer.step() came first: ours did.
         self.optimizer._opt_called = True
         if outcome.advance_schedule and self.lr_scheduler is not None:
@@ -287,9 +296,38 @@ class PluginEngine(DeepSpeedEngine):
             mean = loss.item() / self.dp_world_size
             self.monitor.write_events([("Train/Samples/train_loss", mean, self.global_samples)])
 
+    def _settle_outcome(self) -> None:
+        """Counts the last step if it was skipped. What is learnt on the device is read a step late, or when asked."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        applied = outcome.applied
+        self._step_applied = bool(applied.get() if isinstance(applied, Late) else applied)
+        if not self._step_applied:
+            self._skipped_steps += 1
+            log_dist(
+                f"ds_zo: step skipped, its loss or gradient was not finite ({self._skipped_steps} so far)",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+
+    @property
+    def skipped_steps(self) -> int:
+        self._settle_outcome()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._outcome = None
+        self._skipped_steps = value
+
+    def was_step_applied(self) -> bool:
+        self._settle_outcome()
+        return bool(self._step_applied)
+
     def get_global_grad_norm(self) -> float | None:
-        if isinstance(self._global_grad_norm, torch.Tensor):
-            self._global_grad_norm = self._global_grad_norm.item()
+        if isinstance(self._global_grad_norm, Late):
+            self._global_grad_norm = self._global_grad_norm.get()
         return self._global_grad_norm
 
     # Checkpoints: DeepSpeed's files, with the backend's state under one key of its own.
@@ -381,7 +419,8 @@ class PluginEngine(DeepSpeedEngine):
 def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:
     """The same configuration as if ZeRO were off, which every `zero_*` question of the engine then answers."""
     config_class = copy.copy(config_class)
-    config_class.zero_config = DeepSpeedZeroConfig()
+    # Under a stage 3 JSON, Trainer and Accelerate save weights only from an engine that says it gathers them.
+    config_class.zero_config = DeepSpeedZeroConfig(stage3_gather_16bit_weights_on_model_save=True)
     config_class.zero_optimization_stage = 0
     config_class.zero_enabled = False
     return config_class

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_zo.config import ConfigError, Resolved
+from ds_zo.engines.late import Late
 
 _WHERE: dict[str, tuple[str, str]] = {"zo": ("ds_zo.engines.zo", "ZOBackend")}
 """Module and class of each backend this version has. Imported on first use: one's kernels cost the others nothing."""
@@ -25,11 +26,11 @@ _WHERE: dict[str, tuple[str, str]] = {"zo": ("ds_zo.engines.zo", "ZOBackend")}
 class StepOutcome:
     """What one boundary step did."""
 
-    applied: bool
+    applied: bool | Late
     """False when the step was skipped (overflow, NaN): the engine counts it in `skipped_steps`."""
 
-    grad_norm: float | torch.Tensor | None = None
-    """What `engine.get_global_grad_norm()` returns. A tensor is read only when somebody asks: no host sync a step."""
+    grad_norm: float | Late | None = None
+    """What `engine.get_global_grad_norm()` returns."""
 
     advance_schedule: bool = True
     """Whether the lr scheduler moves on. A skipped step of ours still consumed a batch, so it does by default."""

@@ -1,4 +1,5 @@
-"""`state_dict`, `load_state_dict` and DeepSpeed's full-parameter accessors for a module whose stored weights lag or live elsewhere.
+"""`state_dict`, `load_state_dict` and DeepSpeed's full-parameter accessors for a module whose stored weights lag or
+live elsewhere.
 
 Hooks on the modules that own parameters, so that a submodule's `state_dict()` is as right as the whole model's.
 """
@@ -12,17 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.engines.visits import Visits
-from ds_zo.streaming.placement import Placement
+from ds_zo.engines.homes import Homes
 from ds_zo.streaming.units import Placed, Unit
 
 
 class ModuleState:
     """Makes reading and writing a module's weights by name mean the weights of the current step."""
 
-    def __init__(self, placement: Placement, visits: Visits, module: nn.Module) -> None:
-        self._visits = visits
-        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in placement.units for p in u.placed}
+    def __init__(self, homes: Homes, module: nn.Module) -> None:
+        self._homes = homes
+        self._where: dict[int, tuple[Unit, Placed]] = {
+            id(p.parameter): (u, p) for u in homes.placement.units for p in u.placed
+        }
         self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
         self._staged: list[nn.Parameter] = []
@@ -50,14 +52,16 @@ class ModuleState:
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the current weights in host memory; the parameter itself where it holds them already."""
         unit, _ = self._where[id(parameter)]
-        if not unit.streamed and not self._visits.pending(unit) and all(part.viewable for part in unit.parts):
+        if not unit.streamed and not self._homes.visits.pending(unit) and all(part.viewable for part in unit.parts):
             return parameter.detach()
-        key = (id(unit), self._visits.log.length)
+        key = (id(unit), self._homes.visits.log.length)
         if self._cached is None or self._cached[:2] != key:
             with torch.inference_mode(False):
-                views = self._visits.clean(unit, scratch=self._visits.scratch_for(unit))
-                copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in zip(unit.placed, views, strict=True)}
-                self._visits.leave_clean(unit)
+                views = self._homes.visits.clean(unit, scratch=self._homes.visits.scratch_for(unit))
+                copies = {
+                    id(p.parameter): view.to("cpu", copy=True) for p, view in zip(unit.placed, views, strict=True)
+                }
+                self._homes.visits.leave_clean(unit)
             self._cached = (*key, copies)
         copy = self._cached[2].pop(id(parameter), None)
         if copy is None:  # a tied weight's second name, or a second reader
@@ -71,11 +75,12 @@ class ModuleState:
                 state_dict[prefix + name] = self.read(p)
 
     def _stage(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Real memory for `load_state_dict` to copy into: the stored bytes may have another form, and updates pending."""
+        """Real memory for `load_state_dict` to copy into: the stored bytes may have another form, and updates
+        pending."""
         for name, p in module._parameters.items():
             if p is None or prefix + name not in state_dict or id(p) not in self._where:
                 continue
-            self._visits.fold_now(self._where[id(p)][0])
+            self._homes.visits.fold_now(self._where[id(p)][0])
             p.data = torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p))
             self._staged.append(p)
 
@@ -87,18 +92,18 @@ class ModuleState:
     @torch.no_grad()
     def _write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
-        self._visits.fold_now(unit)
-        self._visits.runtime.host_wait(unit)
+        self._homes.visits.fold_now(unit)
+        self._homes.visits.runtime.host_wait(unit)
         unit.store_one(placed, value)
         unit.bind_home()
-        self._visits.runtime.forget()
+        self._homes.visits.runtime.forget()
         self._cached = None
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
-        views = self._visits.master(unit)
+        views = self._homes.visits.master(unit)
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
-        self._visits.leave_clean(unit)
+        self._homes.visits.leave_clean(unit)
         return found
 
     def _set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

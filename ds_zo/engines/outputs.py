@@ -1,9 +1,10 @@
 """From the outputs of twin passes to one output with an autograd node.
 
-[Note: the chain rule does the bookkeeping] A ZO step has no backward pass through the model, yet `engine.backward(loss)` must mean what it says. The loss that is
-returned is the mean over the passes, tied to a node that keeps `l+ - l-`. Its backward receives whatever scale the caller applied (1/accumulation, token
-counts, a user's `2 * loss`) and adds `grad * (l+ - l-) / (2 zo_eps)` to the projected gradient of each direction. An output without a loss is tied as a whole:
-`<grad_o, o+ - o-> / (2 zo_eps)` is exact for a loss that is linear in it and first order otherwise.
+[Note: the chain rule does the bookkeeping] A ZO step has no backward pass through the model, yet
+`engine.backward(loss)` must mean what it says. The loss that is returned is the mean over the passes, tied to a node
+that keeps `l+ - l-`. Its backward receives whatever scale the caller applied (1/accumulation, token counts, a user's `2
+* loss`) and adds `grad * (l+ - l-) / (2 zo_eps)` to the projected gradient of each direction. An output without a loss
+is tied as a whole: `<grad_o, o+ - o-> / (2 zo_eps)` is exact for a loss that is linear in it and first order otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The scalar a model returned as its loss, by the conventions in use: `.loss`, `["loss"]`, first of a tuple, or the output itself."""
+    """The scalar a model returned as its loss, by the conventions in use: `.loss`, `["loss"]`, first of a tuple, or the
+    output itself."""
     if isinstance(output, torch.Tensor):
         found: Any = output
     elif isinstance(output, dict):
@@ -36,7 +38,8 @@ def with_loss(output: Any, loss: torch.Tensor) -> Any:
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, (tuple, list)):
-        return type(output)((loss, *output[1:])) if not hasattr(output, "_replace") else output._replace(**{output._fields[0]: loss})
+        rest = output[1:]
+        return type(output)(loss, *rest) if hasattr(output, "_fields") else type(output)((loss, *rest))
     replaced = copy.copy(output)
     if isinstance(replaced, dict):
         replaced["loss"] = loss
@@ -62,7 +65,10 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, accumulate: Callable[[torch.Tensor], None], passes: Sequence[Sequence[torch.Tensor]]
+        ctx: Any,
+        anchor: torch.Tensor,
+        accumulate: Callable[[torch.Tensor], None],
+        passes: Sequence[Sequence[torch.Tensor]],
     ) -> tuple[torch.Tensor, ...]:
         ctx.accumulate = accumulate
         ctx.set_materialize_grads(False)
@@ -78,7 +84,11 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         projected = [
-            sum((grad.float() * difference).sum() for grad, difference in zip(grads, row, strict=True) if grad is not None)
+            sum(
+                (grad.float() * difference).sum()
+                for grad, difference in zip(grads, row, strict=True)
+                if grad is not None
+            )
             for row in ctx.differences
         ]
         if any(isinstance(p, torch.Tensor) for p in projected):
@@ -89,8 +99,9 @@ class _Tie(torch.autograd.Function):
 def tie(
     passes: Sequence[Sequence[torch.Tensor]], *, anchor: torch.Tensor, accumulate: Callable[[torch.Tensor], None]
 ) -> tuple[torch.Tensor, ...]:
-    """`passes` are outputs in the order +, -, +, - ..., one pair a direction. `accumulate` is given, a direction, the sum of
-    `grad * (plus - minus)`. `anchor` is any leaf that requires grad: it is what makes the result differentiable."""
+    """`passes` are outputs in the order +, -, +, - ..., one pair a direction. `accumulate` is given, a direction, the
+    sum of `grad * (plus - minus)`. `anchor` is any leaf that requires grad: it is what makes the result
+    differentiable."""
     with torch.enable_grad():
         tied: tuple[torch.Tensor, ...] = _Tie.apply(anchor, accumulate, passes)
     return tied

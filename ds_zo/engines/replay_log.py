@@ -1,8 +1,9 @@
 """Past updates as numbers.
 
-[Note: replay instead of write-back] A ZO update is `coefficient * noise(seed, step)`: a few numbers, whatever the model's size. So a block's stored
-weights may lag: each visit replays the updates since the block was last folded, in float32, on the way to the perturbed copies, and only every
-`writeback_interval` visits is the result rounded, stored and sent back. Stored weights plus this log are a consistent state at every step.
+[Note: replay instead of write-back] A ZO update is `coefficient * noise(seed, step)`: a few numbers, whatever the
+model's size. So a block's stored weights may lag: each visit replays the updates since the block was last folded, in
+float32, on the way to the perturbed copies, and only every `writeback_interval` visits is the result rounded, stored
+and sent back. Stored weights plus this log are a consistent state at every step.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ class ReplayLog:
 
     def __init__(self, *, num_groups: int, num_directions: int, device: torch.device) -> None:
         self.num_groups, self.num_directions = num_groups, num_directions
-        self.rows = torch.zeros(CAPACITY, 1 + num_groups + num_groups * num_directions, dtype=torch.float32, device=device)
+        self.rows = torch.zeros(
+            CAPACITY, 1 + num_groups + num_groups * num_directions, dtype=torch.float32, device=device
+        )
         self.length = 0
         """Entries ever appended: the number of the step that is being made."""
 
     def append(self, g: torch.Tensor, *, lrs: Sequence[float], weight_decays: Sequence[float]) -> torch.Tensor:
-        """Logs the update of a step whose projected gradients are `g` (one a direction). A `g` that is not finite becomes an update
-        that changes nothing. Returns whether it was finite, on the device."""
+        """Logs the update of a step whose projected gradients are `g` (one a direction). A `g` that is not finite
+        becomes an update that changes nothing. Returns whether it was finite, on the device."""
         device = self.rows.device
         lr = torch.tensor(lrs, dtype=torch.float32)
         decay = (1.0 - lr * torch.tensor(weight_decays, dtype=torch.float32)).to(device, non_blocking=True)

@@ -1,8 +1,9 @@
 """Several passes of one forward in lockstep: at every block each pass runs it before any goes on.
 
-[Note: twin forward] The user's own forward runs in coroutines (greenlets), so no model needs code of ours. A pass that reaches a block asks for it and
-pauses; when all have asked, the block is there once and each pass runs it with its own perturbed copy. What PyTorch and Python keep per thread
-would leak from one pass into another at a pause, so each pass owns its grad mode, autocast state, current stream, random states and context variables.
+[Note: twin forward] The user's own forward runs in coroutines (greenlets), so no model needs code of ours. A pass that
+reaches a block asks for it and pauses; when all have asked, the block is there once and each pass runs it with its own
+perturbed copy. What PyTorch and Python keep per thread would leak from one pass into another at a pause, so each pass
+owns its grad mode, autocast state, current stream, random states and context variables.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import greenlet
@@ -22,14 +23,25 @@ class CannotInterleave(RuntimeError):
     """This forward can't run in lockstep; one pass after the other is still right."""
 
 
+_ATTENTION_KERNELS = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+"""What `sdpa_kernel` sets and puts back: forwards open it around all their blocks."""
+
+
 @dataclass
 class ThreadState:
-    """What PyTorch keeps per thread, besides random states."""
+    """What PyTorch keeps per thread or globally and a forward may set around its blocks, besides random states."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     stream: Any
+    default_dtype: torch.dtype
+    attention_kernels: tuple[bool, ...]
 
     @classmethod
     def capture(cls, device: torch.device) -> ThreadState:
@@ -39,6 +51,8 @@ class ThreadState:
             autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            default_dtype=torch.get_default_dtype(),
+            attention_kernels=tuple(enabled() for enabled, _ in _ATTENTION_KERNELS),
         )
 
     def restore(self) -> None:
@@ -48,6 +62,9 @@ class ThreadState:
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
         torch.clear_autocast_cache()  # casts of a parameter outlive the copy they were made from
+        torch.set_default_dtype(self.default_dtype)
+        for (_, enable), enabled in zip(_ATTENTION_KERNELS, self.attention_kernels, strict=True):
+            enable(enabled)
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
 
@@ -104,7 +121,7 @@ class Lockstep:
         self._device = device
         self._random = RandomState(device)
         self._hub: greenlet.greenlet | None = None
-        self._modes = (0, 0)
+        self._modes = _open_modes()
         self.current = 0
         """Which pass is running."""
         self.on_switch: Callable[[int], None] = lambda index: None
@@ -120,7 +137,8 @@ class Lockstep:
         assert self._hub is not None
         if _open_modes() != self._modes:
             asked = CannotInterleave(
-                "a torch function mode (such as `with torch.device(...)`) is open while a block runs, and would reach the other pass"
+                "a torch function mode (such as `with torch.device(...)`) is open while a block runs, and would reach "
+                "the other pass"
             )
         self._hub.switch(asked)
 
@@ -149,7 +167,7 @@ class Lockstep:
 
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         outside = ThreadState.capture(self._device)
-        inside = ThreadState(outside.grad, outside.autocast, autocast_cache=False, stream=outside.stream)
+        inside = replace(outside, autocast_cache=False)
         start = self._random.cheap()
         twins = [_Twin(call, inside, start) for call in calls]
         self._hub, self._modes = greenlet.getcurrent(), _open_modes()
@@ -209,5 +227,6 @@ class Lockstep:
         twin.coroutine.throw(greenlet.GreenletExit)
 
 
-def _open_modes() -> tuple[int, int]:
-    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+def _open_modes() -> tuple[int, int, bool]:
+    """What can't be set aside at a pause: only whoever opened it can close it."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.is_inference_mode_enabled()

@@ -1,8 +1,9 @@
-"""How ZO visits a unit: bring it, replay what is pending, store when its turn to fold has come, and hand out working copies.
+"""How ZO visits a unit: bring it, replay what is pending, store when its turn to fold has come, and hand out working
+copies.
 
-[Note: clean weights stay clean] Stored weights are never perturbed in place. A visit reads them once and writes perturbed copies to one scratch buffer that all
-units share. What a visit stores back (its slot, or at a fold the home) is what every pass of that visit starts from, so the passes differ by the
-perturbation and nothing else.
+[Note: clean weights stay clean] Stored weights are never perturbed in place. A visit reads them once and writes
+perturbed copies to one scratch buffer that all units share. What a visit stores back (its slot, or at a fold the home)
+is what every pass of that visit starts from, so the passes differ by the perturbation and nothing else.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ class Noise:
 
     seed: int
     zo_eps: float
-    distribution: str
-    rounding: str
+    distribution: ops.Distribution
+    rounding: ops.Rounding
 
 
 class Visits:
     """All traffic between stored weights and working copies."""
 
     def __init__(
-        self, placement: Placement, runtime: Runtime, log: ReplayLog, *, noise: Noise, interval: int, device: torch.device
+        self,
+        placement: Placement,
+        runtime: Runtime,
+        log: ReplayLog,
+        *,
+        noise: Noise,
+        interval: int,
+        device: torch.device,
     ) -> None:
         self.placement = placement
         self.runtime = runtime
@@ -45,10 +53,18 @@ class Visits:
         self.scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
         bench_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if interval > 1 else 0
         self._bench = Slot(bench_nbytes, device)
-        """Where a resident block that does not fold puts its replayed weights: its home must keep the last folded ones."""
+        """Where a resident block that does not fold puts its replayed weights: its home must keep the last folded
+        ones."""
         self._open: tuple[Unit, Slot | None] | None = None
         self._folding: set[int] = set()
         runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
+
+    def close(self) -> None:
+        """Lets go of device buffers."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.scratch, self._bench.buffer = empty, empty
+        for slot in self.runtime.slots:
+            slot.buffer = empty
 
     # Which units fold
 
@@ -81,8 +97,8 @@ class Visits:
     # Training visits
 
     def perturb_block(self, unit: Unit, *, index: int, last: bool) -> list[torch.Tensor] | None:
-        """Makes ready pass `index`'s copy of a block. Returns the parameters' views, or None where they are in place already. `last`: no
-        further pass of this visit follows, so the slot may go as soon as it has been read."""
+        """Makes ready pass `index`'s copy of a block. Returns the parameters' views, or None where they are in place
+        already. `last`: no further pass of this visit follows, so the slot may go as soon as it has been read."""
         first = self._open is None or self._open[0] is not unit
         if first:
             self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
@@ -111,10 +127,15 @@ class Visits:
         return unit.views(self._bring_up_to_date(unit, None, outs=outs, index=index), outs)
 
     def _bring_up_to_date(
-        self, unit: Unit, slot: Slot | None, *, outs: Sequence[torch.Tensor | None] | None = None, index: int | None = None
+        self,
+        unit: Unit,
+        slot: Slot | None,
+        *,
+        outs: Sequence[torch.Tensor | None] | None = None,
+        index: int | None = None,
     ) -> list[Planes]:
-        """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy on the way.
-        Returns the planes that were stored."""
+        """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy on
+        the way. Returns the planes that were stored."""
         pending = self.pending(unit)
         source = unit.home if slot is None else slot.buffer
         if slot is None:
@@ -150,7 +171,8 @@ class Visits:
     # Visits that change nothing: evaluation, saving
 
     def clean(self, unit: Unit, *, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """The weights of the current step, whatever is pending, rounded to nearest into a copy (or the stored bytes where they are the weights)."""
+        """The weights of the current step, whatever is pending, rounded to nearest into a copy (or the stored bytes
+        where they are the weights)."""
         if not self.pending(unit) and all(part.viewable for part in unit.parts):
             return unit.views(unit.planes(self._open_clean(unit)), [None] * len(unit.parts))
         return self._read(unit, unit.outs(scratch))
@@ -188,7 +210,8 @@ class Visits:
         unit.bind_home()
 
     def fold_now(self, unit: Unit) -> None:
-        """Stores what is pending, out of turn: before something that replay could not express (a changed group, loaded weights)."""
+        """Stores what is pending, out of turn: before something that replay could not express (a changed group, loaded
+        weights)."""
         if not self.pending(unit):
             return
         self._folding = {id(unit)}
@@ -213,7 +236,8 @@ class Visits:
         pending: int = 0,
         fold: bool = False,
     ) -> None:
-        """One launch a part, none where there is nothing to do. `index` is the pass (2 a direction, + then -); None makes a clean copy."""
+        """One launch a part, none where there is nothing to do. `index` is the pass (2 a direction, + then -); None
+        makes a clean copy."""
         step = self.log.length
         direction, sign = (0, 0.0) if index is None else (index // 2, 1.0 - 2.0 * (index % 2))
         for i, part in enumerate(unit.parts):

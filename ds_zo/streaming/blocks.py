@@ -30,7 +30,8 @@ def _named_list(module: nn.Module, path: str) -> nn.Module:
         ) from None
     if not isinstance(found, (nn.ModuleList, nn.Sequential)) or len(found) == 0:
         raise ValueError(
-            f"{path!r} is a {type(found).__name__}, not a non-empty ModuleList or Sequential of blocks (ds_zo.stream.blocks)"
+            f"{path!r} is a {type(found).__name__}, not a non-empty ModuleList or Sequential of blocks "
+            "(ds_zo.stream.blocks)"
         )
     return found
 

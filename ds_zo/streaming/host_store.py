@@ -11,9 +11,10 @@ PAGE = 4096
 class HostStore:
     """Takes host memory a unit at a time.
 
-    PyTorch's pinned allocator rounds each request up to a power of two, which can double the host memory of a model. Ordinary
-    memory registered with CUDA afterwards has the size it has. Where registering fails (locked-memory limit), the buffer stays
-    pageable: the driver then stages every copy through a small pinned ring of its own, which is right but slower; warned about once.
+    PyTorch's pinned allocator rounds each request up to a power of two, which can double the host memory of a model.
+    Ordinary memory registered with CUDA afterwards has the size it has. Where registering fails (locked-memory limit),
+    the buffer stays pageable: the driver then stages every copy through a small pinned ring of its own, which is right
+    but slower; warned about once.
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
@@ -44,10 +45,22 @@ class HostStore:
         if not self._warned:
             self._warned = True
             logger.warning(
-                f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads from here on go through "
-                "pageable memory, several times slower: raise the locked-memory limit (ulimit -l unlimited) or the container's memory"
+                f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads from "
+                "here on go through "
+                "pageable memory, several times slower: raise the locked-memory limit (ulimit -l unlimited) or the "
+                "container's memory"
             )
         return False
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """One buffer is no longer needed. Only after its last copy has finished."""
+        self.nbytes -= buffer.numel()
+        for i, registered in enumerate(self._registered):
+            if registered.data_ptr() == buffer.data_ptr():
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+                self.pinned_nbytes -= buffer.numel()
+                del self._registered[i]
+                return
 
     def close(self) -> None:
         """Unpins. Only after the last copy has finished."""

@@ -1,4 +1,5 @@
-"""Models that are never whole in memory twice: parameters on the meta device with a source that reads them one by one."""
+"""Models that are never whole in memory twice: parameters on the meta device with a source that reads them one by
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def reader_of(module: nn.Module) -> Callable[[Placed], torch.Tensor]:
             return placed.parameter.data
         if source is None:
             raise ValueError(
-                f"parameter {placed.name} is on the meta device and no one said where its value is: load the model with "
+                f"parameter {placed.name} is on the meta device and no one said where its value is: load the model "
+                "with "
                 "ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
             )
         return source(placed.name)
@@ -63,11 +65,14 @@ class SafetensorsSource:
             return tensor
 
 
-def load_pretrained(auto_class: Any, name_or_path: str, *, dtype: torch.dtype | None = None, **kwargs: Any) -> nn.Module:
+def load_pretrained(
+    auto_class: Any, name_or_path: str, *, dtype: torch.dtype | None = None, **kwargs: Any
+) -> nn.Module:
     """A pretrained model whose weights are read straight into the host store when `deepspeed.initialize` places them.
 
-    For a folder of safetensors whose names are the model's own. Anything else (Hub names not on disk, checkpoints that transformers
-    converts while loading) goes through `from_pretrained`, whose weights are then freed unit by unit as they are placed.
+    For a folder of safetensors whose names are the model's own. Anything else (Hub names not on disk, checkpoints that
+    transformers converts while loading) goes through `from_pretrained`, whose weights are then freed unit by unit as
+    they are placed.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig

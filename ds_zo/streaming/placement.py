@@ -1,4 +1,5 @@
-"""From a module to units with homes: which parameters form which unit, where its bytes live, how large the shared buffers are."""
+"""From a module to units with homes: which parameters form which unit, where its bytes live, how large the shared
+buffers are."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Placement:
     edges: list[Unit]
     """Entered through the modules that own them; always resident."""
     ambient: list[Unit]
-    """Resident parameters of modules that contain other modules: alive through the whole forward, so each twin needs its own copy."""
+    """Resident parameters of modules that contain other modules: alive through the whole forward, so each twin needs
+    its own copy."""
     entered_by: dict[nn.Module, list[Unit]]
     """Edge modules, and the units whose parameters they own (a tied weight is one unit, entered by two modules)."""
     scratch_nbytes: int
@@ -58,7 +60,9 @@ def plan_units(
             if p is not None:
                 owners.setdefault(id(p), []).append(m)
     group_of = {
-        id(p): index for index, group in enumerate(param_groups) for p in group["params"]  # type: ignore[attr-defined]
+        id(p): index
+        for index, group in enumerate(param_groups)
+        for p in group["params"]  # type: ignore[attr-defined]
     }
     in_block: dict[str, list[Placed]] = {name: [] for name in blocks}
     at_edge: dict[nn.Module, list[Placed]] = {}
@@ -75,28 +79,37 @@ def plan_units(
             in_block[block].append(placed)
     for name, placed_list in in_block.items():
         frozen = [p for p in placed_list if not p.trainable]
-        if sum(p.numel for p in frozen) > sum(p.numel for p in placed_list) // 2:  # adapters in a frozen block stay resident
-            for p in placed_list:
-                if p.trainable:
-                    at_edge.setdefault(owners[id(p.parameter)][0], []).append(p)
+        if (
+            sum(p.numel for p in frozen) > sum(p.numel for p in placed_list) // 2
+        ):  # adapters in a frozen block stay resident
+            for placed in placed_list:
+                if placed.trainable:
+                    at_edge.setdefault(owners[id(placed.parameter)][0], []).append(placed)
             in_block[name] = frozen
 
-    def make(name: str, m: nn.Module, placed: list[Placed], wire: torch.dtype | None, index: int, is_block: bool) -> Unit:
+    def make(
+        name: str, m: nn.Module, placed: list[Placed], wire: torch.dtype | None, index: int, is_block: bool
+    ) -> Unit:
         return Unit(name, m, _parts(placed, wire=wire, split=split), index=index, is_block=is_block)
 
-    block_units = [make(n, blocks[n], placed, wire, i, True) for i, (n, placed) in enumerate(in_block.items()) if placed]
-    edges, ambient = [], []
+    block_units = [
+        make(n, blocks[n], placed, wire, i, True) for i, (n, placed) in enumerate(in_block.items()) if placed
+    ]
+    edges: list[Unit] = []
+    ambient: list[Unit] = []
     unit_of: dict[int, Unit] = {}
     for m, placed_list in at_edge.items():
         leaf = all(next(child.parameters(), None) is None for child in m.children())
         unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, None, 0, False)
         (edges if leaf else ambient).append(unit)
-        for p in placed_list:
-            unit_of[id(p.parameter)] = unit
+        for placed in placed_list:
+            unit_of[id(placed.parameter)] = unit
     edge_set = {id(u) for u in edges}
     entered_by: dict[nn.Module, list[Unit]] = {}
     for m in module.modules():
-        mine = {id(unit_of[id(p)]): unit_of[id(p)] for p in m._parameters.values() if p is not None and id(p) in unit_of}
+        mine = {
+            id(unit_of[id(p)]): unit_of[id(p)] for p in m._parameters.values() if p is not None and id(p) in unit_of
+        }
         entering = [u for u in mine.values() if id(u) in edge_set]
         if entering:
             entered_by[m] = entering
@@ -124,7 +137,9 @@ def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -
     parts = []
     for (trainable, dtype), members in sorted(by_kind.items(), key=lambda item: (not item[0][0], str(item[0][1]))):
         storage = wire if wire is not None and trainable else dtype
-        parts.append(Part(members, dtype, storage, split=split and trainable and storage.itemsize < 4, direct=not trainable))
+        parts.append(
+            Part(members, dtype, storage, split=split and trainable and storage.itemsize < 4, direct=not trainable)
+        )
     return parts
 
 
@@ -148,7 +163,11 @@ def settle(
         home = torch.empty(unit.nbytes, dtype=torch.uint8, device=device) if stays else store.take(unit.nbytes)
         low = None
         if unit.low_nbytes:
-            low = torch.empty(unit.low_nbytes, dtype=torch.uint8, device=device) if low_stays else store.take(unit.low_nbytes)
+            low = (
+                torch.empty(unit.low_nbytes, dtype=torch.uint8, device=device)
+                if low_stays
+                else store.take(unit.low_nbytes)
+            )
         unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
         unit.store(read)
         unit.bind_home()
@@ -156,5 +175,6 @@ def settle(
 
 
 def spread(num_blocks: int, num_resident: int) -> set[int]:
-    """Which blocks stay on the device: spaced evenly, so that the link never idles while a run of residents computes."""
+    """Which blocks stay on the device: spaced evenly, so that the link never idles while a run of residents
+    computes."""
     return {(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)}

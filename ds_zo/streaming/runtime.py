@@ -1,7 +1,7 @@
 """Executes schedules on three streams: uploads, compute (the caller's current stream) and downloads.
 
-Order is kept by events named for the hand-off they guard; nothing here waits on the host. On a CPU "device" the same code runs
-in issue order.
+Order is kept by events named for the hand-off they guard; nothing here waits on the host. On a CPU "device" the same
+code runs in issue order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WantsLow = Callable[[Unit, bool], bool]
 class Runtime:
     """Brings streamed units to device slots in the order a pass visits them, ahead of time where slots allow.
 
-    A pass is `start`, then for each visit `arrive` .. `depart`, in any order, then `finish`. Visits outside a pass (an evaluation that
-    nobody announced) work too: they follow the standing order.
+    A pass is `start`, then for each visit `arrive` .. `depart`, in any order, then `finish`. Visits outside a pass (an
+    evaluation that nobody announced) work too: they follow the standing order.
     """
 
     def __init__(
@@ -51,14 +51,21 @@ class Runtime:
         self._own_up = torch.cuda.Stream(device) if cuda and overlap else None
         self._own_down = torch.cuda.Stream(device) if cuda and overlap else None
         self._standing_order = [i for i, unit in enumerate(self.units) if unit.streamed]
+        self._downloads: set[int] = set()
+        self._visited: set[int] = set()
+        self._actions: deque[Action] = deque()
+        self._wants_low: WantsLow | None = None
         self.standing_wants_low: WantsLow | None = None
         """For visits outside a pass."""
         self.bytes_up = 0
         self.bytes_down = 0
         self.finish()
 
-    def start(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), wants_low: WantsLow | None = None) -> None:
-        """Plans a pass over the streamed units of `order` and sets its first uploads going. `downloads` are sent back after their visit."""
+    def start(
+        self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), wants_low: WantsLow | None = None
+    ) -> None:
+        """Plans a pass over the streamed units of `order` and sets its first uploads going. `downloads` are sent back
+        after their visit."""
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._downloads = {self._number[id(unit)] for unit in downloads}
         self._wants_low = wants_low
@@ -82,7 +89,8 @@ class Runtime:
         return slot
 
     def arrive_low(self, unit: Unit) -> torch.Tensor | None:
-        """The unit's low plane on the device (None where it has none); uploaded ahead with the block when the plan knew, else now."""
+        """The unit's low plane on the device (None where it has none); uploaded ahead with the block when the plan
+        knew, else now."""
         if not unit.low_streamed:
             return unit.low_home
         slot = self._low_of.get(self._number[id(unit)]) or self._upload_low(unit)
@@ -90,8 +98,8 @@ class Runtime:
         return slot.buffer
 
     def depart(self, unit: Unit, slot: Slot | None) -> None:
-        """The last kernel that touches the unit's slots has been issued: downloads that the plan has, and uploads that waited, go.
-        A resident unit has no slot, but may have a low plane to send back."""
+        """The last kernel that touches the unit's slots has been issued: downloads that the plan has, and uploads that
+        waited, go. A resident unit has no slot, but may have a low plane to send back."""
         number = self._number[id(unit)]
         low = self._low_of.pop(number, None)
         for used in (slot, low):
@@ -110,12 +118,13 @@ class Runtime:
         self._issue_uploads()
 
     def finish(self) -> None:
-        """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their unit's home."""
+        """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their
+        unit's home."""
         self._order = self._standing_order
-        self._downloads: set[int] = set()
+        self._downloads = set()
         self._wants_low = self.standing_wants_low
-        self._visited: set[int] = set()
-        self._actions: deque[Action] = deque()
+        self._visited = set()
+        self._actions = deque()
         while self._low_of:
             self._low_pool.append(self._low_of.popitem()[1])
         for slot in self.slots:
@@ -141,7 +150,9 @@ class Runtime:
         }
         ahead = self._order[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
-            sweep(order, num_slots=len(self.slots), downloads=self._downloads, loaded=loaded, then=ahead) if self.slots else ()
+            sweep(order, num_slots=len(self.slots), downloads=self._downloads, loaded=loaded, then=ahead)
+            if self.slots
+            else ()
         )
 
     def _issue_uploads(self) -> None:

@@ -1,8 +1,8 @@
 """A schedule is data: which block is uploaded to which slot, computed there, and sent back, in issue order.
 
-Pure functions over small integers: made, checked and priced without a GPU, executed by `runtime`.
-Reading one: `0H0 1H1 0C0 0D0 2H0` uploads (H) block 0 to slot 0 and block 1 to slot 1, computes (C) block 0, downloads (D) it,
-and uploads block 2 into the slot that became free.
+Pure functions over small integers: made, checked and priced without a GPU, executed by `runtime`. Reading one: `0H0 1H1
+0C0 0D0 2H0` uploads (H) block 0 to slot 0 and block 1 to slot 1, computes (C) block 0, downloads (D) it, and uploads
+block 2 into the slot that became free.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Units: parameters that come and go together, laid out flat.
 
 A block is a unit, and so is each module outside the blocks that owns parameters (the edge). A unit's bytes stand in one
-buffer, its home, on the host (streamed) or on the device (resident): for each storage dtype a flat plane, every parameter starting at a
-multiple of `ALIGN` elements. Between visits a unit's parameters are views of its home, or placeholders where the storage cannot be viewed
-in the parameter's dtype.
+buffer, its home, on the host (streamed) or on the device (resident): for each storage dtype a flat plane, every
+parameter starting at a multiple of `ALIGN` elements. Between visits a unit's parameters are views of its home, or
+placeholders where the storage cannot be viewed in the parameter's dtype.
 """
 
 from __future__ import annotations

@@ -1,0 +1,175 @@
+"""Where a ZO model's weights live: placed once, within a budget, and moved to the device later where room is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo.config import Resolved
+from ds_zo.engines.replay_log import CAPACITY, ReplayLog
+from ds_zo.engines.visits import Noise, Visits
+from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.placement import plan_units, settle, spread
+from ds_zo.streaming.runtime import Runtime
+
+_WIRE = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+_STREAMED_INTERVAL = 8
+"""`writeback_interval` where the user left it out and blocks stream: most of the downloads gone, few draws more."""
+
+
+class Homes:
+    """The placement, the host store, and the runtime and visits made for them."""
+
+    def __init__(
+        self, module: nn.Module, config: Resolved, *, param_groups: list[dict[str, Any]], device: torch.device
+    ):
+        settings = config.optimizer
+        self._stream = config.section.stream
+        self._device = device
+        self._num_passes = 2 * settings.num_directions
+        self._noise = Noise(settings.seed, settings.zo_eps, settings.distribution, config.section.rounding)
+        self.placement = plan_units(
+            module,
+            param_groups,
+            block_paths=self._stream.blocks,
+            wire=_WIRE[self._stream.wire_dtype],
+            split=self._stream.master == "split",
+        )
+        num_blocks = len(self.placement.blocks)
+        num_resident = min(num_blocks, self._stream.resident_blocks or 0) if config.stream else num_blocks
+        self.interval = self._stream.writeback_interval or (_STREAMED_INTERVAL if num_resident < num_blocks else 1)
+        if not self._stream.fuse_update:
+            self.interval = 1
+        if config.stream:
+            self._check_budget(num_resident)
+        self.store = HostStore(device, pin=config.pin_memory)
+        stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
+        settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
+        _move_buffers(module, device)
+        self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
+        self._make_visits()
+        self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
+        """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+
+    def _sizes(self) -> dict[str, int]:
+        num_slots = self._stream.device_slots if self._stream.overlap else 1
+        return {
+            "num_slots": num_slots,
+            "num_low_slots": 1 if self.interval > num_slots else num_slots,
+            "num_passes": self._num_passes,
+            "num_benches": int(self.interval > 1),
+        }
+
+    def _check_budget(self, num_resident: int) -> None:
+        """A model that can't run within `device_memory_gb` is refused before memory is taken."""
+        budget_gb = self._stream.device_memory_gb
+        if budget_gb is None:
+            return
+        least = device_bytes(self.placement, num_resident=num_resident, **self._sizes())
+        if least.total > budget_gb * 1e9:
+            raise ValueError(
+                f"this model needs at least {least.total / 1e9:.3g} GB on the device besides activations (edges "
+                f"{least.edges / 1e9:.3g}, slots {(least.slots + least.low_slots) / 1e9:.3g}, scratch "
+                f"{least.scratch / 1e9:.3g}, resident blocks {least.blocks / 1e9:.3g}), got {budget_gb:g}: raise it, "
+                "keep "
+                "fewer blocks resident, or take a narrower wire_dtype or master: wire (ds_zo.stream.device_memory_gb)"
+            )
+
+    def _make_visits(self) -> None:
+        sizes = self._sizes()
+        self.runtime = Runtime(
+            self.placement.blocks,
+            self._device,
+            num_slots=sizes["num_slots"],
+            num_low_slots=sizes["num_low_slots"],
+            overlap=self._stream.overlap,
+            reuse_buffers=self._stream.reuse_buffers,
+        )
+        self.visits = Visits(
+            self.placement, self.runtime, self.log, noise=self._noise, interval=self.interval, device=self._device
+        )
+
+    def fill_device(self) -> None:
+        """After the first step: what the activations leave of the budget is filled with blocks that never leave
+        again."""
+        self.may_fill_device = False
+        blocks = self.placement.blocks
+        peak = torch.cuda.max_memory_allocated(self._device)
+        activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes()).total)
+        if self._stream.device_memory_gb is not None:
+            budget = int(self._stream.device_memory_gb * 1e9)
+        else:
+            budget = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        num_resident = most_resident(
+            self.placement, budget_nbytes=budget, activations_nbytes=activations, **self._sizes()
+        )
+        if num_resident <= 0:
+            return
+        self.runtime.forget()
+        self.visits.close()
+        all_stay = num_resident == len(blocks)
+        for index in sorted(spread(len(blocks), num_resident)):
+            unit = blocks[index]
+            self.runtime.host_wait(unit)
+            home, low = unit.home, unit.low_home
+            low_moves = low is not None and all_stay
+            new_low = low.to(self._device) if low is not None and all_stay else low
+            unit.settle(home.to(self._device), new_low, streamed=False, low_streamed=not low_moves)
+            unit.bind_home()
+            self.store.give_back(home)
+            if low is not None and low_moves:
+                self.store.give_back(low)
+        self._make_visits()
+        logger.info(
+            f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
+            "GB, "
+            f"peak of the first step {peak / 1e9:.2f} GB)"
+        )
+
+    def describe(self) -> str:
+        gib = 2**30
+        blocks, units = self.placement.blocks, self.placement.units
+        num_streamed = sum(u.streamed for u in blocks)
+        wire = sorted({str(part.wire).removeprefix("torch.") for u in blocks for part in u.parts})
+        weights = sum(u.nbytes for u in units if not u.streamed) + sum(
+            u.low_nbytes for u in units if not u.low_streamed
+        )
+        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
+        return "\n".join(
+            [
+                f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
+                "modules "
+                f"around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
+                f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} "
+                "GiB, "
+                f"scratch {self.placement.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, of "
+                "it "
+                f"{self.store.pinned_nbytes / gib:.2f} GiB pinned",
+                f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
+                f"{self.interval} steps (at most {CAPACITY} behind)",
+            ]
+        )
+
+    def close(self) -> None:
+        if self.store.pinned_nbytes:
+            for unit in self.placement.units:
+                self.runtime.host_wait(unit)
+        self.store.close()
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for m in module.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.device != device:
+                m._buffers[name] = buffer.to(device)

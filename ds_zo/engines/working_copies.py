@@ -1,0 +1,184 @@
+"""Hooks that put working copies under the user's forward: perturbed ones in a training pass, clean ones otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo.engines.homes import Homes
+from ds_zo.engines.twins import Lockstep
+from ds_zo.streaming.units import Unit
+
+
+class WorkingCopies:
+    """While a module runs, its parameters are the copies of the pass that runs it; between visits they are at home.
+
+    Blocks are visited by all passes before any goes on. Modules around them are visited by each pass as it comes by.
+    Parameters of modules that contain other modules are alive through a whole pass (`ambient`): each pass has copies of
+    its own, swapped in when it goes on.
+    """
+
+    def __init__(self, module: nn.Module, homes: Homes, lockstep: Lockstep, *, num_passes: int, device: torch.device):
+        self._module = module
+        self._homes = homes
+        self._lockstep = lockstep
+        self._num_passes = num_passes
+        self._device = device
+        self._placement = homes.placement
+        self._training = False
+        self.visited: set[int] = set()
+        """Units whose parameters are working copies now, by id."""
+        self._grad_modes: list[bool] = []
+        self._ambient: dict[int, list[torch.Tensor]] = {}
+        lockstep.on_switch = self._swap_ambient
+        self._handles: list[Any] = []
+        for unit in self._placement.blocks:
+            self._hook(unit.module, partial(self._enter_block, unit), partial(self._leave_block, unit))
+        for edge in self._placement.entered_by:
+            self._hook(edge, self._enter_edge, self._leave_edge)
+        for unit in self._placement.ambient:
+            self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+
+    def _hook(self, module: nn.Module, enter: Any, leave: Any) -> None:
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def training_pass(self) -> Iterator[None]:
+        """Visits inside are of perturbed copies. However it ends, every parameter is at home afterwards."""
+        self._training = True
+        self._homes.visits.begin()
+        self._fill_ambient()
+        try:
+            yield
+        finally:
+            self._training = False
+            self._homes.visits.end()
+            for unit in self._placement.units:
+                if id(unit) in self.visited:
+                    unit.bind_home()
+            self.visited.clear()
+
+    # Blocks
+
+    def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if not self._training:
+            self._enter_clean(unit, self._homes.visits.scratch)
+        elif self._lockstep.inside:
+            self._lockstep.pause(unit)
+        else:
+            self._make_ready(unit, self._lockstep.current, last=True)
+        self.visited.add(id(unit))
+
+    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._training:
+            self._leave_clean(unit)
+            return
+        if self._lockstep.inside and self._lockstep.current < self._num_passes - 1:
+            return  # the other passes have still to run it
+        self._homes.visits.leave_block(unit)
+        self.visited.discard(id(unit))
+
+    def ready(self, unit: Unit, index: int) -> None:
+        """All passes have asked for a block: makes pass `index`'s copy of it."""
+        self._make_ready(unit, index, last=index == self._num_passes - 1)
+
+    @torch.no_grad()
+    def _make_ready(self, unit: Unit, index: int, *, last: bool) -> None:
+        views = self._homes.visits.perturb_block(unit, index=index, last=last)
+        if views is not None:
+            unit.bind(views)
+
+    # Modules around them
+
+    def _enter_edge(self, module: nn.Module, args: Any) -> None:
+        scratch = self._homes.visits.scratch[self._placement.nested_at.get(id(module), 0) :]
+        for unit in self._placement.entered_by[module]:
+            if self._training:
+                with torch.no_grad():
+                    unit.bind(self._homes.visits.perturb_edge(unit, index=self._lockstep.current, scratch=scratch))
+                self.visited.add(id(unit))
+            else:
+                self._enter_clean(unit, scratch)
+            scratch = scratch[unit.scratch_nbytes :]
+
+    def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> None:
+        for unit in reversed(self._placement.entered_by[module]):
+            if self._training:
+                unit.bind_home()
+                self.visited.discard(id(unit))
+            else:
+                self._leave_clean(unit)
+
+    # Outside training
+
+    def _enter_clean(self, unit: Unit, scratch: torch.Tensor) -> None:
+        """Without gradients: the working copy is gone when a backward would need it."""
+        self._grad_modes.append(torch.is_grad_enabled())
+        with torch.inference_mode(False), torch.no_grad():
+            unit.bind(self._homes.visits.clean(unit, scratch=scratch))
+        torch.set_grad_enabled(False)
+        self.visited.add(id(unit))
+
+    def _leave_clean(self, unit: Unit) -> None:
+        if id(unit) not in self.visited:  # entering failed
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._homes.visits.leave_clean(unit)
+        torch.set_grad_enabled(self._grad_modes.pop())
+        self.visited.discard(id(unit))
+
+    # Parameters that are alive through a whole pass
+
+    @torch.no_grad()
+    def _fill_ambient(self) -> None:
+        for unit in self._placement.ambient:
+            if id(unit) not in self._ambient:
+                self._ambient[id(unit)] = [
+                    torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device)
+                    for _ in range(self._num_passes)
+                ]
+            for index, copy in enumerate(self._ambient[id(unit)]):
+                self._homes.visits.perturb_edge(unit, index=index, scratch=copy)
+
+    def _swap_ambient(self, index: int) -> None:
+        if not self._training:
+            return
+        for unit in self._placement.ambient:
+            unit.bind(unit.views(unit.planes(unit.home), unit.outs(self._ambient[id(unit)][index])))
+            self.visited.add(id(unit))
+
+    def _enter_ambient(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if self._training:
+            if not self._lockstep.inside:
+                self._swap_ambient(self._lockstep.current)
+        else:
+            self._enter_clean(unit, torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device))
+
+    def _leave_ambient(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._training:
+            self._leave_clean(unit)
+
+    def make_ambient(self, units: Sequence[Unit]) -> None:
+        """Their weights are used outside their own module's forward (a tied head by `F.linear`, say)."""
+        for unit in units:
+            self._placement.edges.remove(unit)
+            self._placement.ambient.append(unit)
+            for module, entering in self._placement.entered_by.items():
+                self._placement.entered_by[module] = [u for u in entering if u is not unit]
+            unit.module = self._module  # from here on it is entered with the whole model
+            self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+        logger.info(
+            f"ds_zo: {', '.join(u.name for u in units)} is used outside its own module's forward: kept as "
+            f"{self._num_passes} copies during a step"
+        )

@@ -1,0 +1,56 @@
+"""How much device memory a placement takes, and how many blocks can stay there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_zo.streaming.placement import Placement
+
+MARGIN_NBYTES = 256 * 2**20
+"""Left free for the allocator's rounding and the libraries' workspaces."""
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What stands on the device besides activations, by part."""
+
+    edges: int
+    scratch: int
+    slots: int
+    low_slots: int
+    blocks: int
+
+    @property
+    def total(self) -> int:
+        return self.edges + self.scratch + self.slots + self.low_slots + self.blocks
+
+
+def device_bytes(
+    placement: Placement, *, num_resident: int, num_slots: int, num_low_slots: int, num_passes: int, num_benches: int
+) -> DeviceBytes:
+    """Before anything is allocated. `num_benches`: resident blocks that do not fold every step need a working slot
+    more."""
+    edges = sum(u.nbytes + u.low_nbytes for u in (*placement.edges, *placement.ambient))
+    edges += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
+    largest = max((u.nbytes for u in placement.blocks), default=0)
+    largest_low = max((u.low_nbytes for u in placement.blocks), default=0)
+    all_stay = num_resident == len(placement.blocks)
+    blocks = sum(
+        sorted((u.nbytes + (u.low_nbytes if all_stay else 0) for u in placement.blocks), reverse=True)[:num_resident]
+    )
+    return DeviceBytes(
+        edges=edges,
+        scratch=placement.scratch_nbytes,
+        slots=0 if all_stay else num_slots * largest,
+        low_slots=0 if all_stay else num_low_slots * largest_low,
+        blocks=blocks + (num_benches * largest if num_resident else 0),
+    )
+
+
+def most_resident(placement: Placement, *, budget_nbytes: int, activations_nbytes: int, **sizes: int) -> int:
+    """How many blocks may stay on the device within a budget; -1 where it doesn't even hold a streamed model."""
+    for num_resident in range(len(placement.blocks), -1, -1):
+        needed = device_bytes(placement, num_resident=num_resident, **sizes).total
+        if needed + activations_nbytes + MARGIN_NBYTES <= budget_nbytes:
+            return num_resident
+    return -1
