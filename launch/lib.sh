@@ -25,7 +25,6 @@ python3.10 python3 python}' (install one, or name it: PYTHON=/path/to/python bas
 # works in this environment: whoever runs from it holds a shared lock, so an exclusive one proves that we are alone.
 remove_stale_build_locks() {
     local lock
-    [ -d "$TORCH_EXTENSIONS_DIR" ] || return 0
     find "$TORCH_EXTENSIONS_DIR" -name lock -type f | while read -r lock; do
         say "removing $lock, left by a build that was killed"
         rm -f "$lock"
@@ -51,6 +50,7 @@ install_package() {
     "$venv/bin/python" -m pip install --quiet --constraint "$repo/constraints.txt" torch
     say "installing ds-zo${extras:+[$extras]} and its dependencies"
     "$venv/bin/python" -m pip install --quiet --constraint "$repo/constraints.txt" --editable "$repo${extras:+[$extras]}"
+    rm -f "$TORCH_EXTENSIONS_DIR"/.built-*  # another torch or DeepSpeed wants its extensions compiled again
     printf '%s\n' "$wanted" >"$stamp"
 }
 
@@ -81,7 +81,7 @@ use_environment() {
     export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
     export PATH="$venv/bin:$PATH"  # ninja and the deepspeed launcher are looked up there
     export TOKENIZERS_PARALLELISM=false
-    mkdir -p "$venv"
+    mkdir -p "$TORCH_EXTENSIONS_DIR"
     if ! command -v flock >/dev/null; then
         remove_stale_build_locks
     else
@@ -95,6 +95,31 @@ use_environment() {
     fi
     make_environment
     install_package "$1"
+}
+
+# build_extensions BUILDER...: what DeepSpeed would otherwise compile in the middle of the first run, for minutes.
+# Builders that this machine's accelerator does not have are passed over.
+build_extensions() {
+    local builder log="$venv/extensions.log"
+    export MAX_JOBS="${MAX_JOBS:-2}"
+    for builder in "$@"; do
+        [ -e "$TORCH_EXTENSIONS_DIR/.built-$builder" ] && continue
+        say "building DeepSpeed's $builder, once (needs a C++ compiler; one to three minutes on two cores)"
+        if python - "$builder" >"$log" 2>&1 <<'PYTHON'; then
+import sys
+
+from deepspeed.accelerator import get_accelerator
+
+builder = get_accelerator().create_op_builder(sys.argv[1])
+if builder is not None:
+    builder.load(verbose=False)
+PYTHON
+            touch "$TORCH_EXTENSIONS_DIR/.built-$builder"
+        else
+            tail -n 20 "$log"
+            say "that failed (log: $log); going on, DeepSpeed will say so where it needs it"
+        fi
+    done
 }
 
 # Set-up is over: let other runs in, and keep telling them that this one is here.

@@ -129,6 +129,7 @@ def test_second_install_is_skipped_until_versions_change(tmp_path: Path) -> None
     assert len(pip_calls.read_text(encoding="utf-8").splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_environment_that_was_moved_is_made_anew(tmp_path: Path) -> None:
     repo = clone_scripts(tmp_path / "here")
     in_lib_sh("make_environment", repo=repo, PYTHON=sys.executable)
