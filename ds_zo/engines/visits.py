@@ -138,7 +138,7 @@ class Visits:
         the way. Returns the planes that were stored."""
         pending = self.pending(unit)
         source = unit.home if slot is None else slot.buffer
-        if slot is None:
+        if slot is None and unit.is_block:  # an edge may come between two passes' visits of the block on the bench
             self._bench.give_up()
         if not pending:
             planes = unit.planes(source)
@@ -151,8 +151,10 @@ class Visits:
         if slot is None and not fold:
             self._bench.unit, self._bench.version = unit, step
             target = self._bench.buffer
-        planes = unit.planes(target, low)
-        self._apply(unit, unit.planes(source, low), stored=planes, outs=outs, index=index, pending=pending, fold=fold)
+        brought, planes = unit.planes(source, low), unit.planes(target, low)
+        self._apply(unit, brought, stored=planes, outs=outs, index=index, pending=pending, fold=fold)
+        # Frozen parameters are never copied, so they are used where they stand.
+        planes = [b if part.direct else p for part, b, p in zip(unit.parts, brought, planes, strict=True)]
         if slot is not None:
             slot.version = step  # the home follows when the slot is sent back
         elif fold:
@@ -208,6 +210,13 @@ class Visits:
         elif unit.low_streamed:
             self.runtime.depart(unit, None)
         unit.bind_home()
+
+    @torch.no_grad()
+    def make_room(self) -> None:
+        """Before an update is logged: a unit that no forward visits would miss the oldest entry, which goes."""
+        for unit in self.placement.units:
+            if self.pending(unit) >= CAPACITY:
+                self.fold_now(unit)
 
     def fold_now(self, unit: Unit) -> None:
         """Stores what is pending, out of turn: before something that replay could not express (a changed group, loaded

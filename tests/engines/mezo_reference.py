@@ -1,0 +1,100 @@
+"""Plain MeZO, without blocks, streams, replay or twins: what the ZO backend has to equal.
+
+It shares one thing with the package, the noise. Clean weights are kept apart in float32, each loss is measured on a
+copy that was perturbed from them, and the update is made with the operations of `ds_zo.ops` in their order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo import ops
+
+Weights = dict[str, torch.Tensor]
+
+
+class PlainMeZO:
+    """Trains a copy of `model`. `rates` gives some parameters a (lr, weight decay) of their own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        rates: Mapping[str, tuple[float, float]] | None = None,
+        zo_eps: float = 1e-3,
+        num_directions: int = 1,
+        distribution: ops.Distribution = "normal",
+        seed: int = 0,
+    ) -> None:
+        self.probe = copy.deepcopy(model).train()
+        for module in self.probe.modules():
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                module.config.use_cache = False  # type: ignore[union-attr]
+        self.weights: Weights = {n: p.detach().clone() for n, p in self.probe.named_parameters()}
+        self.frozen = {n for n, p in self.probe.named_parameters() if not p.requires_grad}
+        self._rates = {n: (rates or {}).get(n, (lr, weight_decay)) for n in self.weights}
+        self.zo_eps, self.num_directions = zo_eps, num_directions
+        self._distribution, self._seed = distribution, seed
+        self._offsets: dict[str, int] = {}
+        offset = 0
+        for name, value in self.weights.items():
+            self._offsets[name] = offset
+            offset += value.numel()
+        self.num_steps = 0
+
+    def noise(self, name: str, direction: int) -> torch.Tensor:
+        value = self.weights[name]
+        args = (self._seed, self.num_steps, direction, self._offsets[name], value.numel(), self._distribution)
+        return ops.noise(*args, device=value.device).view(value.shape)
+
+    @torch.no_grad()
+    def losses(
+        self, batch: Mapping[str, Any], weights: Weights | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(l+, l-) of each direction at this step, from `weights` (None: its own)."""
+        return [
+            (self._loss(batch, direction, +1.0, weights), self._loss(batch, direction, -1.0, weights))
+            for direction in range(self.num_directions)
+        ]
+
+    def step(self, micro_batches: Sequence[Mapping[str, Any]], *, lr_factor: float = 1.0) -> list[float]:
+        """One update; its projected gradients."""
+        g = torch.zeros(self.num_directions)
+        for batch in micro_batches:
+            for direction, (plus, minus) in enumerate(self.losses(batch)):
+                g[direction] += (plus - minus).cpu() / len(micro_batches) / (2 * self.zo_eps)
+        self.update(g.tolist(), lr_factor=lr_factor)
+        return g.tolist()
+
+    @torch.no_grad()
+    def update(self, g: Sequence[float], *, lr_factor: float = 1.0) -> None:
+        """theta = theta (1 - lr wd) - lr g z, in float32."""
+        for name in self.weights:
+            if name in self.frozen:
+                continue
+            lr, weight_decay = (torch.tensor(rate, dtype=torch.float32) for rate in self._rates[name])
+            lr = lr * lr_factor
+            value = self.weights[name] * (1.0 - lr * weight_decay).item()
+            for direction, projected in enumerate(g):
+                coefficient = (lr / self.num_directions) * torch.tensor(projected, dtype=torch.float32)
+                value = value - self.noise(name, direction) * coefficient.item()
+            self.weights[name] = value
+        self.num_steps += 1
+
+    def _loss(self, batch: Mapping[str, Any], direction: int, sign: float, weights: Weights | None) -> torch.Tensor:
+        source = self.weights if weights is None else weights
+        for name, parameter in self.probe.named_parameters():
+            moved = source[name]
+            if name not in self.frozen:
+                moved = self.noise(name, direction) * (sign * self.zo_eps) + moved
+            parameter.copy_(moved)
+        output = self.probe(**batch)
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        return loss.detach().clone()

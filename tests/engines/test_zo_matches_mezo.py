@@ -1,0 +1,284 @@
+"""The ZO backend against plain MeZO, in float32.
+
+[Note: what equality means here] From equal weights both measure the same l+ and l- but for float32's rounding, of
+which 1e-6 relative is an upper bound. Two such errors over 2 zo_eps are in g = (l+ - l-) / (2 zo_eps), so g is known to
+dg = 1e-6 |l| / zo_eps, and weights after n steps to lr * sum(dg) * |z|. Rates are high enough for the weights to move
+many times that, and each run checks that they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from equivalence_runs import (
+    Measured,
+    assert_same_weights,
+    one_step,
+    parameters_of,
+    trained,
+    zo_config,
+    zo_engine,
+)
+from mezo_reference import PlainMeZO, Weights
+from zoo import CASES, Batch, Wandering, plain_batch, seeded
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+LOSS_ERROR = 1e-6
+"""Relative."""
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    return Measured(monkeypatch)
+
+
+def weights_error(reference: PlainMeZO, *, lr: float, losses: Sequence[float]) -> float:
+    """How far weights may be apart after steps with these losses; see [Note: what equality means here]."""
+    largest_z = 1.0 if reference._distribution == "rademacher" else 6.0
+    rounding_of_weights = len(losses) * 2.0**-23
+    return lr * sum(LOSS_ERROR * abs(loss) / reference.zo_eps for loss in losses) * largest_z + rounding_of_weights
+
+
+def largest_difference(ours: Weights, theirs: Weights) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+
+def assert_follows(
+    engine: Any,
+    reference: PlainMeZO,
+    batches: Iterable[Batch],
+    measured: Measured,
+    *,
+    lr: float,
+    lr_factors: Sequence[float] | None = None,
+) -> None:
+    """Steps both, comparing losses from equal weights each step and the weights at the end."""
+    start = {name: value.clone() for name, value in reference.weights.items()}
+    losses = []
+    for number, batch in enumerate(batches):
+        expected = reference.losses(batch, parameters_of(engine))
+        measured.take()
+        one_step(engine, batch)
+        (found,) = measured.take()
+        assert len(found) == 2 * len(expected)
+        for ours, theirs in zip(found, (loss for pair in expected for loss in pair), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=LOSS_ERROR, atol=0.0)
+        reference.step([batch], lr_factor=1.0 if lr_factors is None else lr_factors[number])
+        losses.append(float(found[0]))
+    bound = weights_error(reference, lr=lr, losses=losses)
+    ours = parameters_of(engine)
+    assert largest_difference(ours, reference.weights) <= bound
+    assert largest_difference(ours, start) > 20 * bound, "the weights hardly moved: the comparison shows nothing"
+    for name in reference.frozen:
+        assert torch.equal(ours[name], start[name])
+
+
+def run_case(
+    name: str, measured: Measured, *, num_steps: int, offload: bool = True, lr: float = 1e-3, **options: Any
+) -> None:
+    case = CASES[name]
+    model = case.make()
+    knobs = {k: options[k] for k in ("num_directions", "distribution", "weight_decay", "seed") if k in options}
+    reference = PlainMeZO(model, lr=lr, **knobs)
+    with zo_engine(model, zo_config(lr=lr, offload=offload, **options)) as engine:
+        assert len(engine.backend.homes.placement.blocks) == case.num_blocks
+        assert all(unit.streamed == offload for unit in engine.backend.homes.placement.blocks)
+        assert_follows(engine, reference, map(case.batch, range(num_steps)), measured, lr=lr)
+        assert engine.backend._interleave, "the passes were not run in lockstep"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("opt", "llama", "gpt2")])
+def test_streamed_model_follows_mezo(name: str, measured: Measured) -> None:
+    run_case(name, measured, num_steps=6)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
+def test_streamed_model_follows_mezo_for_fifty_steps(name: str, measured: Measured) -> None:
+    run_case(name, measured, num_steps=50)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama-tied", "t5", "listless"])
+def test_resident_model_follows_mezo(name: str, measured: Measured) -> None:
+    run_case(name, measured, num_steps=6, offload=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_directions": 2},
+        {"num_directions": 3, "distribution": "rademacher"},
+        {"distribution": "rademacher"},
+        {"weight_decay": 0.5},
+        {"seed": 2**40 + 7},
+    ],
+    ids=str,
+)
+def test_options_follow_mezo(options: Mapping[str, Any], measured: Measured) -> None:
+    run_case("qwen2", measured, num_steps=6, **options)
+
+
+def test_parameter_groups_follow_mezo(measured: Measured) -> None:
+    """Two groups that cut through the blocks, as scripts make them for weight decay, and lr of their own."""
+    case = CASES["llama"]
+    model = case.make()
+    plain = [n for n, p in model.named_parameters() if p.ndim < 2]
+    rates = {n: (2e-3, 0.0) if n in plain else (1e-3, 0.3) for n, _ in model.named_parameters()}
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if n not in plain], "lr": 1e-3, "weight_decay": 0.3},
+        {"params": [p for n, p in model.named_parameters() if n in plain], "lr": 2e-3, "weight_decay": 0.0},
+    ]
+    reference = PlainMeZO(model, lr=0.0, rates=rates)
+    with zo_engine(model, zo_config(), model_parameters=groups) as engine:
+        assert_follows(engine, reference, map(case.batch, range(8)), measured, lr=2e-3)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_frozen_parameters_follow_mezo_and_never_change(offload: bool, interval: int, measured: Measured) -> None:
+    """One frozen matrix in every block, a whole frozen block, and the embedding."""
+    case = CASES["llama"]
+    model = case.make()
+    for name, p in model.named_parameters():
+        if "q_proj" in name or "layers.1." in name or "embed_tokens" in name:
+            p.requires_grad_(False)
+    reference = PlainMeZO(model, lr=1e-3)
+    with zo_engine(model, zo_config(offload=offload, stream={"writeback_interval": interval})) as engine:
+        assert_follows(engine, reference, map(case.batch, range(7)), measured, lr=1e-3)
+
+
+def test_parameter_frozen_midway_follows_mezo(measured: Measured) -> None:
+    case = CASES["llama"]
+    model = case.make()
+    reference = PlainMeZO(model, lr=1e-3)
+    with zo_engine(model, zo_config(stream={"writeback_interval": 3})) as engine:
+        assert_follows(engine, reference, map(case.batch, range(4)), measured, lr=1e-3)
+        for name, p in engine.module.named_parameters():
+            if "o_proj" in name:
+                p.requires_grad_(False)
+                reference.frozen.add(name)
+                reference.weights[name] = parameters_of(engine)[name]
+        assert_follows(engine, reference, map(case.batch, range(4, 9)), measured, lr=1e-3)
+
+
+def test_lr_schedule_follows_mezo(measured: Measured) -> None:
+    """An update is made when it is replayed, with the lr of the step that it belongs to."""
+    case = CASES["llama"]
+    model = case.make()
+    num_steps, lr = 8, 1e-3
+    scheduler = {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": lr, "warmup_num_steps": num_steps, "warmup_type": "linear"},
+    }
+    reference = PlainMeZO(model, lr=1.0)
+    config = zo_config(lr=lr, scheduler=scheduler, stream={"writeback_interval": 4})
+    with zo_engine(model, config) as engine:
+        start = {name: value.clone() for name, value in reference.weights.items()}
+        used, losses = [], []
+        for batch in map(case.batch, range(num_steps)):
+            used.append(engine.get_lr()[0])
+            expected = reference.losses(batch, parameters_of(engine))[0]
+            one_step(engine, batch)
+            found = measured.take()[-1]
+            torch.testing.assert_close(found, list(expected), rtol=LOSS_ERROR, atol=0.0)
+            reference.step([batch], lr_factor=used[-1])
+            losses.append(float(found[0]))
+        assert used == sorted(used) and used[-1] > 5 * used[0], "the schedule did not move"
+        bound = weights_error(reference, lr=lr, losses=losses)
+        assert largest_difference(parameters_of(engine), reference.weights) <= bound
+        assert largest_difference(reference.weights, start) > 20 * bound
+
+
+def test_stock_clipping_never_alters_an_update() -> None:
+    """|g| sqrt(N) is in the hundreds here: a clip to 1e-3 would leave nothing of the update."""
+    case = CASES["llama"]
+    batches = [case.batch(i) for i in range(3)]
+    clipped = {**zo_config(), "gradient_clipping": 1e-3}
+    unclipped = {**zo_config(), "gradient_clipping": 0.0}
+    assert_same_weights(trained(case.make(), clipped, batches), trained(case.make(), unclipped, batches))
+
+
+def test_accumulated_micro_batches_follow_mezo_on_the_whole_batch() -> None:
+    """4 x 1 against 1 x 4, with one z a step."""
+    case = CASES["llama"]
+    wholes = [plain_batch(i) for i in range(6)]
+    wholes = [{k: torch.cat([v, (v + 1) % 60 + 3]) for k, v in batch.items()} for batch in wholes]
+    reference = PlainMeZO(case.make(), lr=1e-3)
+    start = {name: value.clone() for name, value in reference.weights.items()}
+    losses = []
+    with zo_engine(case.make(), zo_config(accumulation=4, batch_size=1, stream={"writeback_interval": 2})) as engine:
+        for whole in wholes:
+            for i in range(4):
+                one_step(engine, {k: v[i : i + 1] for k, v in whole.items()})
+            losses.append(float(reference.losses(whole)[0][0]))
+            reference.step([whole])
+        assert engine.global_steps == len(wholes)
+        # The mean of four losses is rounded once more than the loss of four.
+        bound = 2 * weights_error(reference, lr=1e-3, losses=losses)
+        assert largest_difference(parameters_of(engine), reference.weights) <= bound
+        assert largest_difference(reference.weights, start) > 20 * bound
+
+
+ORDERS: list[tuple[int, ...]] = [
+    (0, 1, 2, 3),
+    (0, 2, 3),
+    (3, 2, 1, 0),
+    (1,),
+    (0, 0, 1, 1, 2, 3),
+    (2, 0, 2, 0, 3, 3),
+    (0, 1, 2, 3),
+    (),
+    (3, 0),
+    (0, 1, 2, 3, 0, 1, 2, 3),
+    (1, 3, 2, 0),
+]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval: int, measured: Measured) -> None:
+    """Another order each step, so that plans are wrong: a block may be in a slot, on its way, or long replaced."""
+    model = seeded(Wandering)
+    reference = PlainMeZO(model, lr=1e-3)
+    batches = [plain_batch(i, order=order) for i, order in enumerate(ORDERS)]
+    config = zo_config(stream={"device_slots": slots, "writeback_interval": interval})
+    with zo_engine(model, config) as engine:
+        assert_follows(engine, reference, batches, measured, lr=1e-3)
+
+
+def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) -> None:
+    """A block that nobody visits falls behind by more updates than the log keeps."""
+    model = seeded(Wandering)
+    reference = PlainMeZO(model, lr=1e-4)
+    orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 70 + [(0, 1, 2, 3)] * 2
+    batches = [plain_batch(i, order=order) for i, order in enumerate(orders)]
+    with zo_engine(model, zo_config(lr=1e-4, stream={"writeback_interval": 64})) as engine:
+        assert_follows(engine, reference, batches, measured, lr=1e-4)
+
+
+def test_order_that_differs_within_accumulation_follows_mezo() -> None:
+    """The second micro-batch meets blocks that the first one folded, left pending, or never saw."""
+    model = seeded(Wandering)
+    reference = PlainMeZO(model, lr=1e-3)
+    orders = [
+        [(0, 1, 2, 3), (3, 1)],
+        [(2,), (0, 1, 2, 3)],
+        [(1, 1), (2, 0)],
+        [(0, 1, 2, 3), (0, 1, 2, 3)],
+        [(3,), (0,)],
+    ]
+    losses = []
+    with zo_engine(model, zo_config(accumulation=2, stream={"writeback_interval": 2})) as engine:
+        for i, pair in enumerate(orders):
+            batches = [plain_batch(10 * i + j, order=order) for j, order in enumerate(pair)]
+            for batch in batches:
+                one_step(engine, batch)
+            losses += [float(reference.losses(batch)[0][0]) for batch in batches]
+            reference.step(batches)
+        assert largest_difference(parameters_of(engine), reference.weights) <= weights_error(
+            reference, lr=1e-3, losses=losses
+        )
