@@ -33,7 +33,7 @@ class CodeOrText(ChoiceTask):
         return _splits()[split]
 
     def choice(self, row: Row) -> Choice:
-        return Choice(f"{row['line']}\nkind:", (" code", " text"), self.answer_index(row, {"code": 0, "text": 1}))
+        return Choice(f"{row['line']}\nis_code =", (" True", " False"), self.answer_index(row, {"code": 0, "text": 1}))
 
 
 @cache

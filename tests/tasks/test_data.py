@@ -27,7 +27,7 @@ def test_one_file_is_cut_into_disjoint_complete_splits(tmp_path: Path) -> None:
     task = make_task("sst2", DataSource(file=write_jsonl(tmp_path / "all.jsonl", rows)))
     parts = [[row["sentence"] for row in task.rows(split)] for split in ("train", "dev", "test")]
     assert list(map(len, parts)) == [46, 2, 2]
-    assert sorted(sum(parts, []), key=int) == [str(i) for i in range(50)]
+    assert sorted([name for part in parts for name in part], key=int) == [str(i) for i in range(50)]
 
 
 def test_wrong_field_is_reported_with_those_found(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_absent_files_say_what_was_looked_for(tmp_path: Path) -> None:
 
 def test_short_single_file_asks_for_a_folder(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "few.jsonl", [{"sentence": "a", "label": 0}] * 3)
-    with pytest.raises(TaskError, match="at least 20 rows.*has 3"):
+    with pytest.raises(TaskError, match=r"at least 20 rows.*has 3"):
         make_task("sst2", DataSource(file=file)).rows("train")
 
 

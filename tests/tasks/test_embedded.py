@@ -1,4 +1,4 @@
-"""The embedded model is small and really pretrained; the embedded task is balanced, disjoint and the same every time."""
+"""The embedded model is small and really pretrained; the embedded task is balanced, disjoint and repeatable."""
 
 from __future__ import annotations
 

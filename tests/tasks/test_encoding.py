@@ -21,10 +21,10 @@ def labelled(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> str:
 
 
 def test_only_the_answer_carries_labels(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode_answer(tokenizer, "return self\nkind:", " code", max_length=64)
-    assert tokenizer.decode(encoded.input_ids) == "return self\nkind: code"
-    assert labelled(tokenizer, encoded) == " code"
-    num_answer = len(tokenizer(" code")["input_ids"])
+    encoded = encode_answer(tokenizer, "return self\nis_code =", " True", max_length=64)
+    assert tokenizer.decode(encoded.input_ids) == "return self\nis_code = True"
+    assert labelled(tokenizer, encoded) == " True"
+    num_answer = len(tokenizer(" True")["input_ids"])
     assert encoded.labels == [IGNORED] * (len(encoded.input_ids) - num_answer) + encoded.input_ids[-num_answer:]
 
 
@@ -45,7 +45,7 @@ def test_truncation_keeps_a_beginning_token(tokenizer: PreTrainedTokenizerBase) 
     begin = tokenizer.eos_token
     whole = encode_answer(tokenizer, f"{begin}one two three four five", " six", max_length=64)
     short = encode_answer(tokenizer, f"{begin}one two three four five", " six", max_length=len(whole.input_ids) - 2)
-    assert short.input_ids == [tokenizer.eos_token_id] + whole.input_ids[3:]
+    assert short.input_ids == [tokenizer.eos_token_id, *whole.input_ids[3:]]
 
 
 def test_an_overlong_answer_loses_its_end_and_keeps_some_context(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -52,7 +52,7 @@ CASES = [
         ["The cup fell because the cat jumped.", "The cup fell because it broke."],
         1,
     ),
-    ("code_or_text", {"line": "x = 1", "label": "code"}, ["x = 1\nkind: code", "x = 1\nkind: text"], 0),
+    ("code_or_text", {"line": "x = 1", "label": "code"}, ["x = 1\nis_code = True", "x = 1\nis_code = False"], 0),
 ]
 
 
