@@ -1,0 +1,408 @@
+#!/usr/bin/env python
+"""Fine-tune a causal language model through DeepSpeed, with whatever update path the JSON names.
+
+With nothing but a JSON, the embedded model learns the embedded task, offline, on CPU or GPU:
+
+    deepspeed launch/train.py --deepspeed ds_configs/zo.json
+
+A real job names its model and data:
+
+    deepspeed launch/train.py --deepspeed ds_configs/zo.json --model facebook/opt-1.3b --task sst2 --data-dir DIR
+    deepspeed launch/train.py --deepspeed ds_configs/lomo.json --model ./folder --task text --data notes.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ds_zo  # noqa: F401  (makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP)
+from ds_zo.tasks import TASKS, DataSource, Evaluator, Score, SeededOrder, TaskError, collate, make_task, pad_token_id
+from ds_zo.tasks.data import Split
+from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+
+EMBEDDED = "embedded"
+EMBEDDED_TASK = "code_or_text"
+EMBEDDED_STEPS = 300
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_EVERY = 10
+"""Steps between two readings of the loss: each reading waits for the device."""
+
+
+class UserError(ValueError):
+    """Shown as one line, without a traceback."""
+
+
+@dataclass
+class Summary:
+    """What a run came to; printed, and written beside the model as summary.json."""
+
+    model: str
+    task: str
+    config: str
+    device: str
+    dtype: str
+    steps: int
+    train_s: float
+    tokens_per_s: float
+    loss_first: float | None
+    loss_last: float | None
+    metric: str
+    before: float | None
+    after: float | None
+    peak_device_gb: float
+    peak_host_gb: float
+    model_folder: str
+    checkpoint_folder: str | None
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--model",
+        default=EMBEDDED,
+        metavar="NAME_OR_PATH",
+        help="Hub name or local folder (default: the embedded model)",
+    )
+    what.add_argument(
+        "--task", metavar="NAME", help=f"one of {', '.join(TASKS)} (default: {EMBEDDED_TASK}; with --data, text)"
+    )
+    what.add_argument("--data-dir", type=Path, metavar="DIR", help="folder with train.jsonl, dev.jsonl and test.jsonl")
+    what.add_argument("--data", type=Path, metavar="FILE", help="one .jsonl or text file, cut into train, dev and test")
+    what.add_argument(
+        "--max-length",
+        type=int,
+        default=512,
+        help="tokens a sequence; longer prompts lose their beginning (default: %(default)s)",
+    )
+
+    how = parser.add_argument_group("how to train (batch size, optimizer and schedule are in the JSON)")
+    default_json = Path(__file__).resolve().parent.parent / "ds_configs" / "zo.json"
+    how.add_argument(
+        "--deepspeed",
+        type=Path,
+        default=default_json,
+        metavar="FILE",
+        help="DeepSpeed JSON (default: ds_configs/zo.json)",
+    )
+    length = how.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", type=int, help=f"optimizer steps (default: {EMBEDDED_STEPS} for the embedded task, else one epoch)"
+    )
+    length.add_argument("--epochs", type=float, help="passes over the training data")
+    how.add_argument("--lr", type=float, help="instead of the JSON's optimizer.params.lr")
+    how.add_argument(
+        "--dtype",
+        choices=["auto", *DTYPES],
+        default="auto",
+        help="auto: what the JSON enables; on a CPU float32, where 16 bit is emulated",
+    )
+    how.add_argument("--seed", type=int, default=0, help="of the data order and of torch (default: %(default)s)")
+
+    when = parser.add_argument_group("evaluating, saving, resuming")
+    when.add_argument("--num-eval", type=int, metavar="N", help="evaluate on the first N examples (default: all)")
+    when.add_argument("--eval-batch-size", type=int, default=16, help="sequences a forward pass (default: %(default)s)")
+    when.add_argument(
+        "--eval-every", type=int, default=0, metavar="STEPS", help="score the dev split on the way (default: never)"
+    )
+    when.add_argument(
+        "--save-every", type=int, default=0, metavar="STEPS", help="write a checkpoint on the way (default: never)"
+    )
+    when.add_argument(
+        "--resume", metavar="DIR|latest", help="go on from the newest checkpoint in DIR, or in this run's own folder"
+    )
+    when.add_argument("--output-dir", type=Path, metavar="DIR", help="default: runs/<JSON's name>-<task>")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+    args = parser.parse_args(argv)
+    if args.task is None:
+        args.task = EMBEDDED_TASK if args.data is None and args.data_dir is None else "text"
+    for name in ("max_length", "steps", "epochs", "num_eval", "eval_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.output_dir is None:
+        args.output_dir = Path("runs") / f"{args.deepspeed.stem}-{args.task}"
+    return args
+
+
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON, with the command line's overrides written into it."""
+    if not args.deepspeed.is_file():
+        raise UserError(f"looked for a DeepSpeed JSON at {args.deepspeed}: not found (--deepspeed)")
+    try:
+        config = json.loads(args.deepspeed.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{args.deepspeed} is not JSON: {error} (--deepspeed)") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{args.deepspeed} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
+    if args.lr is not None:
+        optimizer = config.get("optimizer")
+        if not isinstance(optimizer, dict):
+            raise UserError(f"--lr overrides optimizer.params.lr, but {args.deepspeed} has no optimizer section")
+        optimizer.setdefault("params", {})["lr"] = args.lr
+    dtype = args.dtype
+    if dtype == "auto" and get_accelerator().device_name() == "cpu" and model_dtype(config) != "fp32":
+        dtype = "fp32"
+        print(f"no GPU: float32 instead of the JSON's {model_dtype(config)} (--dtype {model_dtype(config)} insists)")
+    if dtype != "auto":
+        for name in ("bf16", "fp16"):
+            if name in config or name == dtype:
+                config[name] = {**(config.get(name) or {}), "enabled": name == dtype}
+    return config
+
+
+def model_dtype(config: dict[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), "fp32")
+
+
+def load_model(name: str, *, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(model, tokenizer) of a Hub name, a folder, or the embedded model."""
+    path = str(EMBEDDED_MODEL) if name == EMBEDDED else name
+    looks_local = Path(path).is_absolute() or path.startswith((".", "~"))
+    if looks_local and not Path(path).is_dir():
+        raise UserError(f"looked for a model folder at {path}: not found (--model)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        where = f"the folder {path}" if Path(path).is_dir() else f"a folder named {path}, then a Hub model of that name"
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"could not load a causal language model; looked for {where}: {first_line} (--model)"
+        ) from error
+    return model, tokenizer
+
+
+def ensure_distributed_environment() -> None:
+    """`python launch/train.py` is a world of one; under the launcher these are set already."""
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+
+
+class Trainer:
+    """One engine, one task, one place on disk."""
+
+    def __init__(self, args: argparse.Namespace, config: dict[str, Any]) -> None:
+        self.args = args
+        self.dtype = model_dtype(config)
+        self.task = make_task(args.task, DataSource(folder=args.data_dir, file=args.data))
+        model, self.tokenizer = load_model(args.model, dtype=DTYPES[self.dtype])
+        self.max_length = min(
+            args.max_length, getattr(model.config, "max_position_embeddings", None) or args.max_length
+        )
+        self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
+        self.order = SeededOrder(len(self.sequences), seed=args.seed)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.checkpoints = args.output_dir / "checkpoints"
+        self.step = 0
+        self.num_seen = 0
+        """Examples consumed over all ranks: the position in the data order."""
+        self.num_tokens = 0
+        self.train_s = 0.0
+        self.losses: list[float] = []
+
+    @property
+    def samples_per_step(self) -> int:
+        return int(self.engine.train_batch_size())
+
+    def num_steps(self) -> int:
+        if self.args.steps is not None:
+            return int(self.args.steps)
+        if self.args.epochs is None and self.args.task == EMBEDDED_TASK:
+            return EMBEDDED_STEPS
+        epochs = 1.0 if self.args.epochs is None else self.args.epochs
+        return max(1, round(epochs * len(self.sequences) / self.samples_per_step))
+
+    def evaluate(self, split: Split) -> Score:
+        evaluator = Evaluator(
+            self.engine,
+            device=self.engine.device,
+            pad_token_id=pad_token_id(self.tokenizer),
+            batch_size=self.args.eval_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        self.engine.eval()
+        score = self.task.evaluate(
+            evaluator, split, self.tokenizer, max_length=self.max_length, num_examples=self.args.num_eval
+        )
+        self.engine.train()
+        sums = torch.tensor([score.total, score.count], dtype=torch.float64, device=self.engine.device)
+        dist.all_reduce(sums)
+        return Score(score.metric, *sums.tolist())
+
+    def train_step(self) -> torch.Tensor:
+        """One optimizer step; the mean loss of its micro-batches, still on the device."""
+        size = self.engine.train_micro_batch_size_per_gpu()
+        losses = []
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            indices = self.order.batch(self.num_seen + self.rank * size, size)
+            batch = collate([self.sequences[i] for i in indices], pad_token_id=pad_token_id(self.tokenizer))
+            self.num_seen += size * self.world_size
+            self.num_tokens += int(batch["attention_mask"].sum()) * self.world_size
+            loss = self.engine(
+                **{name: tensor.to(self.engine.device) for name, tensor in batch.items()}, use_cache=False
+            ).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        self.step += 1
+        return torch.stack(losses).mean()
+
+    def train(self) -> None:
+        args, num_steps = self.args, self.num_steps()
+        bar = tqdm(
+            total=num_steps, initial=self.step, desc="train", unit="step", disable=self.rank != 0, mininterval=0.5
+        )
+        while self.step < num_steps:
+            start = time.perf_counter()
+            loss = self.train_step()
+            if self.step % LOSS_EVERY == 0 or self.step in (1, num_steps):
+                self.losses.append(loss.item())
+                bar.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
+            self.train_s += time.perf_counter() - start
+            bar.update()
+            if args.eval_every and self.step % args.eval_every == 0:
+                score = self.evaluate("dev")
+                if self.rank == 0:
+                    bar.write(f"step {self.step}: dev {score}")
+            if args.save_every and self.step % args.save_every == 0:
+                self.save_checkpoint()
+        bar.close()
+
+    def client_state(self) -> dict[str, Any]:
+        return {"task": self.args.task, "seed": self.args.seed, "step": self.step, "num_seen": self.num_seen}
+
+    def save_checkpoint(self) -> None:
+        self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{self.step}", client_state=self.client_state())
+
+    def resume(self, where: str) -> None:
+        """Weights, optimizer, schedule, step count and data position of the newest checkpoint."""
+        folder = self.checkpoints if where == "latest" else Path(where)
+        if not (folder / "latest").is_file():
+            raise UserError(f"looked for a checkpoint in {folder} (its file `latest`): not found (--resume)")
+        path, state = self.engine.load_checkpoint(str(folder))
+        if path is None:
+            raise UserError(f"the checkpoint in {folder} could not be loaded (--resume)")
+        for name in ("task", "seed"):
+            if state[name] != getattr(self.args, name):
+                raise UserError(
+                    f"a run resumes with the {name} it began with: the checkpoint has {state[name]!r}, "
+                    f"got {getattr(self.args, name)!r} (--{name})"
+                )
+        self.step, self.num_seen = state["step"], state["num_seen"]
+
+    def save_model(self) -> Path:
+        """A folder that `from_pretrained` loads; weights that ZeRO-3 partitioned are gathered for it."""
+        folder = self.args.output_dir / "model"
+        partitioned = self.engine.zero_optimization_partition_weights()
+        state = self.engine._zero3_consolidated_16bit_state_dict() if partitioned else None
+        if self.rank == 0:
+            self.engine.module.save_pretrained(folder, state_dict=state)
+            self.tokenizer.save_pretrained(folder)
+        dist.barrier()
+        return folder
+
+
+def summarise(trainer: Trainer, before: Score | None, after: Score | None, model_folder: Path) -> Summary:
+    accelerator = get_accelerator()
+    on_device = accelerator.device_name() != "cpu"
+    score = after or before
+    args = trainer.args
+    return Summary(
+        model=args.model,
+        task=args.task,
+        config=str(args.deepspeed),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else accelerator.device_name(),
+        dtype=trainer.dtype,
+        steps=trainer.step,
+        train_s=round(trainer.train_s, 2),
+        tokens_per_s=round(trainer.num_tokens / trainer.train_s, 1) if trainer.train_s else 0.0,
+        loss_first=trainer.losses[0] if trainer.losses else None,
+        loss_last=trainer.losses[-1] if trainer.losses else None,
+        metric=score.metric if score else "",
+        before=before.value if before else None,
+        after=after.value if after else None,
+        peak_device_gb=round(accelerator.max_memory_allocated() / 1e9, 3) if on_device else 0.0,
+        peak_host_gb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3),
+        model_folder=str(model_folder),
+        checkpoint_folder=str(trainer.checkpoints) if trainer.checkpoints.is_dir() else None,
+    )
+
+
+def show(summary: Summary, before: Score, after: Score) -> None:
+    loss = (
+        f"{summary.loss_first:.3f} -> {summary.loss_last:.3f}" if summary.loss_first is not None else "no steps taken"
+    )
+    lines = {
+        "model, task": f"{summary.model}, {summary.task}",
+        "config": f"{summary.config} ({summary.device}, {summary.dtype})",
+        "test": f"{before} -> {after}",
+        "loss": loss,
+        "speed": f"{summary.steps} steps in {summary.train_s:.1f} s, {summary.tokens_per_s:,.0f} tokens/s",
+        "peak memory": f"device {summary.peak_device_gb:.2f} GB, host {summary.peak_host_gb:.2f} GB",
+        "model saved in": summary.model_folder,
+        "checkpoints in": summary.checkpoint_folder or "none (--save-every STEPS writes them)",
+    }
+    width = max(map(len, lines))
+    print("\n" + "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()), flush=True)
+
+
+def run(args: argparse.Namespace) -> Summary:
+    config = read_config(args)
+    ensure_distributed_environment()
+    torch.manual_seed(args.seed)
+    trainer = Trainer(args, config)
+    if args.resume is not None:
+        trainer.resume(args.resume)
+    before = trainer.evaluate("test")
+    if trainer.rank == 0:
+        print(f"before: test {before}", flush=True)
+    trainer.train()
+    after = trainer.evaluate("test")
+    summary = summarise(trainer, before, after, trainer.save_model())
+    if trainer.rank == 0:
+        (args.output_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        show(summary, before, after)
+    return summary
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        run(args)
+    except (UserError, TaskError) as error:
+        sys.exit(f"error: {error}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
