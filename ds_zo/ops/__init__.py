@@ -1,0 +1,133 @@
+"""Counter-based noise, storage formats and the fused operation of the ZO backend.
+
+`replay_perturb` dispatches on the device: numpy on the CPU (`reference`), one Triton kernel on CUDA (`triton_ops`, not
+imported before the first CUDA call).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_zo.ops.codecs import decode, encode_
+from ds_zo.ops.philox import philox4x32
+from ds_zo.ops.reference import replay_perturb_reference
+from ds_zo.ops.rng import FOLD, NOISE, NOISE_VERSION, Distribution
+from ds_zo.ops.rng import draw as _draw
+from ds_zo.ops.schema import Call, Rounding
+from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
+
+__all__ = [
+    "FOLD",
+    "NOISE",
+    "NOISE_VERSION",
+    "SEGMENT_ALIGNMENT",
+    "Distribution",
+    "Rounding",
+    "Segment",
+    "SegmentTable",
+    "build_table",
+    "decode",
+    "encode_",
+    "noise",
+    "philox4x32",
+    "replay_perturb",
+]
+
+
+def replay_perturb(
+    src: torch.Tensor,
+    *,
+    table: SegmentTable,
+    log: torch.Tensor | None = None,
+    num_entries: int = 0,
+    first_entry: int = 0,
+    num_directions: int = 1,
+    dst: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    low_in: torch.Tensor | None = None,
+    low_out: torch.Tensor | None = None,
+    exponents_in: torch.Tensor | None = None,
+    exponents_out: torch.Tensor | None = None,
+    seed: int,
+    step: int,
+    direction: int = 0,
+    scale: float = 0.0,
+    distribution: Distribution = "normal",
+    fold: bool = False,
+    rounding: Rounding = "stochastic",
+) -> None:
+    """Replay pending updates onto stored parameters, store the result and write a perturbed copy, in one pass.
+
+    For every element of a trainable segment, in float32:
+
+        x = decode(src, low_in, exponents_in)
+        for each entry:  x = x * decay[group];  for each direction d:  x = x - coefficient[group, d] * z(its step, d)
+        if dst:  dst, low_out, exponents_out = encode(x);  x = decode(dst) without low: twins perturb what was stored
+        if out:  out = x + scale * z(step, direction)
+
+    `log` is a ring of rows [step as int32 bits, decay of each group, coefficients of group 0 by direction, of group 1,
+    ...]; entries first_entry .. first_entry + num_entries - 1 are taken modulo its length, without a host read.
+    A store rounds to nearest with an exact residual where `low_out` is given, else stochastically: with 16 bits drawn
+    for folding if `fold`, else with the bits that this step's noise leaves over. Perturbed copies round with those bits
+    too, the same for +scale and -scale; unperturbed ones to nearest. `rounding="nearest"` switches all dithers off.
+
+    Frozen segments are copied and converted only. Padding is neither read into results nor written. dst may be src, and
+    low_out may be low_in.
+    """
+    call = Call(
+        src=src,
+        table=table,
+        log=log,
+        num_entries=num_entries,
+        first_entry=first_entry,
+        num_directions=num_directions,
+        dst=dst,
+        out=out,
+        low_in=low_in,
+        low_out=low_out,
+        exponents_in=exponents_in,
+        exponents_out=exponents_out,
+        seed=seed,
+        step=step,
+        direction=direction,
+        scale=scale,
+        distribution=distribution,
+        fold=fold,
+        rounding=rounding,
+    )
+    call.check()
+    if src.device.type == "cuda":
+        from ds_zo.ops.triton_ops import replay_perturb_triton
+
+        replay_perturb_triton(call)
+    else:
+        replay_perturb_reference(call)
+
+
+def noise(
+    seed: int,
+    step: int,
+    direction: int,
+    offset: int,
+    numel: int,
+    distribution: Distribution = "normal",
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """z for global offsets [offset, offset + numel): float32, a pure function of the arguments."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        z = _draw(seed=seed, step=step, direction=direction, offset=offset, numel=numel, distribution=distribution).z
+        return torch.from_numpy(z.copy()).to(device)
+    z_device = torch.zeros(numel, dtype=torch.float32, device=device)
+    table = build_table([Segment(start=0, numel=numel, offset=offset)], device)
+    replay_perturb(
+        z_device,
+        table=table,
+        out=z_device,
+        seed=seed,
+        step=step,
+        direction=direction,
+        scale=1.0,
+        distribution=distribution,
+    )
+    return z_device

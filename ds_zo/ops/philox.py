@@ -1,0 +1,46 @@
+"""Philox 4x32-10 on numpy arrays: the integer source of every random bit of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+NUM_ROUNDS = 10
+MASK32 = 0xFFFFFFFF
+
+_M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
+_MASK = np.uint64(MASK32)
+_HALF = np.uint64(32)
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """The Philox key: low and high half of a seed in [0, 2**63)."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be in [0, 2**63), got {seed}: take it modulo 2**63 (seed)")
+    return seed & MASK32, seed >> 32
+
+
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Four words of 32 bits (in uint64) for each counter; any counter word may be an int, shared by the whole array.
+
+    Words that are scalars stay so through the first rounds, which is most of two rounds saved when only the lowest
+    counter word varies. Products double as next round's low words with their upper halves left dirty: only
+    what is about to be multiplied gets masked.
+    """
+    c0, c1, c2, c3 = (np.uint64(c) if isinstance(c, int) else np.asarray(c, dtype=np.uint64) for c in counter)
+    for i in range(NUM_ROUNDS):
+        k0, k1 = (np.uint64((k + i * step) & MASK32) for k, step in zip(key, KEY_STEPS, strict=True))
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0 = p1 >> _HALF
+        c0 ^= c1
+        c0 ^= k0
+        c0 &= _MASK
+        c2 = p0 >> _HALF
+        c2 ^= c3
+        c2 ^= k1
+        c2 &= _MASK
+        c1, c3 = p1, p0
+    return c0, c1 & _MASK, c2, c3 & _MASK

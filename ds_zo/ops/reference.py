@@ -1,0 +1,217 @@
+"""The fused operation in numpy, run by run: what CPU training uses and what the kernel is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_zo.ops import rng
+from ds_zo.ops.formats import (
+    Floats,
+    Format,
+    dither_addend,
+    fit_exponents,
+    join,
+    load,
+    round_to,
+    scale_by,
+    split,
+    storage_format,
+    store_,
+)
+from ds_zo.ops.schema import Call
+from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment
+
+RUN_NUMEL = 65536
+"""Elements worked on at a time: a multiple of the fp8 group, with temporaries that fit a core's cache."""
+
+Dither = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pending update, as read from the log."""
+
+    step: int
+    decay: Floats
+    """[group]"""
+    coefficient: Floats
+    """[group, direction]"""
+
+
+def replay_perturb_reference(call: Call) -> None:
+    """Every run on its own; elements do not see one another but for the fp8 group, which no run splits."""
+    work = partial(_process_run, call, _read_entries(call))
+    runs = list(_runs(call.table.segments))
+    num_threads = torch.get_num_threads()
+    if num_threads > 1 and len(runs) > 1:
+        list(_pool(num_threads).map(work, runs))
+    else:
+        for run in runs:
+            work(run)
+
+
+@cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    """numpy runs one thread a call and lets go of the interpreter lock in long loops, so plain threads scale."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="ds_zo_ops")
+
+
+def _runs(segments: tuple[Segment, ...]) -> Iterator[list[Segment]]:
+    """Pieces of segments whose offsets follow on, up to RUN_NUMEL together: many small parameters share one draw."""
+    run: list[Segment] = []
+    numel = 0
+    for s in segments:
+        for skip in range(0, s.numel, RUN_NUMEL):
+            piece = Segment(s.start + skip, min(RUN_NUMEL, s.numel - skip), s.offset + skip, s.group, s.trainable)
+            follows_on = run and run[-1].offset + run[-1].numel == piece.offset
+            if run and (not follows_on or numel + piece.numel > RUN_NUMEL):
+                yield run
+                run, numel = [], 0
+            run.append(piece)
+            numel += piece.numel
+    if run:
+        yield run
+
+
+def _read_entries(call: Call) -> list[Entry]:
+    if call.num_entries == 0:
+        return []
+    assert call.log is not None
+    rows = call.log.detach().numpy()
+    groups = call.num_log_groups
+    entries = []
+    for i in range(call.first_entry, call.first_entry + call.num_entries):
+        row = rows[i % len(rows)]
+        entries.append(
+            Entry(
+                step=int(row[:1].view(np.int32)[0]),
+                decay=row[1 : 1 + groups],
+                coefficient=row[1 + groups :].reshape(groups, call.num_directions),
+            )
+        )
+    return entries
+
+
+class _Draws:
+    """Draws for all offsets of a run, each made at most once."""
+
+    def __init__(self, call: Call, run: list[Segment]) -> None:
+        self.offset = run[0].offset
+        numel = run[-1].offset + run[-1].numel - self.offset
+        draw = partial(rng.draw, seed=call.seed, offset=self.offset, numel=numel, distribution=call.distribution)
+        here = partial(draw, step=call.step, direction=call.direction)
+        self.noise = cache(draw)
+        self.noise_here = cache(partial(here, with_dither=call.rounds_out or call.rounds_dst_by_copy))
+        self.copy_dither = cache(partial(rng.copy_dither, **here.keywords))
+        self.fold_dither = cache(
+            partial(rng.fold_dither, seed=call.seed, step=call.step, offset=self.offset, numel=numel)
+        )
+
+
+def _process_run(call: Call, entries: list[Entry], run: list[Segment]) -> None:
+    draws = _Draws(call, run)
+    for piece in run:
+        if piece.trainable:
+            _process(call, entries, draws, piece)
+        else:
+            _copy_frozen(call, piece)
+
+
+def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) -> None:
+    at = slice(piece.start, piece.start + piece.numel)
+    cut = slice(piece.offset - draws.offset, piece.offset - draws.offset + piece.numel)
+    x = _decode(call, at, with_low=True)
+    for entry in entries:
+        # Each product is rounded before it is subtracted, so k entries at once are k calls of one.
+        x = x * entry.decay[piece.group]
+        for direction in range(call.num_directions):
+            z = draws.noise(step=entry.step, direction=direction).z[cut]
+            x -= z * entry.coefficient[piece.group, direction]
+
+    perturbs = call.out is not None and call.scale != 0.0
+    if call.dst is not None:
+        x = _store(call, at, x, _dst_addend(call, draws, cut, perturbs))
+    if call.out is None:
+        return
+    addend = None
+    fmt = storage_format(call.out.dtype)
+    if perturbs:
+        z, dither = draws.noise_here()
+        x = z[cut] * np.float32(call.scale) + x
+        if call.rounds_out:
+            assert dither is not None
+            addend = _copy_addend(call, dither[cut], fmt)
+    store_(call.out[at], round_to(fmt, x, addend))
+
+
+def _copy_frozen(call: Call, piece: Segment) -> None:
+    at = slice(piece.start, piece.start + piece.numel)
+    clean = None if call.out is None else _decode(call, at, with_low=call.dst is None)
+    for to, source, where in (
+        (call.dst, call.src, at),
+        (call.low_out, call.low_in, at),
+        (call.exponents_out, call.exponents_in, _scale_groups(at)),
+    ):
+        if to is None or to is source:
+            continue
+        if source is None:
+            to[where].zero_()
+        else:
+            to[where].copy_(source[where])
+    if call.out is not None and clean is not None:
+        store_(call.out[at], round_to(storage_format(call.out.dtype), clean))
+
+
+def _scale_groups(at: slice) -> slice:
+    return slice(at.start // SEGMENT_ALIGNMENT, -(-at.stop // SEGMENT_ALIGNMENT))
+
+
+def _decode(call: Call, at: slice, *, with_low: bool) -> Floats:
+    x = load(call.src[at])
+    if with_low and call.low_in is not None:
+        x = join(call.format, x, call.low_in[at].numpy())
+    if call.exponents_in is not None:
+        x = scale_by(x, call.exponents_in[_scale_groups(at)].numpy(), 1)
+    return x
+
+
+def _store(call: Call, at: slice, x: Floats, addend: Dither | None) -> Floats:
+    """Write x to dst and return what a reader of dst alone will see."""
+    assert call.dst is not None
+    exponents = None
+    if call.exponents_in is not None and call.exponents_out is not None:
+        groups = _scale_groups(at)
+        exponents = np.maximum(call.exponents_in[groups].numpy(), fit_exponents(x))
+        call.exponents_out[groups].numpy()[:] = exponents
+        x = scale_by(x, exponents, -1)
+    if call.low_out is not None:
+        x, low = split(call.format, x)
+        call.low_out[at].numpy()[:] = low
+    else:
+        x = round_to(call.format, x, addend)
+    store_(call.dst[at], x)
+    return x if exponents is None else scale_by(x, exponents, 1)
+
+
+def _dst_addend(call: Call, draws: _Draws, cut: slice, perturbs: bool) -> Dither | None:
+    if call.rounds_dst_by_fold:
+        dropped_bits = call.format.dropped_bits
+        return dither_addend(draws.fold_dither()[cut], num_bits=rng.FOLD_DITHER_BITS, dropped_bits=dropped_bits)
+    if not call.rounds_dst_by_copy:
+        return None
+    dither = draws.noise_here().dither if perturbs else draws.copy_dither()
+    assert dither is not None
+    # The complement: where this rounding goes up, that of the perturbed copy tends to go down.
+    flip = np.uint32((1 << rng.COPY_DITHER_BITS[call.distribution]) - 1)
+    return _copy_addend(call, dither[cut] ^ flip, call.format)
+
+
+def _copy_addend(call: Call, dither: Dither, fmt: Format) -> Dither:
+    return dither_addend(dither, num_bits=rng.COPY_DITHER_BITS[call.distribution], dropped_bits=fmt.dropped_bits)

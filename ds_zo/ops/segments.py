@@ -1,0 +1,132 @@
+"""Where parameters lie in a flat tensor, and the chunk table from which the kernel finds its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+SEGMENT_ALIGNMENT = 256
+"""Elements. Every parameter starts at a multiple of it in its flat tensor; also the length of an fp8 scale group."""
+
+CHUNK_NUMEL = 8192
+"""Elements that one kernel program handles: long enough that the table stays under 0.3% of the bytes it describes."""
+
+LANE_NUMEL = 8
+"""Elements that one GPU thread loads, draws for and stores together."""
+
+CARRY_NUMEL = 1 << 34
+"""Offsets after which the second counter word changes (block = offset // 4 fills 32 bits)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter: elements [start, start + numel) of the flat tensor are global offsets [offset, offset + numel)."""
+
+    start: int
+    numel: int
+    offset: int
+    group: int = 0
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class ChunkRange:
+    """Rows [first, first + count) of the chunk table: one launch.
+
+    `vector` rows are whole lanes whose offsets are multiples of the lane and share their high counter word; the others
+    (tails, parameters behind one of odd size) draw element by element.
+    """
+
+    first: int
+    count: int
+    trainable: bool
+    vector: bool
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """Segments of one flat tensor; `chunks` has rows (flat start, global offset, numel, group), sorted into ranges."""
+
+    segments: tuple[Segment, ...]
+    chunks: torch.Tensor
+    ranges: tuple[ChunkRange, ...]
+    numel: int
+    """Elements that a flat tensor must have at least."""
+    num_groups: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.chunks.device
+
+
+def build_table(segments: Sequence[Segment], device: torch.device | str) -> SegmentTable:
+    """Check the segments and lay their chunks out on the device. Once a flat tensor, not once a step."""
+    ordered = tuple(sorted((s for s in segments if s.numel > 0), key=lambda s: s.start))
+    _check(ordered)
+    pieces = [piece for segment in ordered for piece in _split(segment)]
+    rows: list[torch.Tensor] = []
+    ranges: list[ChunkRange] = []
+    first = 0
+    for trainable, vector in ((True, True), (True, False), (False, True), (False, False)):
+        of_kind = [_chunk_rows(s) for s, is_vector in pieces if s.trainable is trainable and is_vector is vector]
+        if of_kind:
+            count = sum(len(r) for r in of_kind)
+            ranges.append(ChunkRange(first, count, trainable, vector))
+            first += count
+            rows += of_kind
+    chunks = torch.cat(rows) if rows else torch.empty(0, 4, dtype=torch.int64)
+    return SegmentTable(
+        segments=ordered,
+        chunks=chunks.to(device),
+        ranges=tuple(ranges),
+        numel=max((s.start + s.numel for s in ordered), default=0),
+        num_groups=1 + max((s.group for s in ordered), default=-1),
+    )
+
+
+def _check(ordered: tuple[Segment, ...]) -> None:
+    for s in ordered:
+        if s.start % SEGMENT_ALIGNMENT or s.start < 0:
+            raise ValueError(
+                f"a segment must start at a multiple of {SEGMENT_ALIGNMENT} elements, got {s.start}: "
+                f"pad the one before it ({s})"
+            )
+        if s.offset < 0 or s.group < 0:
+            raise ValueError(f"offset and group must be >= 0, got {s.offset} and {s.group} ({s})")
+    for a, b in pairwise(ordered):
+        if a.start + a.numel > b.start:
+            end = a.start + a.numel
+            raise ValueError(f"segments must not overlap, got one at {b.start}: move it to {end} or later ({a}, {b})")
+
+
+def _split(segment: Segment) -> list[tuple[Segment, bool]]:
+    """The part of a segment that lanes cover whole, and the rest. An fp8 group is never shared between the two."""
+    same_high_word = segment.offset // CARRY_NUMEL == (segment.offset + segment.numel - 1) // CARRY_NUMEL
+    if not segment.trainable or (segment.offset % LANE_NUMEL == 0 and same_high_word):
+        ragged = segment.numel % LANE_NUMEL
+        body = segment.numel // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT if ragged else segment.numel
+        tail = segment.numel - body
+        parts = [(body, 0, True), (tail, body, False)]
+    else:
+        parts = [(segment.numel, 0, False)]
+    return [
+        (Segment(segment.start + skip, numel, segment.offset + skip, segment.group, segment.trainable), vector)
+        for numel, skip, vector in parts
+        if numel
+    ]
+
+
+def _chunk_rows(segment: Segment) -> torch.Tensor:
+    skip = torch.arange(0, segment.numel, CHUNK_NUMEL, dtype=torch.int64)
+    return torch.stack(
+        [
+            segment.start + skip,
+            segment.offset + skip,
+            (segment.numel - skip).clamp(max=CHUNK_NUMEL),
+            torch.full_like(skip, segment.group),
+        ],
+        dim=1,
+    )

@@ -1,0 +1,154 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton's side of `rng`: the same words, noise and dithers, by [Note: one definition of the noise].
+
+Fused multiply-adds are written out (`tl.fma`), so that every specialisation of the kernel contracts alike and a replay
+of k entries gives the bits of k replays.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds_zo.ops import philox as _philox
+from ds_zo.ops import rng as _rng
+
+_M0, _M1 = (tl.constexpr(m) for m in _philox.MULTIPLIERS)
+_W0, _W1 = (tl.constexpr(w) for w in _philox.KEY_STEPS)
+_NUM_ROUNDS = tl.constexpr(_philox.NUM_ROUNDS)
+_NOISE, _FOLD = tl.constexpr(_rng.NOISE), tl.constexpr(_rng.FOLD)
+_NUM_PURPOSES = tl.constexpr(_rng.NUM_PURPOSES)
+_ONE_BITS = tl.constexpr(_rng.ONE_BITS)
+_SQRT_HALF_BITS = tl.constexpr(_rng.SQRT_HALF_BITS)
+_EXPONENT_FIELD = tl.constexpr(_rng.EXPONENT_FIELD)
+_ONE_LESS_HALF_STEP = tl.constexpr(_rng.ONE_LESS_HALF_STEP)
+_MINUS_TWO_LN2_SCALED = tl.constexpr(_rng.MINUS_TWO_LN2_SCALED)
+_LOG = tl.constexpr(_rng.LOG_COEFFICIENTS)
+_SIN = tl.constexpr(_rng.SIN_COEFFICIENTS)
+_COS = tl.constexpr(_rng.COS_COEFFICIENTS)
+_LOG_DEGREE = tl.constexpr(len(_rng.LOG_COEFFICIENTS) - 1)
+_TRIG_DEGREE = tl.constexpr(len(_rng.SIN_COEFFICIENTS) - 1)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four uint32 words. Scalar counter words stay scalar, that is in uniform registers, as long as they can."""
+    for _ in tl.static_range(_NUM_ROUNDS):
+        p0 = c0.to(tl.uint64) * _M0
+        p1 = c2.to(tl.uint64) * _M1
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = p1.to(tl.uint32)
+        c3 = p0.to(tl.uint32)
+        k0 += _W0
+        k1 += _W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _polynomial(x, COEFFICIENTS: tl.constexpr, DEGREE: tl.constexpr):
+    result = tl.full(x.shape, COEFFICIENTS[DEGREE], tl.float32)
+    for i in tl.static_range(DEGREE):
+        result = tl.fma(result, x, tl.full(x.shape, COEFFICIENTS[DEGREE - 1 - i], tl.float32))
+    return result
+
+
+@triton.jit
+def box_muller(word_even, word_odd):
+    u = ((word_even >> 9) | _ONE_BITS).to(tl.float32, bitcast=True) - _ONE_LESS_HALF_STEP
+    bits = u.to(tl.int32, bitcast=True)
+    exponent = (bits - _SQRT_HALF_BITS) & _EXPONENT_FIELD
+    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    scaled = tl.full(f.shape, _MINUS_TWO_LN2_SCALED, tl.float32)
+    radius = tl.sqrt(tl.fma(exponent.to(tl.float32), scaled, _polynomial(f, _LOG, _LOG_DEGREE) * f))
+
+    s = (((word_odd >> 8) & 0x7FFFFF) | _ONE_BITS).to(tl.float32, bitcast=True) - 1.5
+    square = s * s
+    cosine = _polynomial(square, _COS, _TRIG_DEGREE).to(tl.uint32, bitcast=True) ^ (word_odd & 0x80000000)
+    return radius * cosine.to(tl.float32, bitcast=True), radius * (_polynomial(square, _SIN, _TRIG_DEGREE) * s)
+
+
+@triton.jit
+def _interleave4(a0, a1, a2, a3):
+    return tl.join(tl.join(a0, a2), tl.join(a1, a3))
+
+
+@triton.jit
+def _pick(index, a0, a1, a2, a3):
+    return tl.where((index & 2) == 0, tl.where((index & 1) == 0, a0, a1), tl.where((index & 1) == 0, a2, a3))
+
+
+@triton.jit
+def _blocks(offset, LANES: tl.constexpr, PER_LANE: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """(low words, shared high word) of the blocks that vector lanes from a scalar offset need; see ChunkRange."""
+    first = offset // PER_BLOCK
+    low = first.to(tl.uint32) + (tl.arange(0, LANES) * PER_LANE).to(tl.uint32)
+    return low, (first >> 32).to(tl.uint32)
+
+
+@triton.jit
+def draw_lanes(offset, step, direction, k0, k1, LANES: tl.constexpr, NORMAL: tl.constexpr):
+    """(z, dither) as [LANES, 8] for consecutive offsets from `offset`, a multiple of 8."""
+    purpose = direction * _NUM_PURPOSES + _NOISE
+    if NORMAL:
+        # Two calls on 1-D tensors: a [LANES, 2] tensor would be laid across threads and need shuffling to be joined.
+        low, high = _blocks(offset, LANES, 2, 4)
+        a0, a1, a2, a3 = philox(low, high, step, purpose, k0, k1)
+        b0, b1, b2, b3 = philox(low + 1, high, step, purpose, k0, k1)
+        z0, z1 = box_muller(a0, a1)
+        z2, z3 = box_muller(a2, a3)
+        z4, z5 = box_muller(b0, b1)
+        z6, z7 = box_muller(b2, b3)
+        z = tl.join(_interleave4(z0, z2, z4, z6), _interleave4(z1, z3, z5, z7))
+        dither = tl.join(_interleave4(a0, a2, b0, b2), _interleave4(a1, a3, b1, b3)) & 255
+    else:
+        halves = (offset // 8).to(tl.uint32) + tl.arange(0, LANES).to(tl.uint32)
+        first = offset // 16
+        # A lane is half a block: the block's low word is that of the lane's first element.
+        low = first.to(tl.uint32) + (halves - (first.to(tl.uint32) * 2)) // 2
+        w0, w1, w2, w3 = philox(low, (first >> 32).to(tl.uint32), step, purpose, k0, k1)
+        upper = (halves & 1) != 0
+        pair = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))
+        byte = _interleave4(pair, pair >> 8, pair >> 16, pair >> 24)
+        z = (((byte << 24) & 0x80000000) | _ONE_BITS).to(tl.float32, bitcast=True)
+        dither = byte & 127
+    return tl.reshape(z, (LANES, 8)), tl.reshape(dither, (LANES, 8))
+
+
+@triton.jit
+def draw_elements(offset, step, direction, k0, k1, NORMAL: tl.constexpr):
+    """(z, dither) for any tensor of offsets, one Philox call an element."""
+    purpose = direction * _NUM_PURPOSES + _NOISE
+    if NORMAL:
+        block = offset // 4
+        w0, w1, w2, w3 = philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), step, purpose, k0, k1)
+        second_pair = (offset & 2) != 0
+        word_even, word_odd = tl.where(second_pair, w2, w0), tl.where(second_pair, w3, w1)
+        z_even, z_odd = box_muller(word_even, word_odd)
+        odd = (offset & 1) != 0
+        z = tl.where(odd, z_odd, z_even)
+        dither = tl.where(odd, word_odd, word_even) & 255
+    else:
+        block = offset // 16
+        w0, w1, w2, w3 = philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), step, purpose, k0, k1)
+        byte = _pick(offset // 4, w0, w1, w2, w3) >> ((offset & 3) * 8).to(tl.uint32)
+        z = (((byte << 24) & 0x80000000) | _ONE_BITS).to(tl.float32, bitcast=True)
+        dither = byte & 127
+    return z, dither
+
+
+@triton.jit
+def fold_lanes(offset, step, k0, k1, LANES: tl.constexpr):
+    """16 bits of dither as [LANES, 8] for consecutive offsets from `offset`, a multiple of 8."""
+    low, high = _blocks(offset, LANES, 1, 8)
+    w0, w1, w2, w3 = philox(low, high, step, step * 0 + _FOLD, k0, k1)
+    words = _interleave4(w0, w1, w2, w3)
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (LANES, 8))
+
+
+@triton.jit
+def fold_elements(offset, step, k0, k1):
+    block = offset // 8
+    w0, w1, w2, w3 = philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), step, step * 0 + _FOLD, k0, k1)
+    word = _pick(offset // 2, w0, w1, w2, w3)
+    return (word >> ((offset & 1) * 16).to(tl.uint32)) & 0xFFFF

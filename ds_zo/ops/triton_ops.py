@@ -1,0 +1,255 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The fused operation as one Triton kernel, for CUDA tensors (and CPU tensors under Triton's interpreter, in tests)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_zo.ops.formats import storage_format
+from ds_zo.ops.philox import MASK32, split_seed
+from ds_zo.ops.rng import COPY_DITHER_BITS, FOLD_DITHER_BITS
+from ds_zo.ops.schema import Call
+from ds_zo.ops.segments import LANE_NUMEL
+from ds_zo.ops.triton_formats import (
+    FP8,
+    bits_float,
+    dither_addend,
+    fit_exponents,
+    float_bits,
+    join,
+    load_values,
+    nearest_addend,
+    power_of_two,
+    round_to,
+    split,
+    store_values,
+)
+from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes
+
+LANES = 128
+"""Lanes of 8 elements that a program works on at a time; with 4 warps, one a thread."""
+NUM_WARPS = 4
+
+_LANE: tl.constexpr = tl.constexpr(LANE_NUMEL)
+_GROUP_LANES: tl.constexpr = tl.constexpr(32)
+_FOLD_BITS: tl.constexpr = tl.constexpr(FOLD_DITHER_BITS)
+_KEEP, _NEAREST, _COPY, _FOLD, _SPLIT = (tl.constexpr(i) for i in range(5))
+"""What happens at dst: nothing is stored, or by what the store is rounded."""
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_chunk", "num_entries", "first_entry", "capacity", "num_groups", "k0", "k1", "step", "direction", "scale",
+    ]
+)  # fmt: skip
+def _replay_perturb_kernel(
+    chunks_ptr,
+    src_ptr,
+    dst_ptr,
+    out_ptr,
+    low_in_ptr,
+    low_out_ptr,
+    exponents_in_ptr,
+    exponents_out_ptr,
+    log_ptr,
+    first_chunk,
+    num_entries,
+    first_entry,
+    capacity,
+    num_groups,
+    k0,
+    k1,
+    step,
+    direction,
+    scale,
+    Q: tl.constexpr,
+    DROPPED: tl.constexpr,
+    OUT_DROPPED: tl.constexpr,
+    NORMAL: tl.constexpr,
+    COPY_BITS: tl.constexpr,
+    TRAINABLE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    REPLAY: tl.constexpr,
+    HAS_LOW_IN: tl.constexpr,
+    STORE: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    PERTURB: tl.constexpr,
+    DITHER_OUT: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = chunks_ptr + (first_chunk + tl.program_id(0)) * 4
+    start = tl.multiple_of(tl.load(row), 256)
+    first_offset = tl.load(row + 1)
+    numel = tl.load(row + 2).to(tl.int32)
+    group = tl.load(row + 3).to(tl.int32)
+    k0 = k0.to(tl.uint32)
+    k1 = k1.to(tl.uint32)
+    step = step.to(tl.uint32)
+    direction = direction.to(tl.uint32)
+
+    lane = tl.arange(0, LANES)
+    within = lane[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+    for skip in range(0, numel, LANES * _LANE):
+        at = start + skip
+        if VECTOR:
+            mask = (lane * _LANE < numel - skip)[:, None]
+        else:
+            mask = within < numel - skip
+        offset = first_offset + skip
+
+        x = load_values(src_ptr + at, within, mask, DROPPED)
+        if HAS_LOW_IN:
+            x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), DROPPED)
+        if DROPPED == FP8:
+            group_lane = lane // _GROUP_LANES
+            exponent = tl.load(exponents_in_ptr + at // 256 + group_lane, mask=lane * _LANE < numel - skip, other=0)
+            exponent = exponent.to(tl.int32)
+            x = x * power_of_two(exponent)[:, None]
+
+        if TRAINABLE and REPLAY:
+            for i in range(num_entries):
+                entry = log_ptr + ((first_entry + i) % capacity) * (1 + num_groups * (1 + Q))
+                then = tl.load(entry).to(tl.uint32, bitcast=True)
+                x = x * tl.load(entry + 1 + group)
+                for d in tl.static_range(Q):
+                    coefficient = tl.load(entry + 1 + num_groups + group * Q + d)
+                    if VECTOR:
+                        z, _ = draw_lanes(offset, then, tl.full((), d, tl.uint32), k0, k1, LANES, NORMAL)
+                    else:
+                        z, _ = draw_elements(offset + within, then, tl.full((), d, tl.uint32), k0, k1, NORMAL)
+                    x = tl.fma(tl.broadcast_to(-coefficient, x.shape), z, x)
+
+        if TRAINABLE and (PERTURB or STORE == _COPY):
+            if VECTOR:
+                z, dither = draw_lanes(offset, step, direction, k0, k1, LANES, NORMAL)
+            else:
+                z, dither = draw_elements(offset + within, step, direction, k0, k1, NORMAL)
+
+        if STORE != _KEEP:
+            if DROPPED == FP8:
+                if TRAINABLE:
+                    exponent = tl.maximum(exponent, _group_exponents(x, mask, LANES))
+                tl.store(
+                    exponents_out_ptr + at // 256 + group_lane,
+                    exponent.to(tl.int8),
+                    mask=(lane * _LANE < numel - skip) & (lane % _GROUP_LANES == 0),
+                )
+                x = x * power_of_two(-exponent)[:, None]
+            if STORE == _SPLIT:
+                x, low = split(x, DROPPED)
+                tl.store(low_out_ptr + at + within, low.to(tl.int16), mask=mask)
+            elif DROPPED > 0:
+                if STORE == _FOLD:
+                    if VECTOR:
+                        bits = fold_lanes(offset, step, k0, k1, LANES)
+                    else:
+                        bits = fold_elements(offset + within, step, k0, k1)
+                    addend = dither_addend(bits, _FOLD_BITS, DROPPED)
+                elif STORE == _COPY:
+                    # The complement: where this rounding goes up, that of the perturbed copy tends to go down.
+                    addend = dither_addend(dither ^ ((1 << COPY_BITS) - 1), COPY_BITS, DROPPED)
+                else:
+                    addend = nearest_addend(x, DROPPED)
+                x = round_to(x, addend, DROPPED)
+            store_values(dst_ptr + at, within, mask, x, DROPPED)
+            if DROPPED == FP8:
+                x = x * power_of_two(exponent)[:, None]
+
+        if HAS_OUT:
+            if TRAINABLE and PERTURB:
+                x = tl.fma(tl.full(x.shape, scale, tl.float32), z, x)
+            if OUT_DROPPED > 0:
+                if TRAINABLE and DITHER_OUT:
+                    addend = dither_addend(dither, COPY_BITS, OUT_DROPPED)
+                else:
+                    addend = nearest_addend(x, OUT_DROPPED)
+                x = round_to(x, addend, OUT_DROPPED)
+            store_values(out_ptr + at, within, mask, x, OUT_DROPPED)
+
+
+@triton.jit
+def _group_exponents(x, mask, LANES: tl.constexpr):
+    """For each lane, the exponent that its group of 256 elements asks for."""
+    magnitude = float_bits(x) & 0x7FFFFFFF
+    magnitude = tl.where(mask & (magnitude < 0x7F800000), magnitude, 0)
+    largest = tl.max(tl.reshape(tl.max(bits_float(magnitude), axis=1), (LANES // 32, 32)), axis=1)
+    fitted = fit_exponents(largest)
+    return tl.reshape(tl.broadcast_to(fitted[:, None], (LANES // 32, 32)), (LANES,))
+
+
+def replay_perturb_triton(call: Call) -> None:
+    """Launch once for each kind of chunk that the table has: one launch for a model whose sizes are multiples of 8."""
+    low, high = (_as_int32(k) for k in split_seed(call.seed))
+    unused = call.table.chunks
+    for chunks in call.table.ranges:
+        if not chunks.trainable and call.leaves_frozen_alone:
+            continue
+        store = _store_kind(call, chunks.trainable)
+        _replay_perturb_kernel[(chunks.count,)](
+            call.table.chunks,
+            _raw(call.src),
+            unused if call.dst is None else _raw(call.dst),
+            unused if call.out is None else _raw(call.out),
+            unused if call.low_in is None else call.low_in,
+            unused if call.low_out is None else call.low_out,
+            unused if call.exponents_in is None else call.exponents_in,
+            unused if call.exponents_out is None else call.exponents_out,
+            unused if call.log is None else call.log,
+            chunks.first,
+            call.num_entries,
+            0 if call.log is None else call.first_entry % call.log.shape[0],
+            1 if call.log is None else call.log.shape[0],
+            call.num_log_groups,
+            low,
+            high,
+            _as_int32(call.step),
+            call.direction,
+            call.scale,
+            Q=call.num_directions,
+            DROPPED=call.format.dropped_bits,
+            OUT_DROPPED=0 if call.out is None else storage_format(call.out.dtype).dropped_bits,
+            NORMAL=call.distribution == "normal",
+            COPY_BITS=COPY_DITHER_BITS[call.distribution],
+            TRAINABLE=chunks.trainable,
+            VECTOR=chunks.vector,
+            REPLAY=call.num_entries > 0,
+            HAS_LOW_IN=call.low_in is not None and (chunks.trainable or store in (_KEEP.value, _SPLIT.value)),
+            STORE=store,
+            HAS_OUT=call.out is not None,
+            PERTURB=call.out is not None and call.scale != 0.0,
+            DITHER_OUT=call.rounds_out,
+            LANES=LANES,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _store_kind(call: Call, trainable: bool) -> int:
+    if call.dst is None:
+        kind = _KEEP
+    elif call.low_out is not None:
+        kind = _SPLIT
+    elif trainable and call.rounds_dst_by_fold:
+        kind = _FOLD
+    elif trainable and call.rounds_dst_by_copy:
+        kind = _COPY
+    else:
+        kind = _NEAREST
+    return kind.value
+
+
+def _as_int32(value: int) -> int:
+    """The same 32 bits as a signed number: arguments of one type compile once."""
+    value &= MASK32
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """bfloat16 and fp8 as the integers that hold them."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16)
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8)
+    return tensor

@@ -1,0 +1,111 @@
+"""Flat tensors with awkward segments, shared by the tests of the reference and of the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ds_zo import ops
+
+FP8 = torch.float8_e4m3fn
+STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
+CANARY = 77
+
+# Whole lanes over two kernel chunks, a ragged tail, odd offsets, frozen ones, offsets beyond 2**33 and across 2**34.
+SEGMENTS = (
+    ops.Segment(start=0, numel=9216, offset=64, group=0),
+    ops.Segment(start=9216, numel=1001, offset=9280, group=1),
+    ops.Segment(start=10240, numel=301, offset=10281, group=0),
+    ops.Segment(start=10752, numel=264, offset=10582, group=1, trainable=False),
+    ops.Segment(start=11264, numel=3, offset=10846, group=0, trainable=False),
+    ops.Segment(start=11520, numel=512, offset=2**33 + 8, group=1),
+    ops.Segment(start=12032, numel=600, offset=2**34 - 304, group=0),
+)
+SMALL_SEGMENTS = (
+    ops.Segment(start=0, numel=1032, offset=64, group=0),
+    ops.Segment(start=1280, numel=301, offset=1097, group=1),
+    ops.Segment(start=1792, numel=264, offset=1398, group=1, trainable=False),
+)
+
+
+def make_log(
+    rows: list[tuple[int, list[float], list[float]]], capacity: int | None = None, first: int = 0
+) -> torch.Tensor:
+    """A ring whose rows from `first` on hold (step, decays, coefficients group by group)."""
+    width = 1 + len(rows[0][1]) + len(rows[0][2])
+    log = torch.full((capacity or len(rows), width), float("nan"))
+    for i, (step, decays, coefficients) in enumerate(rows):
+        row = log[(first + i) % len(log)]
+        row.view(torch.int32)[0] = step
+        row[1:] = torch.tensor(decays + coefficients)
+    return log
+
+
+@dataclass
+class Flat:
+    """Parameters in one storage dtype, with a canary in the padding."""
+
+    storage: torch.Tensor
+    low: torch.Tensor | None
+    exponents: torch.Tensor | None
+    table: ops.SegmentTable
+
+    @classmethod
+    def make(
+        cls,
+        dtype: torch.dtype,
+        *,
+        master: bool = False,
+        device: str = "cpu",
+        segments: tuple[ops.Segment, ...] = SEGMENTS,
+    ) -> Flat:
+        table = ops.build_table(segments, device)
+        numel = -(-table.numel // 256) * 256
+        storage = torch.full((numel,), CANARY, dtype=torch.float32).to(dtype)
+        low = torch.full((numel,), CANARY, dtype=torch.int16) if master and dtype != torch.float32 else None
+        exponents = torch.full((numel // 256,), CANARY, dtype=torch.int8) if dtype == FP8 else None
+        generator = torch.Generator().manual_seed(0)
+        for s in segments:
+            at = slice(s.start, s.start + s.numel)
+            values = torch.randn(s.numel, generator=generator) * 0.02
+            values[: s.numel // 8] *= 1e-5  # subnormal in the narrow formats
+            scales = None if exponents is None else exponents[s.start // 256 : -(-at.stop // 256)]
+            ops.encode_(storage[at], values, low=None if low is None else low[at], exponents=scales)
+        flat = cls(storage, low, exponents, table)
+        return flat if device == "cpu" else flat.to(device)
+
+    def to(self, device: str) -> Flat:
+        def move(t: torch.Tensor | None) -> Any:
+            return None if t is None else t.to(device)
+
+        table = self.table if self.table.device.type == device else ops.build_table(self.table.segments, device)
+        return Flat(move(self.storage), move(self.low), move(self.exponents), table)
+
+    def clone(self) -> Flat:
+        low = None if self.low is None else self.low.clone()
+        exponents = None if self.exponents is None else self.exponents.clone()
+        return replace(self, storage=self.storage.clone(), low=low, exponents=exponents)
+
+    def values(self, segment: ops.Segment, *, with_low: bool = False) -> torch.Tensor:
+        at = slice(segment.start, segment.start + segment.numel)
+        scales = None if self.exponents is None else self.exponents[segment.start // 256 : -(-at.stop // 256)]
+        low = self.low[at] if with_low and self.low is not None else None
+        return ops.decode(self.storage[at], low, scales)
+
+    def planes(self, dst: Flat | None = None) -> dict[str, Any]:
+        """Arguments of `replay_perturb` that read this and write another (or nothing)."""
+        arguments: dict[str, Any] = {"table": self.table, "low_in": self.low, "exponents_in": self.exponents}
+        if dst is not None:
+            arguments |= {"dst": dst.storage, "low_out": dst.low, "exponents_out": dst.exponents}
+        return arguments
+
+
+def covered(segments: tuple[ops.Segment, ...] = SEGMENTS) -> torch.Tensor:
+    """True where a segment lies; False in the padding."""
+    end = max(s.start + s.numel for s in segments)
+    mask = torch.zeros(-(-end // 256) * 256, dtype=torch.bool)
+    for s in segments:
+        mask[s.start : s.start + s.numel] = True
+    return mask

@@ -1,0 +1,294 @@
+"""What the Triton kernel must have in common with the reference, for any device.
+
+Run by `test_kernels_gpu.py` on CUDA, and by `test_kernels_interpreted.py` through this file's `main` in a process with
+TRITON_INTERPRET=1, which has to be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from flat_cases import FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
+
+from ds_zo import ops
+from ds_zo.ops import triton_ops
+from ds_zo.ops.formats import storage_format
+from ds_zo.ops.reference import replay_perturb_reference
+from ds_zo.ops.rng import fold_dither
+from ds_zo.ops.schema import Call
+from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
+from ds_zo.ops.triton_ops import replay_perturb_triton
+
+SEED = 2**63 - 12345
+DISTRIBUTIONS = ("normal", "rademacher")
+
+LOG = make_log([(2**31 - 5, [0.999, 1.0], [1e-4, 2e-3]), (7, [0.99, 0.5], [-3e-3, 1e-4])], capacity=3, first=2)
+ENTRIES: dict[str, Any] = {"num_entries": 2, "first_entry": 2}
+
+
+def call_of(src: torch.Tensor, **arguments: Any) -> Call:
+    defaults: dict[str, Any] = dict.fromkeys(
+        ["log", "dst", "out", "low_in", "low_out", "exponents_in", "exponents_out"], None
+    )
+    defaults |= {"num_entries": 0, "first_entry": 0, "num_directions": 1, "direction": 0, "scale": 0.0}
+    defaults |= {"seed": SEED, "step": 9, "distribution": "normal", "fold": False, "rounding": "stochastic"}
+    call = Call(src=src, **(defaults | arguments))
+    call.check()
+    return call
+
+
+def both(
+    dtype: torch.dtype,
+    device: str,
+    *,
+    out: torch.dtype,
+    segments: tuple[ops.Segment, ...] = SMALL_SEGMENTS,
+    master: bool = False,
+    **arguments: Any,
+) -> tuple[tuple[Flat, torch.Tensor], tuple[Flat, torch.Tensor]]:
+    """(flat, out) of the reference and of the kernel for the same call in place."""
+    results = []
+    for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
+        flat = Flat.make(dtype, master=master, device=where, segments=segments)
+        copy = torch.full_like(flat.storage, 77, dtype=out)
+        moved = {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        run(call_of(flat.storage, **flat.planes(flat), out=copy, **moved))
+        results.append((flat.to("cpu"), copy.cpu()))
+    return results[0], results[1]
+
+
+def assert_rounded_alike(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    """Equal but where values a float32 rounding apart fall on two sides of a dither: rare, and one step of the grid."""
+    different = a != b
+    assert different.float().mean() < 2e-3, f"{what}: {int(different.sum())} of {a.numel()} differ"
+    fmt = storage_format(dtype)
+    step = 2.0 ** (fmt.dropped_bits - 23)
+    largest = (a - b).abs().max()
+    limit = (a.abs() * step).clamp(min=max(fmt.tiny, 1e-30) * step)
+    assert torch.all((a - b).abs() <= limit * 1.01 + 1e-6 * a.abs()), f"{what}: largest difference {largest}"
+
+
+def check_words(device: str) -> None:
+    @triton.jit
+    def words_kernel(out_ptr, offset, step, k0, k1, LANES: tl.constexpr):
+        lane = tl.arange(0, LANES)
+        index = lane[:, None] * 8 + tl.arange(0, 8)[None, :]
+        step = step.to(tl.uint32)
+        k0 = k0.to(tl.uint32)
+        k1 = k1.to(tl.uint32)
+        zero = step * 0
+        offset = offset.to(tl.int64)
+        size: tl.constexpr = LANES * 8
+        tl.store(out_ptr + index, fold_lanes(offset, step, k0, k1, LANES).to(tl.int64))
+        tl.store(out_ptr + size + index, fold_elements(offset + index, step, k0, k1).to(tl.int64))
+        _, dither = draw_lanes(offset, step, zero, k0, k1, LANES, True)
+        tl.store(out_ptr + 2 * size + index, dither.to(tl.int64))
+        _, dither = draw_elements(offset + index, step, zero, k0, k1, True)
+        tl.store(out_ptr + 3 * size + index, dither.to(tl.int64))
+        _, dither = draw_lanes(offset, step, zero, k0, k1, LANES, False)
+        tl.store(out_ptr + 4 * size + index, dither.to(tl.int64))
+        _, dither = draw_elements(offset + index, step, zero, k0, k1, False)
+        tl.store(out_ptr + 5 * size + index, dither.to(tl.int64))
+        w0, w1, w2, w3 = philox(lane.to(tl.uint32), zero + 11, zero + 12, zero + 13, k0, k1)
+        tl.store(out_ptr + 6 * size + lane, w0.to(tl.int64))
+        tl.store(out_ptr + 6 * size + LANES + lane, w1.to(tl.int64))
+        tl.store(out_ptr + 6 * size + 2 * LANES + lane, w2.to(tl.int64))
+        tl.store(out_ptr + 6 * size + 3 * LANES + lane, w3.to(tl.int64))
+
+    from ds_zo.ops.rng import copy_dither
+
+    lanes = 64
+    for offset in (0, 8, 40, 2**33 + 24):
+        got = torch.zeros(6 * lanes * 8 + 4 * lanes, dtype=torch.int64, device=device)
+        words_kernel[(1,)](got, offset, 3, -5, 6, lanes)
+        seed = (6 << 32) | (2**32 - 5)
+        at = {"seed": seed, "step": 3, "offset": offset, "numel": lanes * 8}
+        fold = torch.from_numpy(fold_dither(**at).astype("int64"))
+        normal = torch.from_numpy(copy_dither(**at, direction=0, distribution="normal").astype("int64"))
+        byte = torch.from_numpy(copy_dither(**at, direction=0, distribution="rademacher").astype("int64"))
+        words = ops.philox4x32((torch.arange(lanes).numpy(), 11, 12, 13), (2**32 - 5, 6))
+        raw = [torch.from_numpy(w.astype("int64")) for w in words]
+        expected = torch.cat([fold, fold, normal, normal, byte, byte, *raw])
+        assert torch.equal(got.cpu(), expected), f"words differ from offset {offset}"
+
+
+def check_noise(device: str) -> None:
+    for distribution in DISTRIBUTIONS:
+        (_, expected), (_, got) = both(
+            torch.float32,
+            device,
+            out=torch.float32,
+            segments=SEGMENTS,
+            scale=1.0,
+            direction=2,
+            distribution=distribution,
+        )
+        assert torch.allclose(got, expected, rtol=1e-6, atol=1e-6), f"{distribution}: {(got - expected).abs().max()}"
+        assert torch.equal(got[~covered()], expected[~covered()])
+
+
+def check_all_formats(device: str) -> None:
+    roundings = ((True, "stochastic"), (False, "stochastic"), (False, "nearest"))
+    cases = [(*pair, *rounding) for pair in product(STORAGE_DTYPES, ("normal",)) for rounding in roundings]
+    cases += [(dtype, "rademacher", fold, "stochastic") for dtype in (torch.bfloat16, FP8) for fold in (True, False)]
+    for dtype, distribution, fold, rounding in cases:
+        out = torch.float32 if dtype == torch.float32 else torch.float16 if fold else torch.bfloat16
+        a, b = both(
+            dtype,
+            device,
+            out=out,
+            log=LOG,
+            **ENTRIES,
+            scale=1e-3,
+            distribution=distribution,
+            fold=fold,
+            rounding=rounding,
+        )
+        what = f"{dtype} {distribution} fold={fold} {rounding}"
+        _compare(a, b, dtype, out, what)
+
+
+def _compare(
+    a: tuple[Flat, torch.Tensor], b: tuple[Flat, torch.Tensor], dtype: torch.dtype, out: torch.dtype, what: str
+) -> None:
+    (flat_a, out_a), (flat_b, out_b) = a, b
+    if flat_a.exponents is not None:
+        assert flat_b.exponents is not None
+        assert torch.equal(flat_a.exponents, flat_b.exponents), what
+    for s in SMALL_SEGMENTS:
+        at = slice(s.start, s.start + s.numel)
+        raw_a, raw_b = flat_a.storage[at].float(), flat_b.storage[at].float()
+        if dtype == torch.float32:
+            assert torch.allclose(raw_a, raw_b, rtol=1e-6, atol=1e-8), what
+            assert torch.allclose(out_a[at], out_b[at], rtol=1e-6, atol=1e-8), what
+            continue
+        assert_rounded_alike(raw_a, raw_b, dtype, f"{what} dst {s}")
+        same = raw_a == raw_b
+        assert_rounded_alike(out_a[at].float()[same], out_b[at].float()[same], out, f"{what} out {s}")
+    padding = ~covered(SMALL_SEGMENTS)
+    assert torch.equal(flat_a.storage.float()[padding], flat_b.storage.float()[padding]), what
+    assert torch.equal(out_a[padding], out_b[padding]), what
+
+
+def check_split(device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16, FP8):
+        (flat_a, out_a), (flat_b, out_b) = both(
+            dtype, device, master=True, out=torch.bfloat16, log=LOG, **ENTRIES, scale=1e-3, fold=True
+        )
+        for s in SMALL_SEGMENTS:
+            masters = flat_a.values(s, with_low=True), flat_b.values(s, with_low=True)
+            assert torch.allclose(*masters, rtol=1e-5 if dtype == FP8 else 1e-6, atol=1e-8), f"{dtype} {s}"
+        assert flat_a.low is not None
+        assert flat_b.low is not None
+        assert torch.equal(flat_a.low[~covered(SMALL_SEGMENTS)], flat_b.low[~covered(SMALL_SEGMENTS)])
+        assert (out_a != out_b).float().mean() < 2e-3
+
+
+def check_split_is_exact(device: str) -> None:
+    """bf16 with a low plane follows float32 storage bit for bit."""
+    start = Flat.make(torch.bfloat16, master=True, segments=SMALL_SEGMENTS)
+    exact = Flat.make(torch.float32, segments=SMALL_SEGMENTS)
+    for s in SMALL_SEGMENTS:
+        exact.storage[s.start : s.start + s.numel] = start.values(s, with_low=True)
+    flat, exact = start.to(device), exact.to(device)
+    for target in (flat, exact):
+        log = LOG.to(device)
+        replay_perturb_triton(call_of(target.storage, **target.planes(target), log=log, **ENTRIES, fold=True))
+    flat, exact = flat.to("cpu"), exact.to("cpu")
+    for s in SMALL_SEGMENTS:
+        assert torch.equal(flat.values(s, with_low=True), exact.values(s))
+
+
+def check_replay_equals_folds(device: str) -> None:
+    """k entries at once, with a perturbed copy, are k folds of one entry, bit for bit."""
+    directions = 2
+    rows = [(i + 5, [1 - 1e-3 * i, 1.0], [1e-3 * (d - i) for d in range(2 * directions)]) for i in range(3)]
+    log = make_log(rows).to(device)
+    at_once, one_by_one = (Flat.make(torch.float32, device=device, segments=SMALL_SEGMENTS) for _ in range(2))
+    copy = torch.zeros_like(at_once.storage)
+    shared: dict[str, Any] = {"log": log, "num_directions": directions}
+    replay_perturb_triton(
+        call_of(at_once.storage, **at_once.planes(at_once), **shared, num_entries=3, out=copy, scale=1e-3, step=20)
+    )
+    for i in range(3):
+        replay_perturb_triton(
+            call_of(
+                one_by_one.storage,
+                **one_by_one.planes(one_by_one),
+                **shared,
+                num_entries=1,
+                first_entry=i,
+                fold=True,
+                step=i,
+            )
+        )
+    assert torch.equal(at_once.storage, one_by_one.storage)
+    only_copy = torch.zeros_like(copy)
+    replay_perturb_triton(
+        call_of(
+            one_by_one.storage, **one_by_one.planes(), out=only_copy, scale=1e-3, step=20, num_directions=directions
+        )
+    )
+    assert torch.equal(copy, only_copy)
+
+
+def check_frozen(device: str) -> None:
+    for dtype in STORAGE_DTYPES:
+        source = Flat.make(dtype, master=True, device=device, segments=SMALL_SEGMENTS)
+        target = source.clone()
+        for plane in (target.storage, target.low, target.exponents):
+            if plane is not None:
+                plane.zero_()
+        out = torch.zeros_like(source.storage, dtype=torch.float32)
+        log = LOG.to(device)
+        replay_perturb_triton(call_of(source.storage, **source.planes(target), log=log, **ENTRIES, out=out, scale=1.0))
+        for s in SMALL_SEGMENTS:
+            if not s.trainable:
+                source_cpu, target_cpu = source.to("cpu"), target.to("cpu")
+                assert torch.equal(source_cpu.values(s, with_low=True), target_cpu.values(s, with_low=True)), dtype
+                assert torch.equal(out.cpu()[s.start : s.start + s.numel], source_cpu.values(s)), dtype
+
+
+def check_special_values(device: str) -> None:
+    """NaN stays NaN and infinity infinity through stochastic rounding, whatever NaN's bits are."""
+    bits = torch.tensor(
+        [0x7FFFFFFF, 0x7F800001, 0x7F800000, -0x800000, 0x7F7FFFFF, -1, 0, -0x80000000], dtype=torch.int64
+    )
+    special = bits.to(torch.int32).view(torch.float32).repeat(32)
+    table = ops.build_table([ops.Segment(start=0, numel=256, offset=0)], device)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.zeros(256, dtype=dtype, device=device)
+        replay_perturb_triton(call_of(special.to(device), table=table, out=out, scale=1e-30))
+        got = out.cpu().view(32, 8)[:, [0, 1, 2, 3, 5]].float()
+        assert got[:, [0, 1, 4]].isnan().all()
+        assert torch.all(got[:, 2] == float("inf"))
+        assert torch.all(got[:, 3] == -float("inf"))
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+
+def main(device: str) -> None:
+    """One JSON line for each check: its name and its traceback, or null."""
+    triton_ops.LANES = 512  # the interpreter takes as long for a long block as for a short one
+    for name, check in CHECKS.items():
+        error = None
+        try:
+            check(device)
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
