@@ -17,5 +17,5 @@ if [ -z "${CUDA_VISIBLE_DEVICES:-}" ]; then
 fi
 
 cd "$repo"
-set -x
+say "${launcher[*]} launch/train.py --deepspeed ds_configs/zo.json $*"
 exec "${launcher[@]}" launch/train.py --deepspeed ds_configs/zo.json "$@"
