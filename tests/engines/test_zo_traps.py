@@ -1,0 +1,566 @@
+"""What a user's forward may do that twin passes would get wrong if nobody had thought of it.
+
+Each trap is held against `PlainMeZO`: whole passes over perturbed deep copies, one after the other, from one random
+state.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from test_twins import _Mode, thread_state
+from tiny_models import VOCAB, tiny_batch, tiny_model
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, linear
+from zo_runs import (
+    EPS,
+    LR,
+    Block,
+    PlainMeZO,
+    Recorder,
+    Toy,
+    assert_equal,
+    close,
+    engine_for,
+    hf_loss,
+    log_lines,
+    one_step,
+    same_snapshot,
+    snapshot,
+    toy_batches,
+    toy_loss,
+    train,
+    weights,
+    zo_json,
+)
+
+from ds_zo import ConfigError, ops
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+STREAMED = zo_json(interval=2)
+RESIDENT = zo_json(offload=False, interval=2)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def assert_follows(
+    model: nn.Module,
+    batches: list[dict[str, Any]],
+    loss: Callable[[dict[str, Any]], Callable[[nn.Module], torch.Tensor]],
+    passes: Recorder,
+    *,
+    json: dict[str, Any] = STREAMED,
+    plain: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+) -> Any:
+    """Both losses of every step, the weights and the random states are those of plain passes. Returns the engine."""
+    reference = PlainMeZO(model)
+    engine = engine_for(model, json)
+    for step, batch in enumerate(batches):
+        start = snapshot()
+        expected = plain(lambda batch=batch: reference.step(loss(batch)))
+        after = snapshot()
+        torch.set_rng_state(start[0])
+        random.setstate(start[1])
+        np.random.set_state(start[2])
+        outside = thread_state()
+        one_step(engine, batch)
+        assert thread_state() == outside
+        close(passes.last, expected)
+        assert same_snapshot(snapshot(), after), f"step {step} left the generators elsewhere than one forward does"
+    assert_near(engine.module, reference, num_steps=len(batches))
+    return engine
+
+
+def assert_near(module: nn.Module, reference: PlainMeZO, *, num_steps: int) -> None:
+    """A loss that differs in its last digits moves g by 1e-6 |l| / zo_eps a step, and a weight by lr times that times
+    z."""
+    bound = num_steps * LR * (5 * 2e-6 / 2e-3) * 5 + 1e-6
+    ours, theirs = weights(module), weights(reference.model)
+    for name in ours:
+        assert (ours[name] - theirs[name]).abs().max() <= bound, name
+
+
+# Autocast
+
+
+class AutocastInside(Toy):
+    cache: bool | None = None
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.cache):
+            return super().middle(x)
+
+
+class AutocastKept(Toy):
+    """The context is made once, while the cache is on: entering it turns the cache on again inside a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amp = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with self.amp:
+            return super().middle(x)
+
+
+class AutocastCached(AutocastInside):
+    cache = True
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("kind", [AutocastInside, AutocastCached, AutocastKept])
+def test_autocast_inside_the_forward(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    engine = assert_follows(kind(), toy_batches(3), toy_loss, passes, json=json)
+    assert engine.get_global_grad_norm() > 1e-2, "the second pass met the first one's casts"
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_autocast_by_deepspeed(name: str, passes: Recorder) -> None:
+    json = zo_json(interval=2, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+
+    def plain(call: Callable[[], Any]) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return call()
+
+    batches = [tiny_batch(name, seed=i, batch_size=2, length=8) for i in range(3)]
+    engine = assert_follows(tiny_model(name), batches, hf_loss, passes, json=json, plain=plain)
+    assert engine.get_global_grad_norm() > 1e-2
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # and one that the user keeps open over several steps
+        first, second = (one_step(engine, batches[0]) for _ in range(2))
+        assert engine.get_global_grad_norm() > 1e-2
+        assert first != second
+
+
+# State that outlives a block
+
+
+class Sets(Toy):
+    """Opens something around its blocks."""
+
+    def __init__(self, enter: Callable[[], Any]) -> None:
+        super().__init__()
+        self.enter = [enter]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with self.enter[0]():
+            return super().middle(x)
+
+
+@pytest.mark.parametrize(
+    "enter", [torch.enable_grad, torch.no_grad, lambda: sdpa_kernel(SDPBackend.MATH)], ids=["grad", "no_grad", "sdpa"]
+)
+def test_settings_around_blocks_do_not_leak(enter: Callable[[], Any], passes: Recorder) -> None:
+    with log_lines() as lines:
+        assert_follows(Sets(enter), toy_batches(3), toy_loss, passes)
+    assert not lines
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("enter", [lambda: torch.device("cpu"), _Mode, torch.inference_mode])
+def test_a_mode_around_blocks_runs_one_pass_after_the_other(
+    enter: Callable[[], Any], json: dict[str, Any], passes: Recorder
+) -> None:
+    with log_lines() as lines:
+        assert_follows(Sets(enter), toy_batches(4), toy_loss, passes, json=json)
+    assert len([line for line in lines if "one pass after the other" in line]) == 1
+
+
+called_from: contextvars.ContextVar[str] = contextvars.ContextVar("called_from")
+
+
+class ReadsContext(Toy):
+    seen: list[str]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            self.seen.append(called_from.get())
+            called_from.set(f"{self.seen[-1]}{i}")
+            x = block(x)
+        return x
+
+
+def test_context_variables() -> None:
+    model = ReadsContext()
+    model.seen = []
+    engine = engine_for(model)
+    token = called_from.set("caller")
+    try:
+        train(engine, toy_batches(2))
+        assert set(model.seen) == {"caller", "caller0", "caller01"}
+        assert called_from.get() == "caller"
+    finally:
+        called_from.reset(token)
+
+
+class KeepsState(Toy):
+    """Hands the embedding to its last block behind everyone's back. `strength` says how much hangs on it."""
+
+    strength = 1.0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x
+        for block in self.blocks:
+            x = block(x)
+        return x + self.strength * self.kept
+
+
+class KeepsALittle(KeepsState):
+    strength = 0.05
+
+
+class Counts(Toy):
+    """Knows by a counter of its own how deep it is."""
+
+    depth = 0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.depth = 0
+        for block in self.blocks:
+            x = block(x) * (1 + 0.1 * self.depth)
+            self.depth += 1
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("kind", [KeepsState, KeepsALittle, Counts])
+def test_state_kept_on_modules_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    with log_lines() as lines:
+        assert_follows(kind(), toy_batches(4), toy_loss, passes, json=json)
+    assert len([line for line in lines if "one pass after the other" in line]) == 1
+
+
+class Wanders(Toy):
+    """Which block comes next depends on the weights, so on the pass."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        order = [0, 1, 2] if int((x.double().sum() * 1e7).item()) % 2 else [2, 0]
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def test_block_order_that_depends_on_the_data(passes: Recorder) -> None:
+    with log_lines() as lines:
+        assert_follows(Wanders(), toy_batches(8), toy_loss, passes)
+    assert any("different blocks" in line for line in lines)
+
+
+# Errors in the user's forward
+
+
+class Fails(Toy):
+    """Raises in one pass of one forward. `fail_at` is (pass, place)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail_at: tuple[int, str] | None = None
+        self.num_calls = 0
+        self.blocks[1].register_forward_hook(lambda *_: self._maybe("in a block"))
+
+    def _maybe(self, place: str) -> None:
+        if self.fail_at == (self.running, place):
+            self.fail_at = None
+            raise KeyError("the user's own")
+
+    @property
+    def running(self) -> int:
+        return self.order.get()
+
+    order: contextvars.ContextVar[int] = contextvars.ContextVar("order")
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.order.set(self.num_calls % 2)
+        self.num_calls += 1
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+            self._maybe("before any block")
+            x = super().middle(x)
+        self._maybe("after the blocks")
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT], ids=["streamed", "resident"])
+@pytest.mark.parametrize("place", ["before any block", "in a block", "after the blocks"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(
+    failing: int, place: str, json: dict[str, Any]
+) -> None:
+    batches = toy_batches(7)
+    undisturbed = engine_for(Fails(), json)
+    expected = train(undisturbed, batches)
+    engine = engine_for(Fails(), json)
+    losses = []
+    for step, batch in enumerate(batches):
+        if step in (0, 3, 4):
+            engine.module.num_calls = 0
+            engine.module.fail_at = (failing, place)
+            outside, generators = thread_state(), snapshot()
+            with pytest.raises(KeyError, match="the user's own"):
+                engine(**batch)
+            assert thread_state() == outside
+            assert same_snapshot(snapshot(), generators)
+        losses.append(one_step(engine, batch))
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+def test_an_error_in_evaluation_leaves_nothing_behind() -> None:
+    batches = toy_batches(5)
+    undisturbed, engine = engine_for(Fails()), engine_for(Fails())
+    expected = train(undisturbed, batches)
+    losses = []
+    for batch in batches:
+        losses.append(one_step(engine, batch))
+        engine.module.num_calls = 0
+        engine.module.fail_at = (0, "in a block")
+        outside = thread_state()
+        engine.eval()
+        with pytest.raises(KeyError):
+            engine.module(**batch)
+        engine.train()
+        assert thread_state() == outside
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+# Randomness
+
+
+class Draws(Toy):
+    """Dropout, and skips a block by a draw of Python's or numpy's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            draw = random.random() if i % 2 else float(np.random.rand())
+            if draw > 0.3:
+                x = self.dropout(block(x))
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+def test_every_generator_gives_both_passes_the_same(json: dict[str, Any], passes: Recorder) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    assert_follows(Draws(), toy_batches(6), toy_loss, passes, json=json)
+
+
+def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
+    model = tiny_model("opt", dropout=0.2, attention_dropout=0.1, layerdrop=0.4)
+    torch.manual_seed(0)
+    batches = [tiny_batch("opt", seed=i, batch_size=2, length=8) for i in range(8)]
+    skipped: list[int] = []
+    layers = list(model.model.decoder.layers)
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: skipped.append(1))
+    assert_follows(model, batches, hf_loss, passes)
+    assert 0 < len(skipped) < 2 * len(layers) * (len(batches) + 1), "layer drop never happened"
+
+
+# Architectures with something of their own
+
+
+def test_no_kv_cache_in_a_step_and_the_config_is_given_back(passes: Recorder) -> None:
+    model = tiny_model("llama")
+    assert model.config.use_cache is True
+    caches: list[Any] = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(kwargs.get("past_key_values")), with_kwargs=True
+    )
+    engine = engine_for(model)
+    batch = tiny_batch("llama", batch_size=2, length=8)
+    output = engine(**batch)
+    assert caches
+    assert set(caches) == {None}
+    assert output.past_key_values is None
+    assert model.config.use_cache is True
+    engine.eval()
+    with torch.no_grad():
+        assert engine(**batch).past_key_values is not None
+    engine.train()
+    assert engine(**batch, use_cache=True).past_key_values is not None, "asked for by the caller, so his"
+
+
+def tiny_t5() -> nn.Module:
+    config = hf.T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = hf.T5ForConditionalGeneration(config)
+    return model.train()
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+def test_t5(json: dict[str, Any], passes: Recorder) -> None:
+    batches = [tiny_batch("t5", seed=i, batch_size=2, length=6) for i in range(4)]
+    engine = assert_follows(tiny_t5(), batches, hf_loss, passes, json=json)
+    assert len(engine.backend.homes.placement.blocks) == 4, "both stacks are blocks"
+
+
+def test_mixtral_with_its_auxiliary_loss(passes: Recorder) -> None:
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    batches = [tiny_batch("mixtral", seed=i, batch_size=2, length=6) for i in range(3)]
+    engine = assert_follows(model, batches, hf_loss, passes)
+    assert engine(**batches[0]).aux_loss is not None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradient_checkpointing(name: str, use_reentrant: bool, passes: Recorder) -> None:
+    model = tiny_model(name)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert model.is_gradient_checkpointing
+    batches = [tiny_batch(name, seed=i, batch_size=2, length=8) for i in range(3)]
+    assert_follows(model, batches, hf_loss, passes)
+
+
+def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:
+    model = tiny_model("llama")
+    reference = PlainMeZO(model)
+    engine = engine_for(model)
+    batch = tiny_batch("llama", batch_size=2, length=8)
+    apart = reference.passes(lambda m: m(**batch, use_cache=False, output_hidden_states=True))
+    output = engine(**batch, output_hidden_states=True)
+    assert len(output.hidden_states) == 4
+    states = [(*each.hidden_states, each.logits) for each in (output, *apart)]
+    near = [
+        [torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(states[0], other, strict=True)]
+        for other in states[1:]
+    ]
+    assert sorted(map(set, near), key=str) == [{False}, {True}], "not all of one pass"
+
+
+# Weights used elsewhere than in their module's forward
+
+
+class FunctionalTie(Toy):
+    """The head is the embedding, applied by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = linear(self.middle(self.embed(ids)), self.embed.weight)
+        return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.child = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(x) * self.scale
+
+
+class OnContainers(Toy):
+    """Parameters of modules that contain others: alive while their blocks come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(16))
+        self.inner = Scaled()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.inner(block(x) + self.shift)
+        return x
+
+
+class OnABlock(nn.Module):
+    """A parameter of the block itself, beside its children's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(16))
+        self.inside = Block(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * self.inside(x)
+
+
+class Gated(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OnABlock() for _ in range(3))
+
+
+class Unused(Toy):
+    """MeZO moves weights that nothing depends on, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(16, 4)
+        self.spare_parameter = nn.Parameter(torch.zeros(5))
+        self.blocks.append(Block(16))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("kind", [FunctionalTie, OnContainers, Gated, Unused])
+def test_weights_in_unusual_places(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    assert_follows(kind(), toy_batches(5), toy_loss, passes, json=json)
+
+
+def test_a_unit_that_is_not_visited_for_longer_than_the_log(passes: Recorder) -> None:
+    """The ring of pending updates holds 64: what nobody visits must be folded before its entries are overwritten."""
+    model = Unused()
+    start, offsets, offset = weights(model), {}, 0
+    for name, p in model.named_parameters():
+        offsets[name], offset = offset, offset + p.numel()
+    engine = engine_for(model, zo_json(interval=8))
+    train(engine, toy_batches(70))
+    end = weights(engine.module)
+    coefficients = [LR * (plus - minus).item() / (2 * EPS) for plus, minus in passes.passes]
+    for name in ("spare_parameter", "spare.weight", "blocks.3.linear.weight"):
+        noise = [ops.noise(0, step, 0, offsets[name], start[name].numel()) for step in range(70)]
+        moved = sum(c * z.double() for c, z in zip(coefficients, noise, strict=True)).view(start[name].shape)
+        torch.testing.assert_close(start[name] - end[name], moved.float(), rtol=1e-4, atol=1e-5)
+
+
+class InsideOut(Toy):
+    """Calls what is inside its blocks, never the blocks."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block.linear(block.norm(x)))
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+def test_blocks_whose_insides_are_called_are_refused_with_the_remedy(json: dict[str, Any]) -> None:
+    engine = engine_for(InsideOut(), json)
+    with pytest.raises(ValueError, match=r"blocks\.\d\.\w+\.\w+ .*ds_zo\.stream\.blocks"):
+        engine(**toy_batches(1)[0])
+
+
+@pytest.mark.xfail(strict=True, raises=ConfigError, reason="ds_zo.stream.blocks refuses the empty list")
+def test_the_remedy_for_blocks_whose_insides_are_called(passes: Recorder) -> None:
+    assert_follows(InsideOut(), toy_batches(3), toy_loss, passes, json=zo_json(blocks=[]))
