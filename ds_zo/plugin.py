@@ -111,7 +111,6 @@ class PluginEngine(DeepSpeedEngine):
     resolved: Resolved
     backend: Backend
     _backend_class: type[Backend]
-    _outcome: StepOutcome | None = None
     _unmanaged_backward_count: int
     _outcome: StepOutcome | None
 
@@ -174,6 +173,8 @@ class PluginEngine(DeepSpeedEngine):
         elif self.dist_backend is not None and dist.get_world_size(self.seq_data_parallel_group) > 1:
             source = dist.get_global_rank(self.seq_data_parallel_group, 0)
             for parameter in self.module.parameters():
+                if parameter.is_meta:
+                    continue  # every rank reads it from the same source
                 # One at a time, through the device: NCCL does not read the host, and the whole model need not fit.
                 on_device = parameter.data.to(self.device)
                 dist.broadcast(on_device, source, group=self.seq_data_parallel_group)
@@ -194,6 +195,9 @@ class PluginEngine(DeepSpeedEngine):
         if config.ignored:
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
+        if config.backend == "zo" and config.gradient_clipping > 0:
+            text = f"gradient_clipping {config.gradient_clipping:g} does not alter ZO: clip_projected_grad is ZO's own"
+            log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
         for warning in config.warnings:
             log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
 

@@ -73,17 +73,40 @@ def single_process() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+def _run_ranks(script: str, *arguments: str, num_ranks: int, timeout_s: float, **environment: Any) -> list[str]:
+    port = find_free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        env = {**os.environ, **rank_environment(rank=rank, world_size=num_ranks, port=port), "PYTHONPATH": str(REPO)}
+        env.update({name: str(value) for name, value in environment.items()})
+        command = [sys.executable, "-c", script, *arguments]
+        pipe = subprocess.PIPE
+        ranks.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+    try:
+        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, err) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, f"exit status {rank.returncode}\n{out[-4000:]}\n{err[-4000:]}"
+    return [out for out, _ in outputs]
+
+
 @pytest.fixture
 def run_python() -> Callable[..., str]:
     """Runs a script in a fresh interpreter as one rank of a launcher would be, and returns what it printed."""
 
     def run(script: str, *arguments: str, timeout_s: float = 300, **environment: Any) -> str:
-        env = {**os.environ, **rank_environment(port=find_free_port()), "PYTHONPATH": str(REPO)}
-        env.update({name: str(value) for name, value in environment.items()})
-        done = subprocess.run(
-            [sys.executable, "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=timeout_s
-        )
-        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
+        return _run_ranks(script, *arguments, num_ranks=1, timeout_s=timeout_s, **environment)[0]
+
+    return run
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[str]]:
+    """The same with several ranks on this machine: what each printed, by rank."""
+
+    def run(script: str, *arguments: str, num_ranks: int = 2, timeout_s: float = 300, **environment: Any) -> list[str]:
+        return _run_ranks(script, *arguments, num_ranks=num_ranks, timeout_s=timeout_s, **environment)
 
     return run

@@ -15,11 +15,16 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
+from test_config import MALFORMED, edited
+from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
-from ds_zo.config import ConfigError
+from ds_zo import plugin
+from ds_zo.config import BACKENDS, ConfigError
 from ds_zo.engines import Backend, GroupedOptimizer, StepOutcome, base
+from ds_zo.engines.late import Late
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -45,7 +50,7 @@ class SGDBackend(Backend):
                         if p.grad is not None:
                             p.sub_(p.grad + group["weight_decay"] * p, alpha=group["lr"])
         self.zero_grad()
-        return StepOutcome(applied, grad_norm=norm)
+        return StepOutcome(applied=Late(norm.isfinite()), grad_norm=Late(norm))
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps}
@@ -122,6 +127,8 @@ if sys.argv[1] == "with":
     import ds_zo
 import deepspeed, torch
 sys.path.insert(0, sys.argv[2])
+from test_config import MALFORMED, edited
+from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
 offload = {"device": "cpu", "pin_memory": False}
@@ -219,11 +226,19 @@ def test_config_errors_come_before_anything_moves(sgd_backend):
     assert {name: (p.data_ptr(), p.dtype, p.device) for name, p in model.named_parameters()} == before
 
 
-def test_where_deepspeed_would_refuse_first_our_one_line_error_is_raised():
-    with pytest.raises(ConfigError) as caught:
-        start(zo_config(zero_optimization={"stage": 7}))
-    assert "zero_optimization" in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_malformed_configs_fail_in_initialize_as_they_do_in_resolve():
+    """Also where DeepSpeed reads, and would refuse, the key before an engine is made."""
+    for kind, edits, _, where in MALFORMED:
+        config = edited(base_config(kind), edits)
+        if kind.lower() not in BACKENDS and "ds_zo" not in config:
+            continue  # a near miss of our names is DeepSpeed's to report
+        model = torch.nn.Linear(2, 2)
+        before = model.weight.data_ptr()
+        with pytest.raises(ConfigError) as caught:
+            start(config, model)
+        assert where in str(caught.value), (kind, edits)
+        assert "\n" not in str(caught.value)
+        assert model.weight.data_ptr() == before
 
 
 def test_a_backend_of_a_later_version_is_named_as_such(monkeypatch):
@@ -346,11 +361,21 @@ def test_a_skipped_step_is_counted_and_the_schedule_goes_on(sgd_backend):
     assert (engine.skipped_steps, engine.global_steps) == (1, 2)
 
 
+def test_a_step_between_boundaries_was_not_applied_whatever_the_last_one_did(sgd_backend):
+    engine = start(sgd_config(accumulation=2))
+    applied = []
+    for seed in range(4):
+        train(engine, 1, first=seed)
+        if seed > 1:  # the outcome of the first boundary stays unread until then
+            applied.append(engine.was_step_applied())
+    assert applied == [False, True]
+
+
 def test_grad_norm_is_a_float_read_on_demand(sgd_backend):
     engine = start(sgd_config())
     assert engine.get_global_grad_norm() is None
     train(engine, 1)
-    assert isinstance(engine._global_grad_norm, torch.Tensor)
+    assert isinstance(engine._global_grad_norm, Late)
     norm = engine.get_global_grad_norm()
     assert isinstance(norm, float)
     assert norm > 0
@@ -522,3 +547,206 @@ def test_a_model_built_under_zero_init_trains_as_one_that_was_not(sgd_backend, o
     reference = start(sgd_config(), plain)
     assert train(engine, 3) == train(reference, 3)
     assert_same_weights(weights(engine), weights(reference))
+
+
+RANKS = """
+import hashlib, json, os, sys
+sys.path.insert(0, sys.argv[1])
+import ds_zo
+import deepspeed, torch
+from tiny_models import tiny_batch, tiny_model
+
+zero = json.loads(sys.argv[2])
+config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero,
+          "optimizer": {"type": "ZO", "params": {"lr": 1e-3}}}
+rank = int(os.environ["RANK"])
+deepspeed.init_distributed()
+tiny_model("llama")  # transformers imports lazily, and not everything can be imported under zero.Init
+with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero["stage"] == 3):
+    model = tiny_model("llama", seed=rank)
+engine = deepspeed.initialize(model=model, config=config)[0]
+
+def digest():
+    state = engine.module_state_dict()
+    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+digests, norms = [digest()], []
+for seed in range(2):
+    batch = {name: value.to(engine.device) for name, value in tiny_batch("llama", seed=10 * seed + rank).items()}
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    digests.append(digest())
+    norms.append(engine.get_global_grad_norm())
+print("OUT", json.dumps([digests, norms]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2, "offload_param": {"device": "cpu"}}, {"stage": 3}])
+def test_ranks_start_from_rank_zeros_weights_and_stay_together(run_ranks, zero):
+    outputs = run_ranks(RANKS, str(Path(__file__).parent), json.dumps(zero))
+    [[first]], [[second]] = ([printed(output, "OUT ")] for output in outputs)
+    assert first == second
+    assert len(set(first[0])) == 3  # and each step moved them
+
+
+OFFLOAD = {"device": "cpu", "pin_memory": True}
+STOCK_JSONS: dict[str, dict[str, Any]] = {
+    "zero-2 offload": {
+        "stage": 2,
+        "offload_optimizer": OFFLOAD,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+    "zero-3 offload": {
+        "stage": 3,
+        "offload_optimizer": OFFLOAD,
+        "offload_param": OFFLOAD,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", STOCK_JSONS)
+def test_a_stock_offload_json_with_only_the_type_edited_trains(name):
+    stock_params = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "ZO", "params": stock_params},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 2}},
+        "zero_optimization": STOCK_JSONS[name],
+        "wall_clock_breakdown": False,
+    }
+    engine = start(config)
+    before = engine.module_state_dict()
+    before = {key: value.clone() for key, value in before.items()}
+    losses = train(engine, 3)
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert (engine.global_steps, engine.skipped_steps) == (3, 0)
+    assert any(not torch.equal(value, before[key]) for key, value in engine.module_state_dict().items())
+
+
+def test_zo_resumes_as_if_uninterrupted(tmp_path):
+    config = zo_config(scheduler=WARM_UP)
+    whole = start(config)
+    train(whole, 3)
+    whole.save_checkpoint(str(tmp_path))
+    expected = train(whole, 3, first=3)
+    resumed = start(config, tiny_model("llama", seed=1))
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, 3, first=3) == expected
+    assert_same_weights(whole.module_state_dict(), resumed.module_state_dict())
+
+
+def test_the_start_is_logged_once_with_what_was_ignored(monkeypatch):
+    ours: list[str] = []
+    monkeypatch.setattr(plugin, "log_dist", lambda message, **_: ours.append(message))
+    config = zo_config(gradient_clipping=1.0)
+    config["optimizer"]["params"]["betas"] = [0.9, 0.999]
+    start(config)
+    assert [text for text in ours if "backend zo" in text and "streaming off" in text]
+    assert len([text for text in ours if "optimizer.params.betas" in text]) == 1
+    assert len([text for text in ours if "gradient_clipping" in text]) == 1
+
+
+# Through Accelerate and Trainer, which make the engine themselves.
+
+
+ACCELERATE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import ds_zo
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from tiny_models import tiny_batch, tiny_model
+
+accumulation = int(sys.argv[2])
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation,
+          "zero_optimization": {"stage": 0}, "ds_zo": {"backend": "zo"}}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+model = tiny_model("llama")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+batches = [tiny_batch("llama", seed=seed) for seed in range(4)]
+loader = torch.utils.data.DataLoader(batches, batch_size=None)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+total = sum(value.double().sum().item() for value in accelerator.get_state_dict(model).values())
+print("OUT", json.dumps([type(model).__name__, model.global_steps, optimizer.param_groups[0]["lr"],
+                         len(optimizer.optimizer.state), total]))
+"""
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_accelerate_script_with_its_own_adamw_trains_by_the_section_alone(run_python, accumulation):
+    here = str(Path(__file__).parent)
+    [(engine, num_steps, lr, num_states, total)] = printed(run_python(ACCELERATE, here, str(accumulation)), "OUT ")
+    assert (engine, num_steps, num_states) == ("PluginEngine", 4 // accumulation, 0)
+    assert lr == pytest.approx(1e-3)
+
+    config = zo_config(gradient_accumulation_steps=accumulation)
+    config["optimizer"]["params"] = {"lr": 1e-3}
+    config["scheduler"] = {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}}
+    direct = start(config)
+    train(direct, 4)
+    expected = sum(value.double().sum().item() for value in direct.module_state_dict().values())
+    assert total == pytest.approx(expected, rel=1e-9)
+
+
+TRAINER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import ds_zo
+import torch
+from transformers import Trainer, TrainingArguments
+from tiny_models import tiny_batch, tiny_model
+
+config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+          "bf16": {"enabled": "auto"}, "zero_optimization": json.loads(sys.argv[3]),
+          "optimizer": {"type": "ZO", "params": {"lr": "auto", "weight_decay": "auto"}}}
+rows = [{name: value[0] for name, value in tiny_batch("llama", seed=seed).items()} for seed in range(8)]
+arguments = TrainingArguments(output_dir=sys.argv[2], deepspeed=config, max_steps=3, per_device_train_batch_size=2,
+                              gradient_accumulation_steps=2, learning_rate=1e-4, logging_steps=1, report_to=[],
+                              eval_strategy="steps", eval_steps=2, save_steps=2, use_cpu=not torch.cuda.is_available(),
+                              dataloader_pin_memory=False)
+trainer = Trainer(model=tiny_model("llama"), args=arguments, train_dataset=rows, eval_dataset=rows)
+trainer.train()
+trainer.save_model(sys.argv[2] + "/final")
+logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+print("OUT", json.dumps([type(trainer.model_wrapped).__name__, trainer.model_wrapped.global_steps,
+                         [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_trains_evaluates_and_saves(run_python, tmp_path, stage):
+    zero = json.dumps({"stage": stage})
+    out = printed(run_python(TRAINER, str(Path(__file__).parent), str(tmp_path), zero), "OUT ")
+    [(engine, num_steps, losses, norms)] = out
+    assert (engine, num_steps) == ("PluginEngine", 3)
+    assert all(3 < loss < 6 for loss in losses)
+    assert all(norm > 0 for norm in norms)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    initial = tiny_model("llama").state_dict()
+    assert any(not torch.equal(value, initial[name]) for name, value in saved.state_dict().items())
+    assert (tmp_path / "checkpoint-2" / "latest").exists()
