@@ -199,7 +199,7 @@ class Lockstep:
                 self.set_snapshot(start)
                 torch.set_autocast_cache_enabled(False)
                 torch.clear_autocast_cache()
-                results.append(call())
+                results.append(contextvars.copy_context().run(call))
         finally:
             outside.restore()
         return results

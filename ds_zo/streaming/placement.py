@@ -170,6 +170,7 @@ def settle(
             )
         unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
         unit.store(read)
+        unit.leave_meta()
         unit.bind_home()
         on_unit(unit)
 

@@ -173,6 +173,16 @@ class Unit:
             for placed in part.placed
         ]
 
+    def leave_meta(self) -> None:
+        """Gives parameters on the meta device, which cannot be pointed at real memory, a body that can. They stay the same
+        objects."""
+        for placed in self.placed:
+            p = placed.parameter
+            if p.is_meta:
+                hollow = nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)
+                # torch.utils.swap_tensors without its refusal of weak references, which stay right: the object stays.
+                torch._C._swap_tensor_impl(p, hollow)
+
     def bind(self, views: Iterable[torch.Tensor]) -> None:
         """Points the parameters at `views` (in `placed` order)."""
         for placed, view in zip(self.placed, views, strict=True):
