@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,18 +42,22 @@ class PlainMeZO:
         self.frozen = {n for n, p in self.probe.named_parameters() if not p.requires_grad}
         self._rates = {n: (rates or {}).get(n, (lr, weight_decay)) for n in self.weights}
         self.zo_eps, self.num_directions = zo_eps, num_directions
-        self._distribution, self._seed = distribution, seed
+        self.largest_z = 1.0 if distribution == "rademacher" else 6.0
         self._offsets: dict[str, int] = {}
         offset = 0
         for name, value in self.weights.items():
             self._offsets[name] = offset
             offset += value.numel()
+        numel, device = offset, next(iter(self.weights.values())).device
+        self._draw = lru_cache(num_directions)(
+            lambda step, direction: ops.noise(seed, step, direction, 0, numel, distribution, device)
+        )
         self.num_steps = 0
 
     def noise(self, name: str, direction: int) -> torch.Tensor:
-        value = self.weights[name]
-        args = (self._seed, self.num_steps, direction, self._offsets[name], value.numel(), self._distribution)
-        return ops.noise(*args, device=value.device).view(value.shape)
+        """z is one long vector, of which a parameter has the stretch that starts at its offset."""
+        value, offset = self.weights[name], self._offsets[name]
+        return self._draw(self.num_steps, direction)[offset : offset + value.numel()].view(value.shape)
 
     @torch.no_grad()
     def losses(

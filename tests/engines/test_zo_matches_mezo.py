@@ -38,9 +38,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
 def weights_error(reference: PlainMeZO, *, lr: float, losses: Sequence[float]) -> float:
     """How far weights may be apart after steps with these losses; see [Note: what equality means here]."""
-    largest_z = 1.0 if reference._distribution == "rademacher" else 6.0
     rounding_of_weights = len(losses) * 2.0**-23
-    return lr * sum(LOSS_ERROR * abs(loss) / reference.zo_eps for loss in losses) * largest_z + rounding_of_weights
+    return (
+        lr * sum(LOSS_ERROR * abs(loss) / reference.zo_eps for loss in losses) * reference.largest_z
+        + rounding_of_weights
+    )
 
 
 def largest_difference(ours: Weights, theirs: Weights) -> float:

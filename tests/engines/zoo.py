@@ -1,4 +1,4 @@
-"""The models of the equivalence tests: transformers' own at toy sizes, and plain modules with forwards nobody expects."""
+"""The models of the equivalence tests: transformers' own at toy sizes, and modules with forwards nobody expects."""
 
 from __future__ import annotations
 

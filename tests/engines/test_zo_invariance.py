@@ -1,0 +1,165 @@
+"""What must not change a run: how many slots, which blocks stay, when weights are written back, and the ablations.
+
+Bit for bit, on the weights after several steps. In bf16 the rounding of stored weights depends on when they are folded,
+so there runs are compared at one interval.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from equivalence_runs import (
+    assert_same_weights,
+    masters_of,
+    on_device,
+    one_step,
+    parameters_of,
+    trained,
+    zo_config,
+    zo_engine,
+)
+from zoo import CASES
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+NUM_STEPS = 10
+MODEL = "opt"
+"""Tied embedding, positions, biases, norms: every kind of edge."""
+PATH = "model.decoder.layers"
+
+
+def run(*, num_steps: int = NUM_STEPS, **options: Any) -> dict[str, torch.Tensor]:
+    case = CASES[MODEL]
+    return trained(case.make(), zo_config(**options), map(case.batch, range(num_steps)))
+
+
+@cache
+def resident_run(**options: Any) -> dict[str, torch.Tensor]:
+    """No offload at all: nothing is streamed, replayed or written back."""
+    return run(offload=False, **options)
+
+
+def test_weights_move_at_all() -> None:
+    start = {n: p.detach() for n, p in CASES[MODEL].make().named_parameters()}
+    assert all(not torch.equal(start[n], value) for n, value in resident_run().items())
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        {"writeback_interval": 1},
+        {"writeback_interval": 1, "device_slots": 3},
+        {"writeback_interval": 1, "device_slots": 4},
+        {"writeback_interval": 2},
+        {"writeback_interval": 2, "device_slots": 3},
+        {"writeback_interval": 7},
+        {"writeback_interval": 7, "device_slots": 4},
+        {"writeback_interval": 64},
+        {},
+        {"writeback_interval": 1, "resident_blocks": 1},
+        {"writeback_interval": 2, "resident_blocks": 2},
+        {"writeback_interval": 7, "resident_blocks": 1, "device_slots": 3},
+        {"writeback_interval": 1, "resident_blocks": 3},
+        {"writeback_interval": 7, "resident_blocks": 3},
+        {"writeback_interval": 1, "overlap": False},
+        {"writeback_interval": 7, "overlap": False},
+        {"writeback_interval": 1, "reuse_buffers": False},
+        {"writeback_interval": 2, "reuse_buffers": False, "device_slots": 3, "resident_blocks": 1},
+        {"fuse_update": False},
+        {"fuse_update": False, "resident_blocks": 1},
+        {"overlap": False, "reuse_buffers": False, "fuse_update": False},
+        {"blocks": PATH, "writeback_interval": 2},
+        {"blocks": [PATH], "writeback_interval": 1},
+    ],
+    ids=str,
+)
+def test_streamed_run_equals_resident_run(stream: dict[str, Any]) -> None:
+    assert_same_weights(run(stream=stream), resident_run())
+
+
+@pytest.mark.parametrize(
+    "stream", [{"writeback_interval": 2}, {"writeback_interval": 7}, {"fuse_update": False}], ids=str
+)
+def test_resident_run_is_the_same_at_every_interval(stream: dict[str, Any]) -> None:
+    assert_same_weights(run(offload=False, stream=stream), resident_run())
+
+
+def test_weight_decay_two_directions_and_interval_commute() -> None:
+    """Replaying several entries at once is the same as one by one also where each multiplies and subtracts twice."""
+    options = {"weight_decay": 0.1, "num_directions": 2, "num_steps": 9}
+    expected = resident_run(**options)
+    for interval in (1, 4):
+        assert_same_weights(run(stream={"writeback_interval": interval}, **options), expected)
+
+
+LOW = [
+    {"device_slots": 2},
+    {"device_slots": 3},
+    {"device_slots": 4, "resident_blocks": 1},
+    {"resident_blocks": 2},
+    {"resident_blocks": 3},
+    {"overlap": False},
+    {"reuse_buffers": False},
+]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("master", ["split", "wire"])
+def test_bf16_weights_do_not_depend_on_slots_or_residency(master: str, interval: int) -> None:
+    case = CASES[MODEL]
+
+    def low_run(stream: dict[str, Any], *, offload: bool = True) -> tuple[dict[str, torch.Tensor], ...]:
+        stream = {**stream, "master": master, "writeback_interval": interval}
+        config = zo_config(dtype="bf16", stream=stream, offload=offload, zo_eps=1e-2)
+        with zo_engine(case.make(), config) as engine:
+            for batch in map(case.batch, range(7)):
+                one_step(engine, batch)
+            return parameters_of(engine), masters_of(engine)
+
+    expected = low_run({}, offload=False)
+    for stream in LOW:
+        found = low_run(stream)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "stream", [{"writeback_interval": 1}, {"writeback_interval": 4, "resident_blocks": 1}], ids=str
+)
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, stream: dict[str, Any]) -> None:
+    """Evaluation through the engine and on the raw module, a state dict and float32 masters after every step."""
+    case = CASES[MODEL]
+    config = zo_config(dtype=dtype, stream=stream)
+    expected = trained(case.make(), config, map(case.batch, range(6)))
+    with zo_engine(case.make(), config) as engine:
+        for seed in range(6):
+            one_step(engine, case.batch(seed))
+            batch = on_device(engine, case.batch(99))
+            engine.eval()
+            with torch.no_grad():
+                through_engine, raw = engine(**batch).loss, engine.module(**batch).loss
+            engine.train()
+            assert torch.equal(through_engine, raw)
+            parameters_of(engine), masters_of(engine)
+        assert_same_weights(parameters_of(engine), expected)
+
+
+def test_evaluation_sees_the_weights_of_the_current_step() -> None:
+    """Whatever is pending: the loss is the one a fresh model has with the state dict, which is that of every step."""
+    case = CASES[MODEL]
+    fresh = case.make().eval()
+    batch = case.batch(99)
+    with zo_engine(case.make(), zo_config(stream={"writeback_interval": 7})) as engine, torch.no_grad():
+        for seed in range(5):
+            with torch.enable_grad():
+                one_step(engine, case.batch(seed))
+            fresh.load_state_dict(engine.module.state_dict())
+            engine.eval()
+            assert torch.equal(engine(**on_device(engine, batch)).loss.cpu(), fresh(**batch).loss)
+            engine.train()
+        found = parameters_of(engine)
+    assert_same_weights(found, run(num_steps=5, offload=False))
