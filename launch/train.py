@@ -7,8 +7,12 @@ With nothing but a JSON, the embedded model learns the embedded task, offline, o
 
 A real job names its model and data:
 
-    deepspeed launch/train.py --deepspeed ds_configs/zo.json --model facebook/opt-1.3b --task sst2 --data-dir DIR
+    deepspeed launch/train.py --deepspeed ds_configs/zo.json --lr 1e-6 --steps 5000 \\
+        --model facebook/opt-1.3b --task sst2 --data-dir DIR
     deepspeed launch/train.py --deepspeed ds_configs/lomo.json --model ./folder --task text --data notes.txt
+
+The learning rates in ds_configs suit the embedded model, which has a million parameters. A real one wants its own:
+with ZO, 1e-7 to 1e-5, and thousands of steps.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
 EMBEDDED = "embedded"
 EMBEDDED_TASK = "code_or_text"
-EMBEDDED_STEPS = 300
+EMBEDDED_STEPS = 250
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_EVERY = 10
 """Steps between two readings of the loss: each reading waits for the device."""
@@ -204,6 +208,16 @@ def ensure_distributed_environment() -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
+def find_checkpoints(args: argparse.Namespace) -> Path | None:
+    """The folder to resume from, looked for before anything is loaded."""
+    if args.resume is None:
+        return None
+    folder: Path = args.output_dir / "checkpoints" if args.resume == "latest" else Path(args.resume)
+    if not (folder / "latest").is_file():
+        raise UserError(f"looked for a checkpoint in {folder} (its file `latest`): not found (--resume)")
+    return folder
+
+
 class Trainer:
     """One engine, one task, one place on disk."""
 
@@ -211,6 +225,7 @@ class Trainer:
         self.args = args
         self.dtype = model_dtype(config)
         self.task = make_task(args.task, DataSource(folder=args.data_dir, file=args.data))
+        self.task.check()
         model, self.tokenizer = load_model(args.model, dtype=DTYPES[self.dtype])
         self.max_length = min(
             args.max_length, getattr(model.config, "max_position_embeddings", None) or args.max_length
@@ -302,11 +317,8 @@ class Trainer:
     def save_checkpoint(self) -> None:
         self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{self.step}", client_state=self.client_state())
 
-    def resume(self, where: str) -> None:
-        """Weights, optimizer, schedule, step count and data position of the newest checkpoint."""
-        folder = self.checkpoints if where == "latest" else Path(where)
-        if not (folder / "latest").is_file():
-            raise UserError(f"looked for a checkpoint in {folder} (its file `latest`): not found (--resume)")
+    def resume(self, folder: Path) -> None:
+        """Weights, optimizer, schedule, step count and data position of the newest checkpoint in a folder."""
         path, state = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise UserError(f"the checkpoint in {folder} could not be loaded (--resume)")
@@ -376,11 +388,12 @@ def show(summary: Summary, before: Score, after: Score) -> None:
 
 def run(args: argparse.Namespace) -> Summary:
     config = read_config(args)
+    checkpoints = find_checkpoints(args)
     ensure_distributed_environment()
     torch.manual_seed(args.seed)
     trainer = Trainer(args, config)
-    if args.resume is not None:
-        trainer.resume(args.resume)
+    if checkpoints is not None:
+        trainer.resume(checkpoints)
     before = trainer.evaluate("test")
     if trainer.rank == 0:
         print(f"before: test {before}", flush=True)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_zo.tasks.data import DataSource, Row, Split, read_rows
+from ds_zo.tasks.data import SPLITS, DataSource, Row, Split, read_rows
 from ds_zo.tasks.encoding import Encoded, encode_answer
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.scoring import Evaluator
@@ -48,6 +48,11 @@ class Task(ABC):
     def rows(self, split: Split) -> Sequence[Row]:
         return read_rows(self.source, split, fields=self.fields, task=self.name)
 
+    def check(self) -> None:
+        """Read every split once, so that what is wrong with the data is said before a model is loaded."""
+        for split in SPLITS:
+            self.rows(split)
+
     @abstractmethod
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
         """What to train on: labels mark the tokens whose loss counts."""
@@ -80,6 +85,10 @@ class ChoiceTask(Task):
     @abstractmethod
     def choice(self, row: Row) -> Choice:
         """The prompt, the options and which is right."""
+
+    def check(self) -> None:
+        for split in SPLITS:
+            self.choices(split)
 
     def choices(self, split: Split) -> list[Choice]:
         return [self.choice(row) for row in self.rows(split)]

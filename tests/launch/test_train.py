@@ -1,0 +1,177 @@
+"""launch/train.py as a user runs it: from nothing, on files, resumed, and wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ds_zo.tasks import TASKS
+from ds_zo.tasks.embedded_model import FOLDER
+
+REPO = Path(__file__).resolve().parent.parent.parent
+SCRIPT = REPO / "launch" / "train.py"
+SGD = {"type": "SGD", "params": {"lr": 0.05}}
+ZO = {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": 1e-3}}
+
+
+def write_config(folder: Path, optimizer: dict, **more: object) -> Path:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": optimizer,
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 8, "warmup_num_steps": 2, "cos_min_ratio": 0.5},
+        },
+        **more,
+    }
+    path = folder / f"{optimizer['type']}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def train(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    command = [*launcher, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def succeed(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)) -> str:
+    done = train(*arguments, launcher=launcher)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(output / name, dtype=torch.float32).state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [SGD, ZO], ids=["SGD", "ZO"])
+def test_resume_equals_uninterrupted(tmp_path: Path, optimizer: dict) -> None:
+    output = tmp_path / "out"
+    config = write_config(tmp_path, optimizer, gradient_accumulation_steps=2)
+    arguments = ["--deepspeed", config, "--num-eval", 4, "--steps", 6, "--save-every", 3, "--output-dir", output]
+    succeed(*arguments)
+    whole = weights(output)
+    (output / "checkpoints" / "latest").write_text("step3")
+    succeed(*arguments, "--resume", "latest")
+    resumed = weights(output)
+    assert json.loads((output / "summary.json").read_text())["steps"] == 6
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    start = weights(FOLDER.parent, "embedded")
+    assert any(not torch.equal(whole[name], start[name]) for name in whole)
+
+
+def test_launcher_and_summary(tmp_path: Path, free_port: int) -> None:
+    config = write_config(tmp_path, ZO)
+    launcher = (
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_accelerators",
+        "1",
+        "--master_port",
+        str(free_port),
+    )
+    output = tmp_path / "out"
+    text = succeed(
+        "--deepspeed",
+        config,
+        "--steps",
+        3,
+        "--eval-every",
+        2,
+        "--num-eval",
+        8,
+        "--output-dir",
+        output,
+        launcher=launcher,
+    )
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["tokens_per_s"] > 0 and summary["metric"] == "accuracy"
+    assert summary["peak_host_gb"] > 0.1
+    assert "step 2: dev accuracy" in text and "model saved in" in text
+    assert AutoTokenizer.from_pretrained(output / "model").eos_token == "<eos>"
+
+
+def test_text_file_with_own_model(tmp_path: Path) -> None:
+    """A user's file and folder; ten steps of SGD on one repeated sentence lower its perplexity."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("\n\n".join(["The lazy dog sleeps under the warm yellow sun."] * 60))
+    config = write_config(tmp_path, SGD)
+    output = tmp_path / "out"
+    common = ["--deepspeed", config, "--data", notes, "--model", FOLDER, "--max-length", 32, "--output-dir", output]
+    succeed(*common, "--lr", 0.5, "--epochs", 1)
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["metric"] == "perplexity" and summary["task"] == "text"
+    assert summary["after"] < summary["before"] / 2
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module: a mistake found before DeepSpeed starts needs no process of its own."""
+    spec = importlib.util.spec_from_file_location("launch_train", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "nope"], "looked for a task named 'nope': the tasks are"),
+        (["--model", "./nope"], "looked for a model folder at ./nope: not found"),
+        (["--model", "no/such-model"], "a folder named no/such-model, then a Hub model of that name"),
+        (["--task", "sst2"], "task sst2 needs data"),
+        (["--data", "nope.txt"], "looked for the text file nope.txt: not found"),
+        (["--deepspeed", "nope.json"], "looked for a DeepSpeed JSON at nope.json: not found"),
+        (["--resume", "nope"], "looked for a checkpoint in nope"),
+    ],
+)
+def test_mistakes_say_what_was_looked_for(
+    tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    config = [] if "--deepspeed" in arguments else ["--deepspeed", str(write_config(tmp_path, SGD))]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        script.run(script.parse_args([*config, *arguments, "--output-dir", str(tmp_path / "out")]))
+
+
+def test_a_mistake_is_one_line_without_traceback(tmp_path: Path) -> None:
+    done = train("--deepspeed", write_config(tmp_path, SGD), "--task", "nope")
+    assert done.returncode != 0
+    assert "error: looked for a task named 'nope'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_lr_and_dtype_override_the_json(tmp_path: Path, script: ModuleType) -> None:
+    path = write_config(tmp_path, SGD, bf16={"enabled": True})
+    config = script.read_config(script.parse_args(["--deepspeed", str(path), "--lr", "0.25", "--dtype", "fp16"]))
+    assert config["optimizer"]["params"]["lr"] == 0.25
+    assert config["bf16"] == {"enabled": False} and config["fp16"] == {"enabled": True}
+
+
+def test_help_names_every_task(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.parse_args(["--help"])
+    text = capsys.readouterr().out
+    for word in ("what to train", "how to train", "evaluating, saving, resuming", *TASKS):
+        assert word in text
+
+
+def test_counts_must_be_positive(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.parse_args(["--steps", "0"])
+    assert "--steps must be positive, got 0" in capsys.readouterr().err
