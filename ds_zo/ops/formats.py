@@ -5,7 +5,7 @@ With a second plane of int16 (`low`) the pair (storage, low) holds the float32 m
 magnitude: |x| = |storage| + low * ulp(storage) / 2**16, storage being |x| rounded half up, so that low always fits.
     bfloat16       exact: low is the lower half of the bits (a magnitude above the largest bfloat16 saturates)
     float16        exact where storage is normal (27 bits); spacing 2**-40 below 2**-14
-    float8_e4m3fn  20 bits: relative error 2**-20 where normal; spacing 2**-25 of the group's scale below
+    float8_e4m3fn  20 bits: relative error below 2**-19 where normal; spacing 2**-25 of the group's scale below
 NaN and infinity live in the storage with low = 0 (fp8 has no infinity: it saturates).
 
 [Note: fp8 scales]
@@ -89,7 +89,8 @@ def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -
     magnitude = bits & np.uint32(MAGNITUDE)
     lift = _lift(fmt, magnitude)
     if lift is not None:
-        magnitude = (magnitude.view(np.float32) + lift).view(np.uint32)
+        with np.errstate(invalid="ignore"):
+            magnitude = (magnitude.view(np.float32) + lift).view(np.uint32)
     if addend is None:
         addend = (magnitude >> np.uint32(fmt.dropped_bits)) & np.uint32(1)
         addend += np.uint32((1 << (fmt.dropped_bits - 1)) - 1)

@@ -117,11 +117,12 @@ class _Draws:
 
 def _process_run(call: Call, entries: list[Entry], run: list[Segment]) -> None:
     draws = _Draws(call, run)
-    for piece in run:
-        if piece.trainable:
-            _process(call, entries, draws, piece)
-        else:
-            _copy_frozen(call, piece)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity pass through as they do on a GPU
+        for piece in run:
+            if piece.trainable:
+                _process(call, entries, draws, piece)
+            else:
+                _copy_frozen(call, piece)
 
 
 def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) -> None:

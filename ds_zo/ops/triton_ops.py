@@ -206,7 +206,7 @@ def replay_perturb_triton(call: Call) -> None:
             high,
             _as_int32(call.step),
             call.direction,
-            call.scale,
+            float(call.scale),
             Q=call.num_directions,
             DROPPED=call.format.dropped_bits,
             OUT_DROPPED=0 if call.out is None else storage_format(call.out.dtype).dropped_bits,

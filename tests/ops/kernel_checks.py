@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from flat_cases import FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
+from flat_cases import CANARY, FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
 
 from ds_zo import ops
 from ds_zo.ops import triton_ops
 from ds_zo.ops.formats import storage_format
 from ds_zo.ops.reference import replay_perturb_reference
-from ds_zo.ops.rng import fold_dither
+from ds_zo.ops.rng import copy_dither, fold_dither
 from ds_zo.ops.schema import Call
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
 from ds_zo.ops.triton_ops import replay_perturb_triton
@@ -58,7 +58,7 @@ def both(
     results = []
     for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
         flat = Flat.make(dtype, master=master, device=where, segments=segments)
-        copy = torch.full_like(flat.storage, 77, dtype=out)
+        copy = torch.full_like(flat.storage, CANARY, dtype=out)
         moved = {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         run(call_of(flat.storage, **flat.planes(flat), out=copy, **moved))
         results.append((flat.to("cpu"), copy.cpu()))
@@ -76,35 +76,34 @@ def assert_rounded_alike(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, w
     assert torch.all((a - b).abs() <= limit * 1.01 + 1e-6 * a.abs()), f"{what}: largest difference {largest}"
 
 
+@triton.jit
+def words_kernel(out_ptr, offset, step, k0, k1, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    index = lane[:, None] * 8 + tl.arange(0, 8)[None, :]
+    step = step.to(tl.uint32)
+    k0 = k0.to(tl.uint32)
+    k1 = k1.to(tl.uint32)
+    zero = step * 0
+    offset = offset.to(tl.int64)
+    size: tl.constexpr = LANES * 8
+    tl.store(out_ptr + index, fold_lanes(offset, step, k0, k1, LANES).to(tl.int64))
+    tl.store(out_ptr + size + index, fold_elements(offset + index, step, k0, k1).to(tl.int64))
+    _, dither = draw_lanes(offset, step, zero, k0, k1, LANES, True)
+    tl.store(out_ptr + 2 * size + index, dither.to(tl.int64))
+    _, dither = draw_elements(offset + index, step, zero, k0, k1, True)
+    tl.store(out_ptr + 3 * size + index, dither.to(tl.int64))
+    _, dither = draw_lanes(offset, step, zero, k0, k1, LANES, False)
+    tl.store(out_ptr + 4 * size + index, dither.to(tl.int64))
+    _, dither = draw_elements(offset + index, step, zero, k0, k1, False)
+    tl.store(out_ptr + 5 * size + index, dither.to(tl.int64))
+    w0, w1, w2, w3 = philox(lane.to(tl.uint32), zero + 11, zero + 12, zero + 13, k0, k1)
+    tl.store(out_ptr + 6 * size + lane, w0.to(tl.int64))
+    tl.store(out_ptr + 6 * size + LANES + lane, w1.to(tl.int64))
+    tl.store(out_ptr + 6 * size + 2 * LANES + lane, w2.to(tl.int64))
+    tl.store(out_ptr + 6 * size + 3 * LANES + lane, w3.to(tl.int64))
+
+
 def check_words(device: str) -> None:
-    @triton.jit
-    def words_kernel(out_ptr, offset, step, k0, k1, LANES: tl.constexpr):
-        lane = tl.arange(0, LANES)
-        index = lane[:, None] * 8 + tl.arange(0, 8)[None, :]
-        step = step.to(tl.uint32)
-        k0 = k0.to(tl.uint32)
-        k1 = k1.to(tl.uint32)
-        zero = step * 0
-        offset = offset.to(tl.int64)
-        size: tl.constexpr = LANES * 8
-        tl.store(out_ptr + index, fold_lanes(offset, step, k0, k1, LANES).to(tl.int64))
-        tl.store(out_ptr + size + index, fold_elements(offset + index, step, k0, k1).to(tl.int64))
-        _, dither = draw_lanes(offset, step, zero, k0, k1, LANES, True)
-        tl.store(out_ptr + 2 * size + index, dither.to(tl.int64))
-        _, dither = draw_elements(offset + index, step, zero, k0, k1, True)
-        tl.store(out_ptr + 3 * size + index, dither.to(tl.int64))
-        _, dither = draw_lanes(offset, step, zero, k0, k1, LANES, False)
-        tl.store(out_ptr + 4 * size + index, dither.to(tl.int64))
-        _, dither = draw_elements(offset + index, step, zero, k0, k1, False)
-        tl.store(out_ptr + 5 * size + index, dither.to(tl.int64))
-        w0, w1, w2, w3 = philox(lane.to(tl.uint32), zero + 11, zero + 12, zero + 13, k0, k1)
-        tl.store(out_ptr + 6 * size + lane, w0.to(tl.int64))
-        tl.store(out_ptr + 6 * size + LANES + lane, w1.to(tl.int64))
-        tl.store(out_ptr + 6 * size + 2 * LANES + lane, w2.to(tl.int64))
-        tl.store(out_ptr + 6 * size + 3 * LANES + lane, w3.to(tl.int64))
-
-    from ds_zo.ops.rng import copy_dither
-
     lanes = 64
     for offset in (0, 8, 40, 2**33 + 24):
         got = torch.zeros(6 * lanes * 8 + 4 * lanes, dtype=torch.int64, device=device)

@@ -1,0 +1,333 @@
+"""The fused operation: what it means, and that it means the same however it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flat_cases import CANARY, FP8, SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
+
+from ds_zo import ops
+
+SEED = 2**62 + 5
+TRAINABLE = [s for s in SEGMENTS if s.trainable]
+FROZEN = [s for s in SEGMENTS if not s.trainable]
+
+
+def part(segment: ops.Segment) -> slice:
+    return slice(segment.start, segment.start + segment.numel)
+
+
+def z_of(
+    segment: ops.Segment, step: int, direction: int = 0, distribution: ops.Distribution = "normal"
+) -> torch.Tensor:
+    return ops.noise(SEED, step, direction, segment.offset, segment.numel, distribution)
+
+
+def rows_of(num_entries: int, directions: int = 1) -> list[tuple[int, list[float], list[float]]]:
+    """Entries for two groups, each with its own decay and coefficients."""
+    return [
+        (i + 3, [1 - 1e-3 * (i + 1), 1 - 2e-2], [1e-3 * (i + d + 1) for d in range(2 * directions)])
+        for i in range(num_entries)
+    ]
+
+
+@pytest.mark.parametrize("distribution", ["normal", "rademacher"])
+@pytest.mark.parametrize("directions", [1, 3])
+def test_float32_replay_and_perturb_are_the_formula(directions: int, distribution: ops.Distribution) -> None:
+    flat = Flat.make(torch.float32)
+    before = flat.clone()
+    rows = rows_of(2, directions)
+    out = torch.full_like(flat.storage, CANARY)
+    ops.replay_perturb(
+        flat.storage,
+        **flat.planes(flat),
+        log=make_log(rows, capacity=5, first=4),
+        num_entries=2,
+        first_entry=4,
+        num_directions=directions,
+        out=out,
+        seed=SEED,
+        step=9,
+        direction=directions - 1,
+        scale=-1e-3,
+        distribution=distribution,
+    )
+    for s in TRAINABLE:
+        x = before.values(s)
+        for step, decays, coefficients in rows:
+            x = x * decays[s.group]
+            for d in range(directions):
+                x = x - coefficients[s.group * directions + d] * z_of(s, step, d, distribution)
+        torch.testing.assert_close(flat.storage[part(s)], x, rtol=2e-6, atol=1e-8)
+        y = x - 1e-3 * z_of(s, 9, directions - 1, distribution)
+        torch.testing.assert_close(out[part(s)], y, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("directions", [1, 3])
+def test_replaying_k_entries_equals_k_folds_bit_for_bit(directions: int) -> None:
+    log = make_log(rows_of(5, directions))
+    at_once, one_by_one = Flat.make(torch.float32), Flat.make(torch.float32)
+    shared: dict[str, Any] = {"log": log, "num_directions": directions, "seed": SEED}
+    ops.replay_perturb(at_once.storage, **at_once.planes(at_once), **shared, num_entries=5, step=20)
+    for i in range(5):
+        ops.replay_perturb(
+            one_by_one.storage,
+            **one_by_one.planes(one_by_one),
+            **shared,
+            num_entries=1,
+            first_entry=i,
+            step=i,
+            fold=True,
+        )
+    assert torch.equal(at_once.storage, one_by_one.storage)
+
+
+def test_result_does_not_depend_on_how_the_flat_is_cut_into_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_zo.ops import reference
+
+    results = []
+    for run_numel in (256, 1024, 65536):
+        monkeypatch.setattr(reference, "RUN_NUMEL", run_numel)
+        flat = Flat.make(torch.bfloat16)
+        log = make_log(rows_of(1))
+        ops.replay_perturb(flat.storage, **flat.planes(flat), log=log, num_entries=1, seed=SEED, step=4, fold=True)
+        results.append(flat.storage.view(torch.int16))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_result_does_not_depend_on_the_number_of_threads() -> None:
+    flat = Flat.make(torch.float32)
+    before = torch.get_num_threads()
+    outs = []
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            out = torch.zeros_like(flat.storage)
+            ops.replay_perturb(flat.storage, **flat.planes(), out=out, seed=SEED, step=1, scale=1e-3)
+            outs.append(out)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_a_skipped_step_changes_nothing(dtype: torch.dtype) -> None:
+    flat = Flat.make(dtype)
+    before = flat.clone()
+    log = make_log([(5, [1.0, 1.0], [0.0, 0.0])])
+    ops.replay_perturb(flat.storage, **flat.planes(flat), log=log, num_entries=1, seed=SEED, step=6, fold=True)
+    assert torch.equal(flat.storage.float(), before.storage.float())
+    if flat.exponents is not None and before.exponents is not None:
+        assert torch.equal(flat.exponents, before.exponents)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize("master", [False, True])
+def test_frozen_segments_are_copied_and_padding_is_untouched(dtype: torch.dtype, master: bool) -> None:
+    source = Flat.make(dtype, master=master)
+    target = source.clone()
+    for plane in (target.storage, target.low, target.exponents):
+        if plane is not None:
+            plane.fill_(CANARY)
+    out = torch.full_like(source.storage, CANARY, dtype=torch.float32)
+    log = make_log(rows_of(2))
+    ops.replay_perturb(
+        source.storage,
+        **source.planes(target),
+        log=log,
+        num_entries=2,
+        out=out,
+        seed=SEED,
+        step=9,
+        scale=1.0,
+        fold=True,
+    )
+    for s in FROZEN:
+        assert torch.equal(target.values(s, with_low=True), source.values(s, with_low=True))
+        assert torch.equal(out[part(s)], source.values(s))
+    for s in TRAINABLE:
+        assert not torch.equal(target.values(s), source.values(s))
+    padding = ~covered()
+    assert torch.all(target.storage.float()[padding] == CANARY)
+    assert torch.all(out[padding] == CANARY)
+    if target.low is not None:
+        assert torch.all(target.low[padding] == CANARY)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_master_follows_float32_bit_for_bit(dtype: torch.dtype) -> None:
+    """Fold after fold, where updates are far below the storage's own spacing."""
+    flat, exact = Flat.make(dtype, master=True), Flat.make(torch.float32)
+    for s in SEGMENTS:
+        exact.storage[part(s)] = flat.values(s, with_low=True)
+    log = make_log([(i, [1 - 1e-5, 1.0], [1e-5, 2e-5]) for i in range(6)])
+    for i in range(6):
+        for target in (flat, exact):
+            ops.replay_perturb(
+                target.storage,
+                **target.planes(target),
+                log=log,
+                num_entries=1,
+                first_entry=i,
+                seed=SEED,
+                step=i,
+                fold=True,
+            )
+    for s in SEGMENTS:
+        if dtype == torch.bfloat16:
+            assert torch.equal(flat.values(s, with_low=True), exact.values(s))
+        else:  # float16's subnormals are 2**-40 apart
+            torch.testing.assert_close(flat.values(s, with_low=True), exact.values(s), rtol=3e-7, atol=6 * 2.0**-40)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
+def test_stochastic_folds_follow_small_updates_in_the_mean_and_nearest_does_not(dtype: torch.dtype, fold: bool) -> None:
+    """A constant drift of a tenth of an ulp a fold: nearest rounding never moves."""
+    numel, folds = 4096, 60
+    table = ops.build_table([ops.Segment(start=0, numel=numel, offset=0)], "cpu")
+    ulp = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, FP8: 2.0**-3}[dtype]
+    decay = 1 - 0.1 * ulp / 1.25
+    drift = {}
+    for rounding in ("stochastic", "nearest"):
+        storage = torch.empty(numel, dtype=dtype)
+        exponents = torch.empty(numel // 256, dtype=torch.int8) if dtype == FP8 else None
+        ops.encode_(storage, torch.full((numel,), 1.25), exponents=exponents)
+        for i in range(folds):
+            ops.replay_perturb(
+                storage,
+                table=table,
+                dst=storage,
+                exponents_in=exponents,
+                exponents_out=exponents,
+                log=make_log([(i, [decay], [0.0])]),
+                num_entries=1,
+                seed=SEED,
+                step=i,
+                fold=fold,
+                rounding=rounding,  # type: ignore[arg-type]
+            )
+        drift[rounding] = (ops.decode(storage, None, exponents) - 1.25).mean().item()
+    expected = 1.25 * (decay**folds - 1)
+    spread = ulp * (folds * 0.25 / numel) ** 0.5
+    assert drift["nearest"] == 0.0
+    assert abs(drift["stochastic"] - expected) < 5 * spread + abs(expected) / 50
+
+
+@pytest.mark.parametrize("distribution", ["normal", "rademacher"])
+def test_perturbed_bf16_copies_are_unbiased_and_both_twins_round_alike(distribution: ops.Distribution) -> None:
+    """At weights near 1 and zo_eps 1e-3 nearest rounding loses most of z; the dither keeps 2 zo_eps z in the mean."""
+    numel, eps = 1 << 18, 1e-3
+    segment = ops.Segment(start=0, numel=numel, offset=0)
+    table = ops.build_table([segment], "cpu")
+    theta = torch.ones(numel, dtype=torch.bfloat16)
+    z = ops.noise(SEED, 3, 0, 0, numel, distribution)
+
+    def copies(rounding: Any) -> torch.Tensor:
+        twins = []
+        for scale in (eps, -eps):
+            out = torch.empty(numel, dtype=torch.bfloat16)
+            ops.replay_perturb(
+                theta,
+                table=table,
+                out=out,
+                seed=SEED,
+                step=3,
+                scale=scale,
+                distribution=distribution,
+                rounding=rounding,
+            )
+            twins.append(out.float())
+        return twins[0] - twins[1]
+
+    def response(difference: torch.Tensor) -> float:
+        return float((difference * z).mean() / (2 * eps * (z * z).mean()))
+
+    assert abs(response(copies("stochastic")) - 1) < 0.05
+    assert abs(response(copies("nearest")) - 1) > 0.2
+    # One draw for both: the difference has the sign of z or is nothing.
+    assert torch.all(copies("stochastic") * z >= 0)
+
+
+def test_dst_and_copy_use_what_was_stored() -> None:
+    """A later call on the stored base gives the copy that the first call gave: q directions share one base."""
+    flat = Flat.make(torch.bfloat16)
+    slot = flat.clone()
+    log = make_log(rows_of(2))
+    first, second = (torch.zeros_like(flat.storage) for _ in range(2))
+    ops.replay_perturb(
+        flat.storage, **flat.planes(slot), log=log, num_entries=2, out=first, seed=SEED, step=9, scale=1e-3
+    )
+    ops.replay_perturb(slot.storage, **slot.planes(), out=second, seed=SEED, step=9, scale=1e-3)
+    assert torch.equal(first, second)
+    assert not torch.equal(flat.storage, slot.storage)
+
+
+def test_master_is_not_what_gets_perturbed() -> None:
+    flat = Flat.make(torch.bfloat16, master=True)
+    out = torch.zeros_like(flat.storage, dtype=torch.float32)
+    log = make_log(rows_of(1))
+    ops.replay_perturb(flat.storage, **flat.planes(flat), log=log, num_entries=1, out=out, seed=SEED, step=9, fold=True)
+    for s in TRAINABLE:
+        assert torch.equal(out[part(s)], flat.values(s))
+        assert not torch.equal(out[part(s)], flat.values(s, with_low=True))
+
+
+def test_fp8_exponents_grow_on_overflow_and_never_shrink() -> None:
+    numel = 768
+    table = ops.build_table([ops.Segment(start=0, numel=numel, offset=0)], "cpu")
+    storage, exponents = torch.empty(numel, dtype=FP8), torch.empty(3, dtype=torch.int8)
+    x = torch.cat([torch.full((256,), 1.0), torch.full((256,), 2.0**-12), torch.zeros(256)])
+    ops.encode_(storage, x, exponents=exponents)
+    first = exponents.clone()
+
+    def fold(decay: float, coefficient: float, step: int) -> None:
+        log = make_log([(step, [decay], [coefficient])])
+        ops.replay_perturb(
+            storage,
+            table=table,
+            dst=storage,
+            exponents_in=exponents,
+            exponents_out=exponents,
+            log=log,
+            num_entries=1,
+            seed=SEED,
+            step=step,
+            fold=True,
+        )
+
+    fold(0.25, 0.0, 1)
+    assert torch.equal(exponents, first)
+    fold(16.0, 0.0, 2)
+    assert torch.equal(exponents, torch.tensor([first[0] + 2, first[1] + 2, first[2]], dtype=torch.int8))
+    assert torch.equal(ops.decode(storage, None, exponents), x * 4)
+    fold(1.0, 1e-3, 3)
+    z = ops.noise(SEED, 3, 0, 512, 256)
+    assert exponents[2] > first[2]  # the group of zeros took the scale of its first update
+    torch.testing.assert_close(ops.decode(storage[512:], None, exponents[2:]), -1e-3 * z, rtol=0.13, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dst": torch.zeros(256)}, "dst must be a contiguous 1-D torch.bfloat16"),
+        ({"out": torch.zeros(100)}, "out must have at least 256 elements"),
+        ({"out": torch.zeros(256, dtype=torch.float64)}, "out must be float32, bfloat16 or float16"),
+        ({"low_out": torch.zeros(256, dtype=torch.int16)}, "pass dst with it"),
+        ({"num_entries": 1}, "no log to read them from"),
+        ({"num_entries": 3, "log": torch.zeros(2, 3)}, r"num_entries must be in \[0, 2\]"),
+        (
+            {"num_entries": 1, "log": torch.zeros(2, 5), "num_directions": 2},
+            "pass the log's own num_directions",
+        ),
+        ({"num_entries": 1, "log": torch.zeros(2, 4)}, "a log row must have"),
+        ({"exponents_in": torch.zeros(1, dtype=torch.int8)}, "exponents_in goes with float8"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    table = ops.build_table([ops.Segment(start=0, numel=256, offset=0)], "cpu")
+    with pytest.raises(ValueError, match=message):
+        ops.replay_perturb(torch.zeros(256, dtype=torch.bfloat16), table=table, seed=0, step=0, **change)
