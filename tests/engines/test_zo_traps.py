@@ -19,11 +19,11 @@ from test_twins import _Mode, thread_state
 from tiny_models import VOCAB, tiny_batch, tiny_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, linear
 from zo_runs import (
     EPS,
     LR,
     Block,
+    FunctionalTie,
     PlainMeZO,
     Recorder,
     Toy,
@@ -452,18 +452,6 @@ def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:
 
 
 # Weights used elsewhere than in their module's forward
-
-
-class FunctionalTie(Toy):
-    """The head is the embedding, applied by a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits = linear(self.middle(self.embed(ids)), self.embed.weight)
-        return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 class Scaled(nn.Module):

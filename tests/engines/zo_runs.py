@@ -204,6 +204,18 @@ class Toy(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
+class FunctionalTie(Toy):
+    """The head is the embedding, applied by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = nn.functional.linear(self.middle(self.embed(ids)), self.embed.weight)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 def toy_batches(num: int, *, size: int = 2, length: int = 6, vocab: int = 32) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [{"ids": torch.randint(0, vocab, (size, length), generator=generator)} for _ in range(num)]
