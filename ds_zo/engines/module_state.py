@@ -77,17 +77,25 @@ class ModuleState:
     def _stage(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """Real memory for `load_state_dict` to copy into: the stored bytes may have another form, and updates
         pending."""
-        for name, p in module._parameters.items():
-            if p is None or prefix + name not in state_dict or id(p) not in self._where:
-                continue
+        staged = [
+            p
+            for name, p in module._parameters.items()
+            if p is not None and prefix + name in state_dict and id(p) in self._where
+        ]
+        for p in staged:
             self._homes.visits.fold_now(self._where[id(p)][0])
-            p.data = torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p))
-            self._staged.append(p)
+        # Read first: a read binds the whole unit to its home again.
+        values = [torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p)) for p in staged]
+        for p, value in zip(staged, values, strict=True):
+            p.data = value
+        self._staged += staged
 
     def _take(self, module: nn.Module, incompatible_keys: Any) -> None:
-        while self._staged:
-            p = self._staged.pop()
-            self._write(p, p.data)
+        # All values first: a write binds the whole unit to its home again.
+        values = [(p, p.data) for p in self._staged]
+        self._staged.clear()
+        for p, value in values:
+            self._write(p, value)
 
     @torch.no_grad()
     def _write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

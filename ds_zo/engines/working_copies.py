@@ -34,6 +34,10 @@ class WorkingCopies:
         self._training = False
         self.visited: set[int] = set()
         """Units whose parameters are working copies now, by id."""
+        self._entered: dict[int, list[Unit]] = {}
+        """What a module outside the blocks brought up for itself, by `id(module)`."""
+        self._kept: set[int] = set()
+        """Units that became ambient because they are used outside their module, by id."""
         self._grad_modes: list[bool] = []
         self._ambient: dict[int, list[torch.Tensor]] = {}
         lockstep.on_switch = self._swap_ambient
@@ -103,7 +107,11 @@ class WorkingCopies:
 
     def _enter_edge(self, module: nn.Module, args: Any) -> None:
         scratch = self._homes.visits.scratch[self._placement.nested_at.get(id(module), 0) :]
-        for unit in self._placement.entered_by[module]:
+        # A unit that is kept through the whole pass is entered here only where its module is called by itself.
+        there = self._kept & self.visited
+        entering = [unit for unit in self._placement.entered_by[module] if id(unit) not in there]
+        self._entered[id(module)] = entering
+        for unit in entering:
             if self._training:
                 with torch.no_grad():
                     unit.bind(self._homes.visits.perturb_edge(unit, index=self._lockstep.current, scratch=scratch))
@@ -113,7 +121,7 @@ class WorkingCopies:
             scratch = scratch[unit.scratch_nbytes :]
 
     def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> None:
-        for unit in reversed(self._placement.entered_by[module]):
+        for unit in reversed(self._entered.pop(id(module), [])):
             if self._training:
                 unit.bind_home()
                 self.visited.discard(id(unit))
@@ -174,8 +182,7 @@ class WorkingCopies:
         for unit in units:
             self._placement.edges.remove(unit)
             self._placement.ambient.append(unit)
-            for module, entering in self._placement.entered_by.items():
-                self._placement.entered_by[module] = [u for u in entering if u is not unit]
+            self._kept.add(id(unit))
             unit.module = self._module  # from here on it is entered with the whole model
             self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
         logger.info(

@@ -56,6 +56,9 @@ class ZOBackend(Backend):
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
         self._signature = self._groups_and_flags()
+        self._placed_shapes = {
+            id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
+        }
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
         self._tied_outputs_logged = False
@@ -221,6 +224,17 @@ class ZOBackend(Backend):
 
     def _check_model(self) -> None:
         """Frozen or regrouped parameters take effect; parameters that are not the ones that were placed can't."""
+        for name, parameter in self.module.named_parameters():
+            if self._placed_shapes.get(id(parameter)) != parameter.shape:
+                raise ValueError(
+                    f"parameter {name} is not the one that deepspeed.initialize placed: add, resize or replace "
+                    "parameters before deepspeed.initialize, and load weights without assign=True"
+                )
+        if len(self.param_groups) != self.homes.log.num_groups:
+            raise ValueError(
+                f"the optimizer had {self.homes.log.num_groups} parameter groups when deepspeed.initialize ran and has "
+                f"{len(self.param_groups)} now: add groups before initialize"
+            )
         signature = self._groups_and_flags()
         if signature == self._signature:
             return
@@ -229,15 +243,8 @@ class ZOBackend(Backend):
             if trainable and part.direct:
                 raise ValueError(
                     f"parameter {p.name} was frozen when deepspeed.initialize ran and was laid out so; unfreeze it "
-                    "before initialize "
-                    "(and give it to an optimizer group)"
+                    "before initialize (and give it to an optimizer group)"
                 )
-        if len(self.param_groups) != self.homes.log.num_groups:
-            raise ValueError(
-                f"the optimizer had {self.homes.log.num_groups} parameter groups when deepspeed.initialize ran and has "
-                f"{len(self.param_groups)} now: "
-                "add groups before initialize"
-            )
         self._fold_everything()
         for (part, p), (group, trainable) in zip(placed, signature, strict=True):
             p.group, p.trainable = group, trainable
