@@ -191,9 +191,10 @@ class ZOBackend(Backend):
         if dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
             dist.all_reduce(g, group=self.process_group)
             g /= dist.get_world_size(self.process_group)
-        if self.settings.clip_projected_grad is not None:
-            g.clamp_(-self.settings.clip_projected_grad, self.settings.clip_projected_grad)
         norm = g.norm()
+        if self.settings.clip_projected_grad is not None:
+            limit = self.settings.clip_projected_grad
+            g = torch.where(g.isfinite(), g.clamp(-limit, limit), g)  # an overflow is skipped, not cut to the limit
         self.homes.visits.make_room()
         finite = self.homes.log.append(
             g,
