@@ -94,6 +94,7 @@ class Runtime:
         if not unit.low_streamed:
             return unit.low_home
         slot = self._low_of.get(self._number[id(unit)]) or self._upload_low(unit)
+        slot.give_up()  # a fold changes it in place
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
@@ -125,17 +126,16 @@ class Runtime:
         self._wants_low = self.standing_wants_low
         self._visited = set()
         self._actions = deque()
-        while self._low_of:
-            self._low_pool.append(self._low_of.popitem()[1])
         for slot in self.slots:
-            if slot.unit is not None and slot.version != slot.unit.version:
+            if not self._is_good(slot):
                 slot.give_up()
+        self._low_pool.extend(self._low_of.pop(n) for n, slot in list(self._low_of.items()) if not self._is_good(slot))
 
     def forget(self) -> None:
         """Homes were rewritten behind the slots' back: nothing that was brought up counts any more."""
-        self.finish()
-        for slot in self.slots:
+        for slot in (*self.slots, *self._low_of.values()):
             slot.give_up()
+        self.finish()
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until `unit.home` holds what was sent back. For readers outside the hot path."""
@@ -146,7 +146,7 @@ class Runtime:
         loaded = {
             self._number[id(slot.unit)]: i
             for i, slot in enumerate(self.slots)
-            if slot.unit is not None and slot.version == slot.unit.version
+            if slot.unit is not None and self._is_good(slot)
         }
         ahead = self._order[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
@@ -184,6 +184,7 @@ class Runtime:
             slot.buffer[: unit.low_nbytes].copy_(unit.low_home, non_blocking=True)
         self._record(slot.filled, self._up)
         self.bytes_up += unit.low_nbytes
+        slot.unit, slot.version = unit, unit.version
         self._low_of[self._number[id(unit)]] = slot
         return slot
 
@@ -201,6 +202,11 @@ class Runtime:
         if self._down is not None:
             unit.landed = unit.landed or torch.cuda.Event()
             unit.landed.record(self._down)
+
+    @staticmethod
+    def _is_good(slot: Slot) -> bool:
+        """It holds, or awaits, what its unit's home holds."""
+        return slot.unit is not None and slot.version == slot.unit.version
 
     @property
     def _compute(self) -> torch.cuda.Stream | None:

@@ -49,11 +49,8 @@ def sweep(
     slot_of = {block: slot for block, slot in (loaded or {}).items() if block in soon}
     free = deque(slot for slot in range(num_slots) if slot not in slot_of.values())
     actions: list[Action] = []
+    claimed: set[int] = set()
     next_upload = 0
-
-    def upload(block: int) -> None:
-        slot_of[block] = free.popleft()
-        actions.append(Action(block, Kind.UPLOAD, slot_of[block]))
 
     def feed() -> None:
         nonlocal next_upload
@@ -62,19 +59,20 @@ def sweep(
             if block not in slot_of:
                 if not free:
                     return
-                upload(block)
+                slot_of[block] = free.popleft()
+                actions.append(Action(block, Kind.UPLOAD, slot_of[block]))
+            elif block in claimed and next_upload < len(order):
+                return  # a repeat: the slot is its earlier visit's until that is over
+            claimed.add(block)
             next_upload += 1
 
-    for position, block in enumerate(order):
-        next_upload = max(next_upload, position)
+    for block in order:
         feed()
-        if block not in slot_of:  # a repeat, passed over by feed() while its earlier visit still held the slot
-            upload(block)
         actions.append(Action(block, Kind.COMPUTE, slot_of[block]))
         if block in downloads:
             actions.append(Action(block, Kind.DOWNLOAD, slot_of[block]))
         free.append(slot_of.pop(block))
-    next_upload = max(next_upload, len(order))
+        claimed.discard(block)
     feed()
     return actions
 

@@ -1,0 +1,60 @@
+"""What a ZO step moves between host and device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from equivalence_runs import one_step, parameters_of, zo_config, zo_engine
+from zoo import CASES
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def moved(num_steps: int, *, warm_up: int = 2, **options: Any) -> tuple[float, float, float]:
+    """Bytes up and down a step, and those of all streamed blocks. The very first step runs its passes twice."""
+    case = CASES["wandering"]
+    with zo_engine(case.make(), zo_config(**options)) as engine:
+        for seed in range(warm_up):
+            one_step(engine, case.batch(seed))
+        runtime = engine.backend.homes.runtime
+        up, down = runtime.bytes_up, runtime.bytes_down
+        for seed in range(num_steps):
+            one_step(engine, case.batch(seed))
+        up, down = runtime.bytes_up - up, runtime.bytes_down - down
+        whole = sum(unit.nbytes for unit in engine.backend.homes.placement.blocks if unit.streamed)
+        assert whole > 0 and parameters_of(engine)
+        return up / num_steps, down / num_steps, whole
+
+
+@pytest.mark.parametrize("num_directions", [1, 3])
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_blocks_go_up_once_a_step_and_back_once_an_interval(interval: int, num_directions: int) -> None:
+    up, down, whole = moved(8, stream={"writeback_interval": interval}, num_directions=num_directions)
+    assert up == whole
+    assert down == whole / interval
+
+
+def test_resident_blocks_do_not_move() -> None:
+    up, down, whole = moved(4, stream={"writeback_interval": 1, "resident_blocks": 1})
+    assert up == down == whole
+
+
+def test_accumulation_uploads_once_a_micro_batch_and_writes_back_once_a_step() -> None:
+    up, down, whole = moved(8, accumulation=2, stream={"writeback_interval": 1})
+    assert up == whole
+    assert down == whole / 2
+
+
+def test_low_planes_move_on_folds_only() -> None:
+    """bf16 with `master: split`: as many bytes again as the weights themselves, but once an interval."""
+    up, down, whole = moved(8, dtype="bf16", stream={"writeback_interval": 4})
+    assert up == whole + whole / 4
+    assert down == 2 * whole / 4
+
+
+def test_an_update_sweep_of_its_own_uploads_twice() -> None:
+    """The ablation `fuse_update: false`. What the sweep leaves in the slots need not come up again."""
+    up, down, whole = moved(4, stream={"fuse_update": False})
+    assert down == whole
+    assert 1.4 * whole < up <= 2 * whole

@@ -1,0 +1,206 @@
+"""The runtime brings the right bytes to a slot whatever order blocks are visited in, and counts what it moves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import Part, Placed, Unit
+
+CPU = torch.device("cpu")
+
+
+def make_units(num_units: int, *, wire: torch.dtype = torch.float32, resident: tuple[int, ...] = ()) -> list[Unit]:
+    """Of different sizes. Every element of unit i is i, and its low plane is full of i."""
+    store = HostStore(CPU, pin=False)
+    units = []
+    for i in range(num_units):
+        placed = Placed(f"p{i}", nn.Parameter(torch.zeros(300 + 100 * i, dtype=wire)), 0, 0, True)
+        part = Part([placed], wire, wire, split=wire.itemsize < 4, direct=False)
+        unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
+        low = store.take(unit.low_nbytes) if unit.low_nbytes else None
+        unit.settle(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)
+        unit.home.fill_(i)
+        if low is not None:
+            low.fill_(i)
+        units.append(unit)
+    return units
+
+
+def make_runtime(units: list[Unit], *, num_slots: int = 2, num_low_slots: int = 1, **options: bool) -> Runtime:
+    return Runtime(units, CPU, num_slots=num_slots, num_low_slots=num_low_slots, **options)
+
+
+def assert_holds(slot: Slot, unit: Unit) -> None:
+    assert slot.unit is unit and slot.version == unit.version
+    assert torch.equal(slot.buffer[: unit.nbytes], unit.home)
+
+
+def visit(runtime: Runtime, unit: Unit, *, update: bool = False) -> None:
+    slot = runtime.arrive(unit)
+    assert_holds(slot, unit)
+    if update:
+        slot.buffer[: unit.nbytes] += 1
+        slot.version += 1
+    runtime.depart(unit, slot)
+
+
+@pytest.mark.parametrize("reuse_buffers", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_slots", [2, 3, 4, 9])
+def test_every_pass_uploads_every_block_once(num_slots: int, overlap: bool, reuse_buffers: bool) -> None:
+    units = make_units(6)
+    runtime = make_runtime(units, num_slots=num_slots, overlap=overlap, reuse_buffers=reuse_buffers)
+    whole = sum(u.nbytes for u in units)
+    moved = []
+    for number in range(4):
+        before = runtime.bytes_up, runtime.bytes_down
+        runtime.start(units, downloads=units)
+        for unit in units:
+            visit(runtime, unit, update=True)
+        runtime.finish()
+        moved.append((runtime.bytes_up - before[0], runtime.bytes_down - before[1]))
+        for i, unit in enumerate(units):
+            assert unit.version == number + 1 and bool((unit.home == i + number + 1).all())
+    ahead = sum(u.nbytes for u in units[:num_slots]) if overlap and num_slots < len(units) else 0
+    assert moved[0] == (whole + ahead, whole), "the first pass brings up what the second starts with"
+    assert all(up <= whole and down == whole for up, down in moved[1:])
+    if ahead:
+        assert all(up == whole for up, _ in moved[1:])
+
+
+def test_only_what_is_asked_for_is_sent_back() -> None:
+    units = make_units(5)
+    runtime = make_runtime(units)
+    runtime.start(units, downloads=[units[1], units[4]])
+    for unit in units:
+        visit(runtime, unit, update=True)
+    runtime.finish()
+    assert runtime.bytes_down == units[1].nbytes + units[4].nbytes
+    assert [u.version for u in units] == [0, 1, 0, 0, 1]
+    assert [int(u.home[0]) for u in units] == [0, 2, 2, 3, 5]
+
+
+def test_resident_blocks_never_move() -> None:
+    units = make_units(4, resident=(0, 2))
+    runtime = make_runtime(units)
+    for _ in range(3):
+        runtime.start(units, downloads=units)
+        for unit in units:
+            if unit.streamed:
+                visit(runtime, unit)
+        runtime.finish()
+    streamed = units[1].nbytes + units[3].nbytes
+    assert runtime.bytes_down == 3 * streamed and runtime.bytes_up <= 4 * streamed
+
+
+def test_a_reversed_pass_is_planned_like_any_other() -> None:
+    """What a backward pass needs."""
+    units = make_units(5)
+    runtime = make_runtime(units, num_slots=3)
+    for order in (units, units[::-1], units, units[::-1]):
+        runtime.start(order, downloads=units)
+        for unit in order:
+            visit(runtime, unit, update=True)
+        runtime.finish()
+    assert [int(u.home[0]) for u in units] == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
+def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None:
+    """Random visits against any plan, some updating their slot, some sent back, some outside a pass."""
+    rng = random.Random(num_slots)
+    units = make_units(5)
+    runtime = make_runtime(units, num_slots=num_slots)
+    value = {id(u): int(u.home[0]) for u in units}
+    for _ in range(200):
+        announced = rng.random() < 0.8
+        downloads = [u for u in units if rng.random() < 0.5] if announced else []
+        if announced:
+            runtime.start(rng.choice([units, units[::-1], units[1:4]]), downloads=downloads)
+        for unit in rng.choices(units, k=rng.randint(0, 8)):
+            sent_back = unit in downloads
+            slot = runtime.arrive(unit)
+            assert_holds(slot, unit)
+            assert int(slot.buffer[0]) == value[id(unit)] == int(slot.buffer[unit.nbytes - 1])
+            if sent_back or rng.random() < 0.5:
+                slot.buffer[: unit.nbytes] = new = rng.randint(0, 255)
+                slot.version += 1
+                if sent_back:
+                    value[id(unit)] = new
+                    downloads.remove(unit)
+            runtime.depart(unit, slot)
+        if announced or rng.random() < 0.5:
+            runtime.finish()
+    assert [int(u.home[0]) for u in units] == [value[id(u)] for u in units]
+
+
+def test_a_slot_that_was_changed_and_not_sent_back_counts_for_nothing() -> None:
+    units = make_units(2)
+    runtime = make_runtime(units, num_slots=2)
+    for _ in range(3):
+        runtime.start(units)
+        for unit in units:
+            visit(runtime, unit, update=True)  # asserts that the next pass finds the home's bytes again
+        runtime.finish()
+    assert runtime.bytes_down == 0
+
+
+def test_rewritten_homes_are_brought_up_again_once_forgotten() -> None:
+    units = make_units(3)
+    runtime = make_runtime(units, num_slots=3)
+    runtime.start(units)
+    for unit in units:
+        visit(runtime, unit)
+    runtime.finish()
+    units[0].home.fill_(77)
+    runtime.forget()
+    runtime.start(units)
+    visit(runtime, units[0])
+
+
+def test_a_pass_that_breaks_off_leaves_a_runtime_that_works() -> None:
+    units = make_units(4)
+    runtime = make_runtime(units)
+    runtime.start(units, downloads=units)
+    runtime.arrive(units[0])
+    runtime.finish()
+    runtime.start(units, downloads=units)
+    for unit in units:
+        visit(runtime, unit, update=True)
+    runtime.finish()
+    assert [int(u.home[0]) for u in units] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_low_slots", [1, 2])
+def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) -> None:
+    units = make_units(5, wire=torch.bfloat16, resident=(2,))
+    runtime = make_runtime(units, num_low_slots=num_low_slots)
+    folding = {id(units[1]), id(units[2]), id(units[4])}
+    runtime.start(
+        units,
+        downloads=[u for u in units if id(u) in folding],
+        wants_low=lambda unit, ahead: not ahead and id(unit) in folding,
+    )
+    for i, unit in enumerate(units):
+        slot = runtime.arrive(unit) if unit.streamed else None
+        if id(unit) in folding:
+            low = runtime.arrive_low(unit)
+            assert low is not None and bool((low[: unit.low_nbytes] == i).all())
+            low[: unit.low_nbytes] += 10
+        runtime.depart(unit, slot)
+    runtime.finish()
+    found = [int(u.low_home[0]) for u in units if u.low_home is not None]
+    assert found == [0, 11, 12, 3, 14]
+    streamed = sum(u.nbytes for u in units if u.streamed)
+    lows = sum(u.low_nbytes for u in units if id(u) in folding)
+    assert runtime.bytes_down == units[1].nbytes + units[4].nbytes + lows
+    if num_low_slots == 1:  # the resident's plane takes the one slot from the plane that came early, which comes again
+        lows += units[4].low_nbytes
+    assert runtime.bytes_up == streamed + lows + units[0].nbytes + units[1].nbytes

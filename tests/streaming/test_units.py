@@ -1,0 +1,206 @@
+"""Units: which parameters form one, how they lie in memory, and that what is stored comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+
+from ds_zo import ops
+from ds_zo.streaming.host_store import PAGE, HostStore
+from ds_zo.streaming.placement import Placement, plan_units, settle, spread
+from ds_zo.streaming.units import Part, Placed, Unit
+
+CPU = torch.device("cpu")
+ALIGNMENT_NBYTES = 256
+SHAPES = [(3, 5), (256,), (1,), (7, 64), (1000,), ()]
+
+
+def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int = 0) -> tuple[Unit, list[torch.Tensor]]:
+    """Two parts, the second frozen and stored as it is, in fresh homes that hold random values."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float32) * 3.0 for shape in SHAPES]
+    placed, offset = [], 0
+    for i, value in enumerate(values):
+        parameter = nn.Parameter(torch.zeros(value.shape, dtype=dtype), requires_grad=i % 3 != 2)
+        placed.append(Placed(f"p{i}", parameter, offset, 0, parameter.requires_grad))
+        offset += value.numel()
+    parts = [
+        Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, direct=False),
+        Part([p for p in placed if not p.trainable], dtype, dtype, split=False, direct=True),
+    ]
+    unit = Unit("u", nn.Module(), parts, index=0, is_block=True)
+    low = torch.empty(unit.low_nbytes, dtype=torch.uint8) if unit.low_nbytes else None
+    unit.settle(HostStore(CPU, pin=False).take(unit.nbytes), low, streamed=True, low_streamed=True)
+    unit.store(lambda p: values[int(p.name[1:])])
+    return unit, [values[int(p.name[1:])] for p in unit.placed]
+
+
+def decoded(unit: Unit) -> list[torch.Tensor]:
+    """Every parameter's stored value in float32, in `placed` order."""
+    found = []
+    for part, planes in zip(unit.parts, unit.planes(unit.home, unit.low_home), strict=True):
+        plane = ops.decode(planes.storage, planes.low, planes.exponents)
+        found += [placed.view(plane) for placed in part.placed]
+    return found
+
+
+WIRES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float8_e4m3fn: 2.0**-4}
+"""Relative, of the widest step."""
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_stored_comes_back(dtype: torch.dtype, wire: torch.dtype, split: bool) -> None:
+    """To half a step of the format; with low planes to 2**-16 of that. Frozen ones to their own dtype."""
+    unit, values = make_unit(dtype=dtype, wire=wire, split=split)
+    steps = HALF_ULP[wire] * (2.0**-15 if unit.parts[0].split else 2.0)
+    for placed, value, found in zip(unit.placed, values, decoded(unit), strict=True):
+        if not placed.trainable:
+            assert torch.equal(found, value.to(dtype).float())
+            continue
+        smallest = float(value.abs().max()) * 2.0**-16  # near zero the step of fp8 and fp16 no longer shrinks
+        torch.testing.assert_close(found, value, rtol=max(steps, 2.0**-23), atol=max(steps, 2.0**-23) * smallest * 64)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_planes_are_aligned_and_disjoint(wire: torch.dtype) -> None:
+    unit, _ = make_unit(dtype=torch.float32, wire=wire, split=True)
+    assert unit.home.data_ptr() % PAGE == 0
+    taken = torch.zeros(unit.nbytes, dtype=torch.int32)
+    for part, planes in zip(unit.parts, unit.planes(unit.home), strict=True):
+        for placed in part.placed:
+            view = placed.view(planes.storage)
+            assert view.shape == placed.parameter.shape and view.is_contiguous()
+            assert view.data_ptr() % ALIGNMENT_NBYTES == 0
+            at = view.data_ptr() - unit.home.data_ptr()
+            taken[at : at + view.numel() * part.wire.itemsize] += 1
+        if planes.exponents is not None:
+            at = planes.exponents.data_ptr() - unit.home.data_ptr()
+            taken[at : at + planes.exponents.numel()] += 1
+    assert int(taken.max()) == 1
+
+
+def test_scratch_has_a_plane_for_each_trainable_part_only() -> None:
+    unit, values = make_unit(dtype=torch.bfloat16, wire=torch.float8_e4m3fn, split=False)
+    scratch = torch.zeros(unit.scratch_nbytes, dtype=torch.uint8)
+    outs = unit.outs(scratch)
+    assert [out is None for out in outs] == [False, True]
+    views = unit.views(unit.planes(unit.home), outs)
+    for placed, view, value in zip(unit.placed, views, values, strict=True):
+        assert view.dtype is torch.bfloat16 and view.shape == placed.parameter.shape
+        assert view.data_ptr() % ALIGNMENT_NBYTES == 0
+        if not placed.trainable:
+            assert torch.equal(view, value.bfloat16())
+
+
+def test_a_parameter_at_home_is_a_view_or_a_placeholder() -> None:
+    same, values = make_unit(dtype=torch.bfloat16, wire=torch.bfloat16, split=True)
+    same.bind_home()
+    for placed, value in zip(same.placed, values, strict=True):
+        torch.testing.assert_close(placed.parameter.data, value.bfloat16(), rtol=2.0**-7, atol=0.0)
+        inside = placed.parameter.data_ptr() - same.home.data_ptr()
+        assert 0 <= inside < same.nbytes
+    other, _ = make_unit(dtype=torch.bfloat16, wire=torch.float8_e4m3fn, split=True)
+    flags = [p.parameter.requires_grad for p in other.placed]
+    other.bind_home()
+    for placed, flag in zip(other.placed, flags, strict=True):
+        p = placed.parameter
+        assert p.dtype is torch.bfloat16 and p.requires_grad is flag
+        if placed.trainable:
+            assert p.untyped_storage().nbytes() <= 2, "a placeholder holds no memory"
+
+
+def test_one_parameter_can_be_stored_alone() -> None:
+    unit, values = make_unit(dtype=torch.bfloat16, wire=torch.float8_e4m3fn, split=True)
+    target = list(unit.placed)[2]
+    unit.store_one(target, torch.full(target.parameter.shape, 40.0))
+    for placed, value, found in zip(unit.placed, values, decoded(unit), strict=True):
+        expected = torch.full_like(value, 40.0) if placed is target else value
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_a_value_of_another_shape_is_refused() -> None:
+    unit, _ = make_unit(dtype=torch.float32, wire=torch.float32, split=False)
+    with pytest.raises(ValueError, match=r"p0 has shape \(3, 5\), got \(5, 3\)"):
+        unit.store_one(next(iter(unit.placed)), torch.zeros(5, 3))
+
+
+def planned(model: nn.Module, **options: object) -> Placement:
+    groups = [{"params": list(model.parameters())}]
+    return plan_units(model, groups, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_offsets_count_every_parameter_once_in_the_models_order(tied: bool) -> None:
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    model.model.layers[1].requires_grad_(False)
+    placement = planned(model)
+    offsets, offset = {}, 0
+    for name, p in model.named_parameters():
+        offsets[name] = offset
+        offset += p.numel()
+    assert {p.name: p.offset for unit in placement.units for p in unit.placed} == offsets
+    assert placement.numel == offset
+
+
+def test_a_tied_weight_is_one_unit_that_two_modules_enter() -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    placement = planned(model)
+    (unit,) = (u for u in placement.edges if any(p.name == "model.embed_tokens.weight" for p in u.placed))
+    assert placement.entered_by[model.model.embed_tokens] == placement.entered_by[model.lm_head] == [unit]
+
+
+def test_adapters_in_a_frozen_block_stay_on_the_device() -> None:
+    model = tiny_model("llama")
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.requires_grad_(True)
+    placement = planned(model)
+    resident = {p.name for unit in (*placement.edges, *placement.ambient) for p in unit.placed}
+    adapters = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert adapters <= resident
+    assert all(not p.trainable for unit in placement.blocks for p in unit.placed)
+    for layer, block in zip(model.model.layers, placement.blocks, strict=True):
+        beside = placement.nested_at[id(layer.self_attn.q_proj)]
+        (adapter,) = placement.entered_by[layer.self_attn.q_proj]
+        assert beside >= block.scratch_nbytes and beside + adapter.scratch_nbytes <= placement.scratch_nbytes
+
+
+def test_a_parameter_of_a_module_with_children_is_ambient() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(3, 3)
+
+    placement = planned(Root())
+    assert [[p.name for p in u.placed] for u in placement.ambient] == [["scale"]]
+    assert [[p.name for p in u.placed] for u in placement.edges] == [["inner.weight", "inner.bias"]]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 24])
+def test_residents_are_spread_evenly(num_blocks: int) -> None:
+    for num_resident in range(num_blocks + 1):
+        chosen = sorted(spread(num_blocks, num_resident))
+        assert len(chosen) == num_resident and all(0 <= i < num_blocks for i in chosen)
+        runs = [b - a for a, b in zip([-1, *chosen], [*chosen, num_blocks], strict=True)]
+        assert not num_resident or max(runs) <= -(-num_blocks // num_resident) + 1
+
+
+def test_settling_keeps_every_value_and_frees_the_originals() -> None:
+    model = tiny_model("opt")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    placement = planned(model)
+    store = HostStore(CPU, pin=True)
+    stays = {id(placement.blocks[1])}
+    settle(placement, store, CPU, resident=lambda unit: id(unit) in stays, read=lambda placed: placed.parameter.data)
+    assert [u.streamed for u in placement.blocks] == [True, False, True]
+    assert store.nbytes == placement.blocks[0].nbytes + placement.blocks[2].nbytes
+    for name, p in model.named_parameters():
+        assert torch.equal(p.data, before[name])
+        home = next(u.home for u in placement.units for q in u.placed if q.parameter is p)
+        assert 0 <= p.data_ptr() - home.data_ptr() < home.numel()
