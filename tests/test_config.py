@@ -73,7 +73,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", stream("device_memory_gb", "24"), ["must be a number", "write 24"], "ds_zo.stream.device_memory_gb"),
     ("ZO", stream("blocks", 3), ["dotted path"], "ds_zo.stream.blocks"),
     ("ZO", stream("blocks", ["model.layers", 3]), ["dotted path"], "ds_zo.stream.blocks"),
-    ("ZO", stream("blocks", []), ["dotted path"], "ds_zo.stream.blocks"),
+    ("ZO", stream("blocks", [""]), ["dotted path"], "ds_zo.stream.blocks"),
     ("ZO", stream("blocks", "model..layers"), ["dotted path"], "ds_zo.stream.blocks"),
     ("ZO", {"ds_zo.stream": [1]}, ["must be an object"], "ds_zo.stream"),
     ("ZO", {"ds_zo": "zo"}, ["must be an object"], "ds_zo"),
@@ -148,6 +148,8 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", stream("device_slot", 2), ['did you mean "device_slots"?'], "ds_zo.stream.device_slot"),
     ("ZO", {"ds_zo.checkpoint.async": True}, ["unknown key"], "ds_zo.checkpoint.async"),
     # combinations of ours
+    ("ZO", {"ds_zo.params": {"zo_eps": 1e-3}}, ["goes with ds_zo.backend", "optimizer.params"], "ds_zo.params"),
+    ("ZO", {"optimizer": DROP, "ds_zo.params": {"zo_eps": 1e-3}}, ["must be named"], "optimizer.type"),
     ("ZO", {"ds_zo.backend": "lomo"}, ["one backend", '"ZO"', '"lomo"', "remove ds_zo.backend"], "ds_zo.backend"),
     ("AdamW", {"ds_zo.backend": "zo"}, ["without an optimizer block", '"AdamW"'], "ds_zo.backend"),
     ("AdamW", {"ds_zo.rounding": "nearest"}, ["must be named", '"AdamW"'], "optimizer.type"),
@@ -324,6 +326,36 @@ def test_long_values_are_cut() -> None:
     assert len(str(caught.value)) < 200
 
 
+SECTION = {"optimizer": DROP, "ds_zo.backend": "zo"}
+
+
+@pytest.mark.parametrize(
+    ("params", "words", "location"),
+    [
+        ({"lr": 1e-6}, ["belongs to the optimizer that the script builds", "1e-06", "set it there"], ".lr"),
+        ({"weight_decay": 0.1}, ["belongs to the optimizer"], ".weight_decay"),
+        ({"zo_epss": 1e-3}, ['did you mean "zo_eps"?'], ".zo_epss"),
+        ({"betas": [0.9, 0.999]}, ["unknown key"], ".betas"),
+        ({"seed": "7"}, ["write 7 without quotes"], ".seed"),
+        ([1e-3], ["must be an object"], ""),
+    ],
+)
+def test_malformed_params_of_the_section(params: Any, words: list[str], location: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(edited(base(), {**SECTION, "ds_zo.params": params}), client_optimizer=True)
+    assert caught.value.location == f"ds_zo.params{location}"
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_params_of_the_section_are_those_of_its_backend() -> None:
+    params = {"zo_eps": 1e-2, "num_directions": 2, "seed": 7, "lr": None}
+    config = resolve(edited(base(), {**SECTION, "ds_zo.params": params}), client_optimizer=True)
+    assert config.optimizer == ZOParams(zo_eps=1e-2, num_directions=2, seed=7)
+    wrong = {**SECTION, "bf16.enabled": True, "ds_zo.params": {"compute_dtype": "fp16"}}
+    with pytest.raises(ConfigError, match=r"\(ds_zo\.params\.compute_dtype\)"):
+        resolve(edited(base(), wrong))
+
+
 def test_client_optimizer_beside_an_optimizer_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'"ds_zo": \{"backend": "zo"\} \(optimizer.type\)'):
         resolve(base(), client_optimizer=True)
@@ -372,6 +404,7 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"ds_zo.stream": {"blocks": ["encoder.layers", "decoder.layers"], "device_memory_gb": 24}},
         {"stream": True},
     ),
+    ("ZO", stream("blocks", []), {"stream": True}),
     ("ZO", {**stream("wire_dtype", "fp32"), "bf16.enabled": True}, {"dtype": torch.bfloat16}),
     ("ZO", {**stream("fuse_update", False), **stream("writeback_interval", 1)}, {"stream": True}),
     ("ZO", {"bfloat16": {"enabled": True}}, {"dtype": torch.bfloat16}),
@@ -492,6 +525,12 @@ def test_stock_offload_json_with_only_the_type_edited(kind: str) -> None:
     )
     assert config.optimizer.lr == 3e-5
     assert any("AdamW does not transfer" in line for line in config.warnings)
+
+
+def test_a_learning_rate_left_out_was_not_chosen_for_adamw() -> None:
+    left_out = resolve(edited(STOCK_ZERO_OFFLOAD, {"optimizer.type": "ZO", "optimizer.params.lr": DROP}))
+    assert left_out.optimizer.lr == 1e-6
+    assert not any("AdamW" in line for line in left_out.warnings)
 
 
 def test_stock_eps_is_not_the_perturbation() -> None:

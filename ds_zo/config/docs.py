@@ -76,6 +76,8 @@ def _annotation_text(annotation: Any) -> str:
         return " or ".join(_annotation_text(part) for part in parts)
     if origin is tuple:
         return f"list of {len(parts)} numbers"
+    if origin is dict:
+        return "object"
     if origin is list:
         return f"list of {_annotation_text(parts[0])}s"
     return _TYPE_WORDS.get(annotation, "object")

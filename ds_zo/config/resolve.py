@@ -14,6 +14,7 @@ from ds_zo.config.stock import block, parse, read_stock
 
 BACKENDS = ("zo", "lomo", "adalomo", "lsp")
 _OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
+_GROUP_KEYS = ("lr", "weight_decay")
 
 
 def backend_of(ds_config: Any) -> str | None:
@@ -37,8 +38,12 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
         raise ConfigError(f"the configuration must be an object, got {shown(ds_config)}; pass a dict", at="top level")
     backend = _select(ds_config, client_optimizer=client_optimizer)
     params, foreign = _own_and_foreign_params(ds_config, backend)
-    optimizer = parse(PARAMS[backend], params, at="optimizer.params")
     section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
+    if section.params is None:
+        optimizer = parse(PARAMS[backend], params, at="optimizer.params")
+    else:
+        _check_section_params(section.params, in_type=_backend_in_type(ds_config) is not None)
+        optimizer = parse(PARAMS[backend], section.params, at="ds_zo.params")
     stock = read_stock(ds_config, world_size=world_size)
     param_place, optimizer_place = stock.zero.offload_param, stock.zero.offload_optimizer
     by_value = isinstance(optimizer, LOMOParams) and optimizer.clip_grad_value is not None
@@ -112,6 +117,23 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
         )
         raise ConfigError(text, at="optimizer.type")
     return in_type or in_section or ""
+
+
+def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
+    """`ds_zo.params` stands in for an `optimizer` block that is not there, and never for the script's own groups."""
+    if in_type:
+        text = (
+            f"params goes with ds_zo.backend, got {shown(params)} beside an optimizer block; move its keys into "
+            "optimizer.params"
+        )
+        raise ConfigError(text, at="ds_zo.params")
+    for key in _GROUP_KEYS:
+        if params.get(key) is not None:
+            text = (
+                f"{key} belongs to the optimizer that the script builds, got {shown(params[key])}; set it there, or "
+                "write an optimizer block instead of ds_zo.backend"
+            )
+            raise ConfigError(text, at=f"ds_zo.params.{key}")
 
 
 def _own_and_foreign_params(ds_config: dict[str, Any], backend: str) -> tuple[dict[str, Any], list[str]]:

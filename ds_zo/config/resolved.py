@@ -52,3 +52,8 @@ class Resolved:
 
     warnings: tuple[str, ...] = ()
     """Lines worth a user's attention at start."""
+
+    @property
+    def params_at(self) -> str:
+        """Where `optimizer` stands in the JSON."""
+        return "optimizer.params" if self.section.params is None else "ds_zo.params"

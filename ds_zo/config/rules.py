@@ -56,7 +56,7 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
     """Legal settings that probably do not do what their author expects."""
     found = []
     optimizer = config.optimizer
-    if foreign_params and not isinstance(optimizer, LSPParams):
+    if foreign_params and "lr" in optimizer.model_fields_set and not isinstance(optimizer, LSPParams):
         found.append(
             f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
             f"{optimizer.lr:g}, about {type(optimizer).model_fields['lr'].default:g} is usual"
@@ -69,7 +69,7 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
         )
     if isinstance(optimizer, LSPParams) and optimizer.clip_scope == "global" and optimizer.schedule == "layerwise":
         found.append(
-            "optimizer.params.clip_scope global needs the whole backward pass before the first update, so the "
+            f"{config.params_at}.clip_scope global needs the whole backward pass before the first update, so the "
             "layerwise schedule overlaps nothing; clip_scope matrix does not"
         )
     return found
@@ -100,7 +100,7 @@ def _check_dtypes(config: Resolved) -> None:
     if not isinstance(config.optimizer, ZOParams) or config.optimizer.compute_dtype == "auto":
         return
     wanted = config.optimizer.compute_dtype
-    at = "optimizer.params.compute_dtype"
+    at = f"{config.params_at}.compute_dtype"
     if config.dtype is not torch.float32 and wanted != model:
         text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'
         raise ConfigError(text, at=at)
@@ -152,12 +152,12 @@ def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
             f"clip_grad_value excludes gradient_clipping, got {optimizer.clip_grad_value:g} beside "
             f"{config.gradient_clipping:g}; remove one of the two"
         )
-        raise ConfigError(text, at="optimizer.params.clip_grad_value")
+        raise ConfigError(text, at=f"{config.params_at}.clip_grad_value")
     if config.gradient_accumulation_steps > 1 and optimizer.accumulation == "refuse":
         text = (
             "gradient_accumulation_steps must be 1, because a gradient is gone once its update is made, got "
             f"{config.gradient_accumulation_steps}; use a larger micro-batch with activation checkpointing, or set "
-            'optimizer.params.accumulation to "sequential" for one small update a micro-batch'
+            f'{config.params_at}.accumulation to "sequential" for one small update a micro-batch'
         )
         raise ConfigError(text, at="gradient_accumulation_steps")
 

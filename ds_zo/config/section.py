@@ -34,7 +34,7 @@ class StreamConfig(ConfigModel):
     """Steps between write-backs of a block (ZO replays what is pending); null: chosen by the engine."""
 
     blocks: str | list[str] | None = None
-    """Dotted path of the block list, or several; null: found in the model."""
+    """Dotted path of the block list, or several; []: the model has none; null: found in the model."""
 
     overlap: bool = True
     """Copy beside compute. Off only to measure what it brings."""
@@ -51,7 +51,7 @@ class StreamConfig(ConfigModel):
         if value is None:
             return None
         paths = value if isinstance(value, list) else [value]
-        if not paths or not all(isinstance(path, str) and all(path.split(".")) for path in paths):
+        if not all(isinstance(path, str) and all(path.split(".")) for path in paths):
             text = (
                 f"blocks must be a dotted path such as model.layers or a list of them, got {shown(value)}; leave it "
                 "out to have them found"
@@ -85,6 +85,9 @@ class DsZoConfig(ConfigModel):
 
     backend: Literal["zo", "lomo", "adalomo", "lsp"] | None = None
     """Selects a backend without an `optimizer` block, for scripts that build their own optimizer object."""
+
+    params: dict[str, Any] | None = None
+    """With `backend`: its `optimizer.params`, but for `lr` and `weight_decay`, which the script's optimizer has."""
 
     stream: StreamConfig = Field(default_factory=StreamConfig)
     """Block streaming."""
