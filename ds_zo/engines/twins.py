@@ -167,20 +167,21 @@ class Lockstep:
 
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         outside = ThreadState.capture(self._device)
-        inside = replace(outside, autocast_cache=False)
+        inside = replace(outside, grad=False, autocast_cache=False)
         start = self._random.cheap()
         twins = [_Twin(call, inside, start) for call in calls]
         self._hub, self._modes = greenlet.getcurrent(), _open_modes()
+        inside.restore()  # the hub's state too: passes mostly share it, and then switching costs little
         try:
             for index, twin in enumerate(twins):
-                self._resume(twin, index)
+                self._resume(twin, index, inside)
             while not all(twin.coroutine.dead for twin in twins):
                 asked = twins[0].asked
                 if any(twin.coroutine.dead or twin.asked is not asked for twin in twins):
                     raise CannotInterleave("the passes visit different blocks")
                 for index, twin in enumerate(twins):
                     ready(asked, index)
-                    self._resume(twin, index)
+                    self._resume(twin, index, inside)
             return [twin.asked for twin in twins]
         finally:
             for twin in twins:
@@ -204,18 +205,21 @@ class Lockstep:
             outside.restore()
         return results
 
-    def _resume(self, twin: _Twin, index: int) -> None:
-        outside = ThreadState.capture(self._device)
+    def _resume(self, twin: _Twin, index: int, hub: ThreadState) -> None:
         self.current = index
         self.on_switch(index)
-        twin.thread.restore()
+        if twin.thread != hub:
+            twin.thread.restore()
         self._random.set_cheap(twin.randomness)
         try:
             twin.asked = twin.coroutine.switch()
         finally:
             twin.thread = ThreadState.capture(self._device)
             twin.randomness = self._random.cheap()
-            outside.restore()
+            if twin.thread != hub:
+                hub.restore()
+            if any(enabled for _, enabled, _ in twin.thread.autocast):
+                torch.clear_autocast_cache()  # casts of a parameter outlive the copy they were made from
         if isinstance(twin.asked, CannotInterleave):
             raise twin.asked
 

@@ -8,8 +8,9 @@ is what every pass of that visit starts from, so the passes differ by the pertur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,9 @@ from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Planes, Unit
+
+_T = TypeVar("_T")
+_MOST_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class Visits:
         ones."""
         self._open: tuple[Unit, Slot | None] | None = None
         self._folding: set[int] = set()
+        self._kept_planes: dict[Any, list[Planes]] = {}
+        self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
+        self._kept_views: dict[Any, list[torch.Tensor]] = {}
         runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
 
     def close(self) -> None:
@@ -65,6 +72,8 @@ class Visits:
         self.scratch, self._bench.buffer = empty, empty
         for slot in self.runtime.slots:
             slot.buffer = empty
+        for kept in (self._kept_planes, self._kept_outs, self._kept_views):
+            kept.clear()  # type: ignore[attr-defined]
 
     # Which units fold
 
@@ -104,16 +113,16 @@ class Visits:
             self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
         assert self._open is not None
         slot = self._open[1]
-        outs = unit.outs(self.scratch)
         if first:
-            planes = self._bring_up_to_date(unit, slot, outs=outs, index=index)
+            self._bring_up_to_date(unit, slot, scratch=self.scratch, index=index)
         else:
             on_bench = slot is None and self._bench.unit is unit
-            planes = unit.planes(self._bench.buffer if on_bench else unit.home if slot is None else slot.buffer)
-            self._apply(unit, planes, outs=outs, index=index)
+            base = self._bench.buffer if on_bench else unit.home if slot is None else slot.buffer
+            self._apply(unit, self._planes(unit, base), outs=self._outs(unit, self.scratch), index=index)
+        source = unit.home if slot is None else slot.buffer
         if last and not _has_direct(unit):
             self._depart(unit)
-        return unit.views(planes, outs) if first else None
+        return self._views(unit, source, self.scratch) if first else None
 
     def leave_block(self, unit: Unit) -> None:
         """The last pass has run the block."""
@@ -122,28 +131,23 @@ class Visits:
         unit.bind_home()
 
     def perturb_edge(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """Makes ready pass `index`'s copy of a resident unit outside the blocks."""
-        outs = unit.outs(scratch)
-        return unit.views(self._bring_up_to_date(unit, None, outs=outs, index=index), outs)
+        """Makes ready pass `index`'s copy of a resident unit outside the blocks. `scratch` outlives the step."""
+        self._bring_up_to_date(unit, None, scratch=scratch, index=index)
+        return self._views(unit, unit.home, scratch)
 
     def _bring_up_to_date(
-        self,
-        unit: Unit,
-        slot: Slot | None,
-        *,
-        outs: Sequence[torch.Tensor | None] | None = None,
-        index: int | None = None,
-    ) -> list[Planes]:
-        """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy on
-        the way. Returns the planes that were stored."""
+        self, unit: Unit, slot: Slot | None, *, scratch: torch.Tensor | None = None, index: int | None = None
+    ) -> None:
+        """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy in
+        `scratch` on the way."""
         pending = self.pending(unit)
         source = unit.home if slot is None else slot.buffer
+        outs = None if scratch is None else self._outs(unit, scratch)
         if slot is None and unit.is_block:  # an edge may come between two passes' visits of the block on the bench
             self._bench.give_up()
         if not pending:
-            planes = unit.planes(source)
-            self._apply(unit, planes, outs=outs, index=index)
-            return planes
+            self._apply(unit, self._planes(unit, source), outs=outs, index=index)
+            return
         step = self.log.length
         fold = id(unit) in self._folding if unit.is_block else True
         low = self.runtime.arrive_low(unit) if fold and unit.low_nbytes else None
@@ -151,17 +155,14 @@ class Visits:
         if slot is None and not fold:
             self._bench.unit, self._bench.version = unit, step
             target = self._bench.buffer
-        brought, planes = unit.planes(source, low), unit.planes(target, low)
-        self._apply(unit, brought, stored=planes, outs=outs, index=index, pending=pending, fold=fold)
-        # Frozen parameters are never copied, so they are used where they stand.
-        planes = [b if part.direct else p for part, b, p in zip(unit.parts, brought, planes, strict=True)]
+        brought, stored = self._planes(unit, source, low), self._planes(unit, target, low)
+        self._apply(unit, brought, stored=stored, outs=outs, index=index, pending=pending, fold=fold)
         if slot is not None:
             slot.version = step  # the home follows when the slot is sent back
         elif fold:
             unit.version = step
             if unit.low_streamed:
                 self.runtime.depart(unit, None)
-        return planes
 
     def _depart(self, unit: Unit) -> None:
         assert self._open is not None
@@ -231,6 +232,30 @@ class Visits:
         self._depart(unit)
         self.end()
         unit.bind_home()
+
+    # Slices of buffers that live as long as we do. Slicing costs more than launching a small block's kernels.
+
+    def _planes(self, unit: Unit, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
+        key = (id(unit), buffer.data_ptr(), 0 if low is None else low.data_ptr())
+        return self._kept(self._kept_planes, key, lambda: unit.planes(buffer, low))
+
+    def _outs(self, unit: Unit, scratch: torch.Tensor) -> list[torch.Tensor | None]:
+        return self._kept(self._kept_outs, (id(unit), scratch.data_ptr()), lambda: unit.outs(scratch))
+
+    def _views(self, unit: Unit, source: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor a parameter: a working copy, or the stored bytes of a frozen one, which no visit copies."""
+        key = (id(unit), source.data_ptr(), scratch.data_ptr())
+        return self._kept(
+            self._kept_views, key, lambda: unit.views(self._planes(unit, source), self._outs(unit, scratch))
+        )
+
+    @staticmethod
+    def _kept(kept: dict[Any, _T], key: Any, make: Callable[[], _T]) -> _T:
+        if key not in kept:
+            if len(kept) >= _MOST_KEPT:  # buffers that come and go: the ablation `reuse_buffers: false`
+                kept.clear()
+            kept[key] = make()
+        return kept[key]
 
     # The op
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 from deepspeed.utils import logger
 
 PAGE = 4096
+_MADV_HUGEPAGE = 14
 
 
 class HostStore:
@@ -31,6 +35,7 @@ class HostStore:
         raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
         skip = -raw.data_ptr() % PAGE
         buffer = raw[skip : skip + nbytes]
+        _ask_for_huge_pages(buffer)
         self.nbytes += nbytes
         if self._pin and self._register(buffer):
             self.pinned_nbytes += nbytes
@@ -66,3 +71,11 @@ class HostStore:
         """Unpins. Only after the last copy has finished."""
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+
+
+def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
+    """Before the memory is touched: fewer pages to pin, and larger pieces for the copy engine. A wish, so no error if
+    unheard."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.numel()), _MADV_HUGEPAGE)

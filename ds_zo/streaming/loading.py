@@ -75,7 +75,7 @@ def load_pretrained(
     they are placed.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     folder = Path(name_or_path)
     if folder.is_dir() and not kwargs:
@@ -86,10 +86,15 @@ def load_pretrained(
         if source is not None:
             config = AutoConfig.from_pretrained(name_or_path)
             with init_empty_weights(include_buffers=False):
-                model: nn.Module = auto_class.from_config(config, dtype=dtype or torch.float32)
+                model: nn.Module = auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32)
             model.tie_weights()  # type: ignore[operator]
             if {name for name, _ in model.named_parameters()} <= source.names():
                 model.eval()
+                for name, buffer in model.named_buffers():
+                    if name in source.names():
+                        buffer.copy_(source(name))
+                if (folder / "generation_config.json").exists():
+                    model.generation_config = GenerationConfig.from_pretrained(name_or_path)  # type: ignore[assignment]
                 attach_source(model, source)
                 return model
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)

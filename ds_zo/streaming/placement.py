@@ -169,7 +169,7 @@ def settle(
                 else store.take(unit.low_nbytes)
             )
         unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
-        unit.store(read)
+        unit.store(read, via=device)
         unit.leave_meta()
         unit.bind_home()
         on_unit(unit)

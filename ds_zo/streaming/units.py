@@ -174,8 +174,8 @@ class Unit:
         ]
 
     def leave_meta(self) -> None:
-        """Gives parameters on the meta device, which cannot be pointed at real memory, a body that can. They stay the same
-        objects."""
+        """Gives parameters on the meta device, which cannot be pointed at real memory, a body that can. They stay the
+        same objects."""
         for placed in self.placed:
             p = placed.parameter
             if p.is_meta:
@@ -201,32 +201,29 @@ class Unit:
                         self._home_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._home_views)
 
-    def store(self, read: Callable[[Placed], torch.Tensor]) -> None:
-        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest."""
+    def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device) -> None:
+        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest on the device `via`."""
         for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
             for placed in part.placed:
-                self._store(part, planes, placed, read(placed))
+                self._store(part, planes, placed, read(placed), via=via)
 
     def store_one(self, placed: Placed, value: torch.Tensor) -> None:
         for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
             if any(p is placed for p in part.placed):
-                self._store(part, planes, placed, value)
+                self._store(part, planes, placed, value, via=value.device)
 
-    def _store(self, part: Part, planes: Planes, placed: Placed, value: torch.Tensor) -> None:
+    def _store(self, part: Part, planes: Planes, placed: Placed, value: torch.Tensor, *, via: torch.device) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         value = value.detach()
-        if part.viewable and value.dtype is part.dtype:  # nothing to round
+        if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
             placed.view(planes.storage).copy_(value)
             if planes.low is not None:
                 placed.view(planes.low).zero_()
             return
-        if part.direct:
-            placed.view(planes.storage).copy_(value)
-            return
         end = placed.start + -(-placed.numel // ALIGN) * ALIGN
         span = slice(placed.start, end)
-        padded = torch.zeros(end - placed.start, dtype=torch.float32, device=planes.storage.device)
+        padded = torch.zeros(end - placed.start, dtype=torch.float32, device=via)
         padded[: placed.numel].copy_(value.reshape(-1))
         ops.encode_(
             planes.storage[span],
