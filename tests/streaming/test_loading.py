@@ -1,0 +1,248 @@
+"""Models read from safetensors straight into their homes: equal to `from_pretrained`, and never twice in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers as hf
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import save_file
+from tiny_models import tiny_batch, tiny_model
+from torch import nn
+
+from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def zo_json(*, offload: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu" if offload else "none"}},
+        **more,
+    }
+
+
+def engine_for(model: nn.Module, config: dict[str, Any]) -> Any:
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def save(model: nn.Module, folder: Path, *, sharded: bool = False) -> str:
+    model.save_pretrained(folder, max_shard_size="4KB" if sharded else "5GB")
+    assert (folder / "model.safetensors.index.json").exists() == sharded
+    return str(folder)
+
+
+def assert_same_run(ours: nn.Module, theirs: nn.Module, config: dict[str, Any], name: str) -> None:
+    """The same weights and buffers once placed, and the same losses while trained."""
+    engines = [engine_for(model.train(), config) for model in (ours, theirs)]
+    states = [engine.module.state_dict() for engine in engines]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        assert value.device.type == "cpu"
+        assert value.dtype is states[1][key].dtype, key
+        assert torch.equal(value, states[1][key]), key
+    for (key, a), (_, b) in zip(engines[0].module.named_buffers(), engines[1].module.named_buffers(), strict=True):
+        assert torch.equal(a, b), key
+    for seed in range(3):
+        losses = []
+        for engine in engines:
+            output = engine(**tiny_batch(name, seed=seed, batch_size=2, length=8))
+            engine.backward(output.loss)
+            engine.step()
+            losses.append(output.loss.item())
+        assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["streamed", "resident"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "one file"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_equal_to_from_pretrained(tied: bool, sharded: bool, offload: bool, tmp_path: Path) -> None:
+    folder = save(tiny_model("llama", tie_word_embeddings=tied), tmp_path / "model", sharded=sharded)
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder)
+    assert all(p.is_meta for p in ours.parameters()), "read before an engine has a place for it"
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert not ours.training
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+    assert_same_run(ours, theirs, zo_json(offload=offload), "llama")
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "bloom", "mixtral", "roberta"])
+def test_other_architectures(name: str, tmp_path: Path) -> None:
+    auto = hf.AutoModelForSequenceClassification if name == "roberta" else hf.AutoModelForCausalLM
+    folder = save(tiny_model(name), tmp_path / "model")
+    assert_same_run(load_pretrained(auto, folder), auto.from_pretrained(folder), zo_json(), name)
+
+
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_dtypes_are_those_of_from_pretrained(stored: torch.dtype, asked: torch.dtype | None, tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").to(stored), tmp_path / "model")
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=asked)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder, **({} if asked is None else {"dtype": asked}))
+    assert {p.dtype for p in ours.parameters()} == {p.dtype for p in theirs.parameters()}
+    bf16 = {"bf16": {"enabled": True}} if next(theirs.parameters()).dtype is torch.bfloat16 else {}
+    if stored is torch.bfloat16 or not bf16:
+        assert_same_run(ours, theirs, zo_json(**bf16), "llama")
+
+
+@pytest.mark.parametrize("asked", [None, torch.bfloat16])
+def test_a_float32_checkpoint_under_a_bf16_json(asked: torch.dtype | None, tmp_path: Path) -> None:
+    """The weights are its values rounded, and the master copy still has what was rounded away."""
+    model = tiny_model("llama")
+    folder = save(model, tmp_path / "model")
+    engine = engine_for(load_pretrained(hf.AutoModelForCausalLM, folder, dtype=asked), zo_json(bf16={"enabled": True}))
+    for name, p in model.named_parameters():
+        ours = engine.module.get_parameter(name)
+        assert torch.equal(engine.module.state_dict()[name], p.bfloat16()), name
+        assert torch.equal(safe_get_full_fp32_param(ours), p), name
+
+
+def test_buffers_that_are_stored_come_along(tmp_path: Path) -> None:
+    config = hf.ResNetConfig(num_channels=1, embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2], layer_type="basic")
+    torch.manual_seed(0)
+    model = hf.AutoModelForImageClassification.from_config(config).train()
+    with torch.no_grad():
+        model(torch.randn(4, 1, 16, 16) + 3)  # its normalisations learn means and variances
+    buffers = dict(model.named_buffers())
+    assert buffers
+    ours = load_pretrained(hf.AutoModelForImageClassification, save(model, tmp_path / "model"))
+    assert all(p.is_meta for p in ours.parameters())
+    for name, buffer in ours.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_settings_of_generation_come_along(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = 7
+    folder = save(model, tmp_path / "model")
+    ours, theirs = load_pretrained(hf.AutoModelForCausalLM, folder), hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert ours.generation_config.eos_token_id == 7
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert ours.name_or_path == theirs.name_or_path
+
+
+# What may be missing
+
+
+def test_a_folder_without_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        SafetensorsSource(tmp_path)
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="safetensors"):
+        load_pretrained(hf.AutoModelForCausalLM, str(tmp_path))
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama"), tmp_path / "model", sharded=True)
+    lost = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=lost.name):
+        engine_for(load_pretrained(hf.AutoModelForCausalLM, folder), zo_json())
+
+
+def test_meta_parameters_that_nobody_can_read_are_refused() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"q_proj\.weight is on the meta device .*load_pretrained"):
+        engine_for(model, zo_json())
+
+
+def test_a_checkpoint_of_another_layout_goes_through_from_pretrained(tmp_path: Path) -> None:
+    """A base model's folder lacks the head and has no prefix in its names; transformers knows what to do."""
+    base = tiny_model("llama", tie_word_embeddings=True).model
+    folder = save(base, tmp_path / "model")
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder)
+    assert not any(p.is_meta for p in ours.parameters())
+    assert torch.equal(ours.model.embed_tokens.weight, base.embed_tokens.weight)
+
+
+# Memory
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import deepspeed, torch, transformers as hf
+import ds_zo
+from ds_zo.streaming.loading import load_pretrained
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+def initialize(model):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-6}},
+        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}},
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+how, small, large = sys.argv[1:]
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+load = {
+    "streamed": lambda folder: load_pretrained(hf.AutoModelForCausalLM, folder),
+    "whole": lambda folder: hf.AutoModelForCausalLM.from_pretrained(folder),
+}[how]
+initialize(load(small))
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+engine = initialize(load(large))
+peak = status("VmHWM")
+homes = engine.backend.homes
+units = homes.placement.units
+first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in homes.placement.blocks}
+print("RESULT", json.dumps({
+    "taken": peak - before,
+    "stored": sum(u.nbytes + u.low_nbytes for u in units),
+    "device": sum(s.buffer.numel() for s in homes.runtime.slots) + homes.visits.scratch.numel(),
+    "first": first,
+}))
+"""
+
+NUM_LAYERS = 20
+
+
+def big_folder(folder: Path, *, num_layers: int = NUM_LAYERS, width: int = 512) -> str:
+    """A LLaMA of 17 MB a layer whose every layer holds its own number. Made shard by shard."""
+    config = hf.LlamaConfig(
+        vocab_size=64, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=num_layers,
+        num_attention_heads=4, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    weight_map = {}
+    for name, p in model.named_parameters():
+        layer = int(name.split(".")[2]) if ".layers." in name else num_layers
+        file = f"model-{layer:05d}.safetensors"
+        weight_map[name] = file
+        shards.setdefault(file, {})[name] = p
+    for i, (file, tensors) in enumerate(sorted(shards.items())):
+        save_file({name: torch.full(p.shape, float(i)) for name, p in tensors.items()}, folder / file, {"format": "pt"})
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(folder)
+
+
+def test_loading_takes_little_more_memory_than_what_is_stored(run_python: Callable[..., str], tmp_path: Path) -> None:
+    """Slots and scratch are the device's; on a machine without one they are host memory too, and are taken off."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.mkdir()
+    large.mkdir()
+    output = run_python(
+        MEASURE, "streamed", big_folder(small, num_layers=2, width=16), big_folder(large), OMP_NUM_THREADS=1
+    )
+    found = json.loads(output.split("RESULT", 1)[1])
+    assert found["stored"] > 300 * 2**20
+    assert found["taken"] - found["device"] <= 1.1 * found["stored"], found
+    assert found["first"] == {f"model.layers.{i}": float(i) for i in range(NUM_LAYERS)}
