@@ -11,6 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import resource
+import sys
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +21,14 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import log_dist
+from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -123,6 +127,8 @@ class PluginEngine(DeepSpeedEngine):
         bound["config_class"] = _without_zero(bound["config_class"])
         bound["dont_change_device"] = bound.get("dont_change_device", False) or self._places_parameters
         self._window_loss: torch.Tensor | None = None
+        self._window_began: float | None = None
+        """When the first forward of this accumulation window began, while a monitor wants to know."""
         super().__init__(**bound)
         # Made for fp16 autocast without ZeRO; it asserts on the gradients that our backends never produce.
         self.torch_autocast_z0_gradscaler = None
@@ -191,7 +197,7 @@ class PluginEngine(DeepSpeedEngine):
             f"ds_zo: optimizer {config.optimizer.model_dump()}, ds_zo section {config.section.model_dump()}",
             *self.backend.describe().splitlines(),
         ]
-        log_dist("\n".join(lines), ranks=[0])
+        _show("\n".join(lines))
         if config.ignored:
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
@@ -204,6 +210,8 @@ class PluginEngine(DeepSpeedEngine):
     # A training step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.monitor.enabled and self._window_began is None and self.module.training:
+            self._window_began = time.perf_counter()
         replaced = self._forward_prologue(inputs, kwargs)
         if replaced is not None:
             inputs, kwargs = replaced
@@ -280,6 +288,7 @@ class PluginEngine(DeepSpeedEngine):
         if outcome.advance_schedule and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
+        num_samples_before = self.global_samples
         if self.managed_gradient_accumulation():
             self.global_samples += self.train_batch_size()
         else:
@@ -288,17 +297,24 @@ class PluginEngine(DeepSpeedEngine):
             self._unmanaged_backward_count = 0
         if self.steps_per_print() and self.global_steps % self.steps_per_print() == 0:
             self._report_progress(self.global_steps)
-        self._write_train_loss()
+        self._write_events(self.global_samples - num_samples_before)
 
-    def _write_train_loss(self) -> None:
+    def _write_events(self, num_samples: int) -> None:
+        """The mean loss of the window, its speed, and memory; DeepSpeed's own `step` writes the learning rate."""
         loss, self._window_loss = self._window_loss, None
+        began, self._window_began = self._window_began, None
         if loss is None:
             return
         if self.dp_world_size > 1:
             dist.all_reduce(loss, group=self.data_parallel_group)
         if self.global_rank == 0:
-            mean = loss.item() / self.dp_world_size
-            self.monitor.write_events([("Train/Samples/train_loss", mean, self.global_samples)])
+            values = {"train_loss": loss.item() / self.dp_world_size}  # waits for the step, so the clock is right
+            if began is not None:
+                values["samples_per_s"] = num_samples / (time.perf_counter() - began)
+            values["peak_device_gb"] = get_accelerator().max_memory_allocated() / 1e9
+            values["peak_host_gb"] = _peak_host_bytes() / 1e9
+            events = [(f"Train/Samples/{name}", value, self.global_samples) for name, value in values.items()]
+            self.monitor.write_events(events)
 
     def _settle_outcome(self) -> None:
         """Counts the last step if it was skipped. What is learnt on the device is read a step late, or when asked."""
@@ -333,6 +349,18 @@ class PluginEngine(DeepSpeedEngine):
         if isinstance(self._global_grad_norm, Late):
             self._global_grad_norm = self._global_grad_norm.get()
         return self._global_grad_norm
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_moving_states("offload_states")
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_moving_states("reload_states")
+
+    def _refuse_moving_states(self, name: str) -> None:
+        raise RuntimeError(
+            f"engine.{name} moves ZeRO's optimizer states, and backend {self.resolved.backend} keeps none of those: "
+            'to keep parameters on the host set zero_optimization.offload_param.device to "cpu"'
+        )
 
     # Checkpoints: DeepSpeed's files, with the backend's state under one key of its own.
 
@@ -418,6 +446,22 @@ class PluginEngine(DeepSpeedEngine):
         if backend is not None:
             backend.close()
         super().destroy()
+
+
+def _show(text: str) -> None:
+    """Logs at INFO on rank 0, past the WARNING that DeepSpeed's logger starts with: what was asked for automatically
+    is worth knowing without asking again. A logger set to errors alone stays silent."""
+    if logger.getEffectiveLevel() > logging.WARNING or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, func="start")
+    for handler in logger.handlers:
+        if handler.level <= logging.WARNING:
+            handler.handle(record)
+
+
+def _peak_host_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ import pytest
 import torch
 import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 from test_config import MALFORMED, edited
 from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
-from ds_zo import plugin
 from ds_zo.config import BACKENDS, ConfigError
 from ds_zo.engines import Backend, GroupedOptimizer, StepOutcome, base
 from ds_zo.engines.late import Late
@@ -398,6 +399,10 @@ def test_monitor_gets_lr_and_the_mean_loss_of_the_window(sgd_backend, tmp_path):
     assert [int(float(step)) for step, _ in rows] == [8, 16]
     assert [float(value) for _, value in rows] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
     assert list(tmp_path.rglob("*lr.csv"))
+    for name in ("samples_per_s", "peak_device_gb", "peak_host_gb"):
+        rows = list(csv.reader(next(tmp_path.rglob(f"*{name}.csv")).open()))[1:]
+        assert [int(float(step)) for step, _ in rows] == [8, 16]
+        assert all(float(value) > 0 or (name == "peak_device_gb" and float(value) == 0) for _, value in rows)
 
 
 def test_evaluation_goes_through_the_same_forward(sgd_backend):
@@ -650,15 +655,45 @@ def test_zo_resumes_as_if_uninterrupted(tmp_path):
     assert_same_weights(whole.module_state_dict(), resumed.module_state_dict())
 
 
-def test_the_start_is_logged_once_with_what_was_ignored(monkeypatch):
-    ours: list[str] = []
-    monkeypatch.setattr(plugin, "log_dist", lambda message, **_: ours.append(message))
+class Seen(logging.Handler):
+    """What a user sees with DeepSpeed's logger as it comes: it drops what is below WARNING, and so does its handler."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def seen() -> Iterator[list[logging.LogRecord]]:
+    handler, level = Seen(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_the_start_is_shown_once_with_what_was_ignored(seen):
     config = zo_config(gradient_clipping=1.0)
     config["optimizer"]["params"]["betas"] = [0.9, 0.999]
     start(config)
-    assert [text for text in ours if "backend zo" in text and "streaming off" in text]
-    assert len([text for text in ours if "optimizer.params.betas" in text]) == 1
-    assert len([text for text in ours if "gradient_clipping" in text]) == 1
+    ours = [record for record in seen if "ds_zo" in record.getMessage()]
+    [summary] = [
+        record for record in ours if "backend zo" in record.getMessage() and "streaming" in record.getMessage()
+    ]
+    assert summary.levelno == logging.INFO
+    assert "streaming off" in summary.getMessage()
+    assert len([record for record in ours if "optimizer.params.betas" in record.getMessage()]) == 1
+    assert len([record for record in ours if "gradient_clipping" in record.getMessage()]) == 1
+
+
+def test_a_logger_set_to_errors_shows_nothing(seen):
+    logger.setLevel(logging.ERROR)
+    start(zo_config())
+    assert not seen
 
 
 # Through Accelerate and Trainer, which make the engine themselves.
