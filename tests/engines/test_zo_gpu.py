@@ -1,0 +1,269 @@
+"""The equalities on CUDA, with shapes whose copies take far longer than their compute, so that a missing wait shows.
+
+Bit for bit needs deterministic algorithms and a fixed cuBLAS workspace, which must be chosen before CUDA starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from equivalence_runs import (
+    Measured,
+    Weights,
+    assert_same_weights,
+    masters_of,
+    on_device,
+    one_step,
+    parameters_of,
+    zo_config,
+    zo_engine,
+)
+from mezo_reference import PlainMeZO
+from torch import nn
+from zoo import CASES, Wandering, plain_batch, seeded
+
+from ds_zo.streaming.runtime import Runtime
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
+
+WIDTH = 2048
+"""A block is 67 MB in float32: more than 1 ms on the link, a fraction of that to compute for sixteen tokens."""
+NUM_BLOCKS = 6
+NUM_STEPS = 200
+LR = 1e-7
+
+
+@pytest.fixture(scope="module")
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    large_model.cache_clear()
+    resident_run.cache_clear()
+
+
+@cache
+def large_model() -> nn.Module:
+    return seeded(lambda: Wandering(num_blocks=NUM_BLOCKS, width=WIDTH))
+
+
+def batches(num_steps: int, seed: int = 0) -> Iterable[dict[str, Any]]:
+    return (plain_batch(1000 * seed + i % 50) for i in range(num_steps))
+
+
+def run(
+    stream: Mapping[str, Any] | None = None,
+    *,
+    steps: Iterable[Mapping[str, Any]],
+    after_step: Callable[[Any, int], None] = lambda engine, step: None,
+    **options: Any,
+) -> Weights:
+    """Masters after the steps. Everything it took is given back."""
+    model = copy.deepcopy(large_model())
+    with zo_engine(model, zo_config(stream=stream, **{"lr": LR, **options})) as engine:
+        for number, batch in enumerate(steps):
+            one_step(engine, batch)
+            after_step(engine, number)
+        found = masters_of(engine)
+    del engine, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    start = next(iter(large_model().parameters()))
+    assert all(bool(value.isfinite().all()) for value in found.values())
+    assert not torch.equal(found["embed.weight"], start.detach()), "the weights did not move"
+    return found
+
+
+@cache
+def resident_run(dtype: str | None, interval: int, seed: int, num_steps: int = NUM_STEPS, **options: Any) -> Weights:
+    """Nothing streams. In float32 the interval makes no difference, so there is one run for all."""
+    stream = {"writeback_interval": interval}
+    return run(stream, steps=batches(num_steps, seed), dtype=dtype, offload=False, seed=seed, **options)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        {"device_slots": 2, "writeback_interval": 1},
+        {"device_slots": 3, "writeback_interval": 1},
+        {"device_slots": 2, "writeback_interval": 3},
+        {"device_slots": 4, "writeback_interval": 3},
+        {"device_slots": 2, "writeback_interval": 3, "resident_blocks": 2},
+        {"device_slots": 3, "writeback_interval": 1, "resident_blocks": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_streamed_equals_resident_after_200_steps(dtype: str | None, stream: dict[str, Any]) -> None:
+    """In bf16 low planes go up and down with the folds."""
+    expected = resident_run(dtype, stream["writeback_interval"] if dtype else 1, 0)
+    assert_same_weights(run(stream, steps=batches(NUM_STEPS), dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_other_seeds(dtype: str | None, seed: int) -> None:
+    expected = resident_run(dtype, 2 if dtype else 1, seed)
+    found = run({"writeback_interval": 2}, steps=batches(NUM_STEPS, seed), dtype=dtype, seed=seed)
+    resident_run.cache_clear()
+    assert_same_weights(found, expected)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        {"overlap": False, "writeback_interval": 1},
+        {"reuse_buffers": False, "writeback_interval": 1},
+        {"fuse_update": False},
+        {"resident_blocks": None, "writeback_interval": 1},
+        {"resident_blocks": None, "writeback_interval": 2, "device_memory_gb": 0.7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_ablations_and_automatic_residency_change_nothing(dtype: str | None, stream: dict[str, Any]) -> None:
+    interval = stream.get("writeback_interval", 1)
+    expected = resident_run(dtype, interval if dtype else 1, 0, 40)
+    assert_same_weights(run(stream, steps=batches(40), dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("master", ["split", "wire"])
+@pytest.mark.parametrize("wire_dtype", ["fp8", "bf16"])
+def test_narrow_wires_do_not_depend_on_slots_or_residency(wire_dtype: str, master: str) -> None:
+    stream = {"wire_dtype": wire_dtype, "master": master, "writeback_interval": 2}
+    all_stay = run({**stream, "resident_blocks": NUM_BLOCKS}, steps=batches(30), dtype="bf16")
+    for options in ({"device_slots": 2}, {"device_slots": 3, "resident_blocks": 2}):
+        assert_same_weights(run({**stream, **options}, steps=batches(30), dtype="bf16"), all_stay)
+
+
+@pytest.mark.parametrize("slow", ["uploads", "compute", "downloads", "everything at random"])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream in turn falls behind the others by more than a whole step."""
+    rng = random.Random(0)
+
+    def pause(what: str) -> None:
+        if slow == what:
+            torch.cuda._sleep(4_000_000)
+        elif slow == "everything at random":
+            torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
+
+    upload, send_back, arrive = Runtime._upload, Runtime._send_back, Runtime.arrive
+
+    def slow_upload(self: Runtime, *args: Any) -> None:
+        with self._on(self._up):
+            pause("uploads")
+        upload(self, *args)
+
+    def slow_send_back(self: Runtime, *args: Any) -> None:
+        with self._on(self._down):
+            pause("downloads")
+        send_back(self, *args)
+
+    def slow_arrive(self: Runtime, *args: Any) -> Any:
+        slot = arrive(self, *args)
+        pause("compute")
+        return slot
+
+    monkeypatch.setattr(Runtime, "_upload", slow_upload)
+    monkeypatch.setattr(Runtime, "_send_back", slow_send_back)
+    monkeypatch.setattr(Runtime, "arrive", slow_arrive)
+    for num_slots in (2, 3):
+        found = run({"device_slots": num_slots, "writeback_interval": 2}, steps=batches(24), dtype=dtype)
+        assert_same_weights(found, resident_run(dtype, 2 if dtype else 1, 0, 24))
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_blocks_visited_in_any_order(dtype: str | None) -> None:
+    rng = random.Random(1)
+    orders = [tuple(rng.choices(range(NUM_BLOCKS), k=rng.randint(1, 9))) for _ in range(60)]
+    steps = [plain_batch(i, order=order) for i, order in enumerate(orders)]
+    stream = {"writeback_interval": 2}
+    expected = run(stream, steps=steps, dtype=dtype, offload=False)
+    for num_slots in (2, 3):
+        assert_same_weights(run({**stream, "device_slots": num_slots}, steps=steps, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None) -> None:
+    """Evaluations, state dicts and masters between steps, at moments when copies are under way."""
+    seen: list[float] = []
+
+    def look(engine: Any, step: int) -> None:
+        if step % 3 == 0:
+            engine.eval()
+            with torch.no_grad():
+                seen.append(float(engine(**on_device(engine, plain_batch(99)))))
+            engine.train()
+        if step % 7 == 1:
+            parameters_of(engine)
+        if step % 11 == 2:
+            masters_of(engine)
+
+    stream = {"writeback_interval": 4}
+    expected = run(stream, steps=batches(40), dtype=dtype)
+    assert_same_weights(run(stream, steps=batches(40), dtype=dtype, after_step=look), expected)
+    alone: list[float] = []
+
+    def evaluate(engine: Any, step: int) -> None:
+        if step % 3 == 0:
+            engine.eval()
+            with torch.no_grad():
+                alone.append(float(engine.module(**on_device(engine, plain_batch(99)))))
+            engine.train()
+
+    run({"writeback_interval": 4}, steps=batches(40), dtype=dtype, offload=False, after_step=evaluate)
+    assert seen == alone, "an evaluation saw other weights than those of its step"
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "mixtral", "t5"])
+def test_streamed_model_follows_mezo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU, where the bound is explained."""
+    measured, case = Measured(monkeypatch), CASES[name]
+    model = case.make()
+    reference = PlainMeZO(copy.deepcopy(model).cuda(), lr=1e-3)
+    losses = []
+    with zo_engine(model, zo_config(lr=1e-3, stream={"writeback_interval": 3})) as engine:
+        for seed in range(20):
+            batch = on_device(engine, case.batch(seed))
+            here = {key: value.cuda() for key, value in parameters_of(engine).items()}
+            expected = reference.losses(batch, here)[0]
+            measured.take()
+            one_step(engine, batch)
+            found = measured.take()[-1]
+            torch.testing.assert_close(found, list(expected), rtol=1e-6, atol=0.0)
+            reference.step([batch])
+            losses.append(float(found[0]))
+        ours = parameters_of(engine)
+    bound = 1e-3 * sum(1e-6 * loss / reference.zo_eps for loss in losses) * reference.largest_z + 20 * 2.0**-23
+    for key, value in reference.weights.items():
+        assert float((ours[key] - value.cpu()).abs().max()) <= bound
+
+
+def test_peak_memory_is_a_few_blocks() -> None:
+    """Two slots, one working copy and the edges of a model with 24 blocks; activations are nothing here."""
+    model = seeded(lambda: Wandering(num_blocks=24, width=2048))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with zo_engine(model, zo_config(lr=LR, stream={"writeback_interval": 2})) as engine:
+        for batch in batches(10):
+            one_step(engine, batch)
+        parameters_of(engine)
+        taken = torch.cuda.max_memory_allocated() - before
+        planned = engine.backend.homes.placement
+        largest = max(unit.nbytes for unit in planned.blocks)
+    edges = sum(unit.nbytes for unit in (*planned.edges, *planned.ambient))
+    assert taken < 3 * largest + 2 * edges + 32 * 2**20
+    assert taken < whole / 5
