@@ -167,7 +167,7 @@ class Lockstep:
 
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         outside = ThreadState.capture(self._device)
-        inside = replace(outside, grad=False, autocast_cache=False)
+        inside = replace(outside, autocast_cache=False)
         start = self._random.cheap()
         twins = [_Twin(call, inside, start) for call in calls]
         self._hub, self._modes = greenlet.getcurrent(), _open_modes()

@@ -21,6 +21,8 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
@@ -31,6 +33,7 @@ from ds_zo.engines.outputs import floats_of, loss_of, tie, with_floats, with_los
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
+from ds_zo.engines.zo_checkpoint import HomesCheckpoint
 
 
 class ZOBackend(Backend):
@@ -52,6 +55,13 @@ class ZOBackend(Backend):
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ModuleState(self.homes, module)
+        self._checkpoint = HomesCheckpoint(self.homes, module)
+        writes = not dist.is_initialized() or dist.get_rank() == 0
+        self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
+        self._closed = False
+        self._never_in_train_mode = True
+        """`from_pretrained` returns models in eval mode, and DeepSpeed trains those of scripts that never call
+        `train()`."""
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
@@ -74,12 +84,9 @@ class ZOBackend(Backend):
     # The training forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
+        self._never_in_train_mode &= not self.module.training
+        if not (torch.is_grad_enabled() and (self.module.training or self._never_in_train_mode)):
             return self.module(*args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "a ZO training forward can't run in torch.inference_mode(): use torch.no_grad() around evaluation only"
-            )
         self._check_model()
         calls = [partial(self._one_pass, i, args, kwargs) for i in range(self._num_passes)]
         with self._step_settings():
@@ -114,7 +121,7 @@ class ZOBackend(Backend):
         """All passes, in lockstep where the forward allows it."""
         if self._interleave:
             try:
-                with self._copies.training_pass():
+                with self._copies.training_pass(), torch.no_grad():
                     return self._lockstep.together(calls, self._copies.ready)
             except CannotInterleave as reason:
                 self._interleave = False
@@ -201,6 +208,8 @@ class ZOBackend(Backend):
             lrs=[float(group["lr"]) for group in self.param_groups],
             weight_decays=[float(group.get("weight_decay", 0.0)) for group in self.param_groups],
         )
+        if self.recorder is not None:
+            self.recorder.append(self.homes.log.last_row)
         self._projected = torch.zeros_like(g)
         if not self.config.section.stream.fuse_update:
             self._fold_everything()  # an ablation: the update as a sweep of its own
@@ -256,6 +265,33 @@ class ZOBackend(Backend):
 
     # Saving, loading, describing
 
+    def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
+        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen)
+
+    def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
+        self._checkpoint.restore(saved, resume=resume, strict=strict)
+        self.state.forget()
+
+    @torch.no_grad()
+    def replay_steps(self, rows: torch.Tensor) -> None:
+        """Folds where the forward of each step did, so that the weights have the bits they had."""
+        for row in rows:
+            for unit in self.homes.placement.units:
+                if self.homes.visits.pending(unit) and self.homes.visits.folds(unit, step=self.homes.log.length):
+                    self.homes.visits.fold_now(unit)
+            self.homes.log.append_row(row)
+            if not self.config.section.stream.fuse_update:
+                self._fold_everything()
+        self._projected.zero_()
+        self.state.forget()
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"projected": self._projected.cpu()}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        if state["projected"].shape == self._projected.shape:
+            self._projected.copy_(state["projected"])
+
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.homes.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
 
@@ -280,7 +316,23 @@ class ZOBackend(Backend):
             f"{self.settings.zo_eps:g}, {self.settings.distribution} noise from seed {self.settings.seed}"
         )
 
+    @torch.no_grad()
+    def _leave_module_whole(self) -> None:
+        """The module outlives the engine: scripts save it, Trainer trains it again. It gets the weights of the current
+        step, in memory of its own where the stored form is not the parameters'."""
+        for unit in self.homes.placement.units:
+            if all(part.viewable for part in unit.parts):
+                self.homes.visits.fold_now(unit)
+                self.homes.runtime.host_wait(unit)
+            else:
+                unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
+
     def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+        if not self._closed and self.state.owns_module():
+            self._leave_module_whole()
+        self._closed = True
         self._copies.close()
         self.state.close()
         self.homes.close()

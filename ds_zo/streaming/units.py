@@ -201,8 +201,9 @@ class Unit:
                         self._home_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._home_views)
 
-    def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device) -> None:
-        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest on the device `via`."""
+    def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device | None = None) -> None:
+        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if given."""
+        via = via or self.home.device
         for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
             for placed in part.placed:
                 self._store(part, planes, placed, read(placed), via=via)

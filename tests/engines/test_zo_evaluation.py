@@ -264,3 +264,17 @@ def test_evaluation_in_autocast_follows_the_weights() -> None:
                 plain.load_state_dict(engine.module.state_dict())
                 assert plain(ids).item() == seen[-1]
     assert len(set(seen)) == 3
+
+
+def test_a_model_that_was_never_put_in_train_mode_trains() -> None:
+    """As under DeepSpeed's own engine: transformers' `from_pretrained` returns models in eval mode."""
+    model = tiny_model("llama").eval()
+    engine = engine_for(model)
+    batch = tiny_batch("llama")
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    assert engine.get_global_grad_norm() > 0
+    engine.train()
+    one_step(engine, batch)
+    engine.eval()
+    assert not engine(**batch).loss.requires_grad, "eval mode counts once the script has trained in train mode"
