@@ -40,12 +40,20 @@ class ModuleState:
             placed.parameter.get_full_hp_param = partial(self._full_fp32, unit, placed)  # type: ignore[attr-defined]
             placed.parameter.set_full_hp_param = partial(self._set_full, placed.parameter)  # type: ignore[attr-defined]
 
+    def owns_module(self) -> bool:
+        """False once another engine has been made of the same module: its weights are no longer ours to touch."""
+        return all(getattr(placed.parameter, "_hp_mapping", None) is self for _, placed in self._where.values())
+
+    def forget(self) -> None:
+        """Stored weights were rewritten."""
+        self._cached = None
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         for _, placed in self._where.values():
-            for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
-                if hasattr(placed.parameter, name):
+            if getattr(placed.parameter, "_hp_mapping", None) is self:
+                for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
                     delattr(placed.parameter, name)
 
     @torch.no_grad()
@@ -101,6 +109,7 @@ class ModuleState:
     def _write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
         self._homes.visits.fold_now(unit)
+        self._homes.claims.wait()
         self._homes.visits.runtime.host_wait(unit)
         unit.store_one(placed, value)
         unit.bind_home()

@@ -1,0 +1,162 @@
+"""The same small training run by the raw DeepSpeed loop, by Accelerate and by Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from deepspeed.runtime.engine import DeepSpeedEngine
+from tiny_models import tiny_batch, tiny_model
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from ds_zo.config.optimizers import PARAMS
+from ds_zo.plugin import PluginEngine
+
+LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
+"""Large enough that a few steps move a toy model."""
+
+MICRO_BATCH = 4
+Weights = dict[str, torch.Tensor]
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    weights: Weights
+
+
+def config_for(backend: str, *, accumulation: int = 1, stream: bool = False, **extra: Any) -> dict[str, Any]:
+    """A JSON that names the backend in `optimizer.type`."""
+    zero: dict[str, Any] = {"stage": 0}
+    if stream:
+        zero["offload_param"] = {"device": "cpu"}
+    params: dict[str, Any] = {"lr": LEARNING_RATE[backend], "weight_decay": 0.0}
+    if "accumulation" in PARAMS[backend].model_fields and accumulation > 1:
+        params["accumulation"] = "sequential"
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": backend, "params": params},
+        "zero_optimization": zero,
+        **extra,
+    }
+
+
+def section_for(backend: str, **extra: Any) -> dict[str, Any]:
+    """A JSON for a script that builds its own optimizer."""
+    config = config_for(backend, **extra)
+    del config["optimizer"]
+    return {**config, "ds_zo": {**config.get("ds_zo", {}), "backend": backend}}
+
+
+def rows(num_batches: int) -> list[dict[str, torch.Tensor]]:
+    """Examples in the order of `batches`."""
+    return [{name: value[i] for name, value in batch.items()} for batch in batches(num_batches) for i in range(4)]
+
+
+def batches(num_batches: int) -> list[Batch]:
+    return [tiny_batch("llama", seed=seed, batch_size=MICRO_BATCH) for seed in range(num_batches)]
+
+
+def collate(examples: Sequence[Batch]) -> Batch:
+    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def start(config: dict[str, Any], model: nn.Module | None = None, **kwargs: Any) -> DeepSpeedEngine:
+    return deepspeed.initialize(model=model or tiny_model("llama"), config=config, **kwargs)[0]
+
+
+def weights_of(engine: DeepSpeedEngine) -> Weights:
+    return {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
+
+
+def train(engine: DeepSpeedEngine, data: Sequence[Batch], **inputs: Any) -> list[float]:
+    """The loop of DeepSpeed's own documentation; the loss of each micro-batch."""
+    losses = []
+    for batch in data:
+        loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}, **inputs).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def accelerator_for(config: dict[str, Any]) -> Accelerator:
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+def loader(data: Sequence[Batch]) -> DataLoader[Any]:
+    """Batches as they are: Accelerate's own shuffling is not what is compared."""
+    return DataLoader(list(data), batch_size=None)
+
+
+def loop(accelerator: Accelerator, model: Any, optimizer: Any, data: Any, scheduler: Any = None) -> list[float]:
+    """The loop of Accelerate's own documentation."""
+    losses = []
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+        "logging_steps": 1,
+        "report_to": [],
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    params = config.get("optimizer", {}).get("params", {})
+    if isinstance(params.get("lr"), float):
+        defaults["learning_rate"] = params["lr"]
+    return TrainingArguments(output_dir=str(folder), deepspeed=config, **{**defaults, **changes})
+
+
+def trainer_for(args: TrainingArguments, num_batches: int, model: nn.Module | None = None, **kwargs: Any) -> Trainer:
+    data = rows(num_batches)
+    kwargs = {"train_dataset": data, "eval_dataset": data[:8], "data_collator": collate, **kwargs}
+    return Trainer(model=model or tiny_model("llama"), args=args, **kwargs)
+
+
+def logged(trainer: Trainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def engine_of(trainer: Trainer) -> PluginEngine:
+    engine = trainer.model_wrapped
+    assert type(engine) is PluginEngine
+    return engine
+
+
+def assert_same(a: Weights, b: Weights) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def assert_moved(a: Weights, b: Weights) -> None:
+    assert any(not torch.equal(a[name], b[name]) for name in a)

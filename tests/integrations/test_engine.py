@@ -1,0 +1,160 @@
+"""What DeepSpeed's own unit tests ask of an engine, asked of ours: schedulers, boundaries, tags, ways to initialize."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from runs import LEARNING_RATE, Run, assert_moved, assert_same, batches, config_for, section_for, start, train, weights_of
+from tiny_models import tiny_model
+
+from ds_zo.engines import available_backends
+
+pytestmark = pytest.mark.parametrize("backend", available_backends())
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"},
+    "WarmupDecayLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"},
+    "WarmupCosineLR": {"warmup_num_steps": 2, "total_num_steps": 6},
+    "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 3},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0},
+    "LinearLR": {"start_factor": 0.1, "total_iters": 4},
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_json_scheduler_gives_the_rates_it_gives_any_optimizer(backend: str, name: str) -> None:
+    params = dict(SCHEDULERS[name])
+    engine = start(config_for(backend, scheduler={"type": name, "params": params}))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE[backend], momentum=0.9)
+    home = torch.optim.lr_scheduler if hasattr(torch.optim.lr_scheduler, name) else deepspeed.runtime.lr_schedules
+    if name == "OneCycle":
+        params["cycle_momentum"] = False  # as DeepSpeed does where an optimizer has no momentum
+    scheduler = getattr(home, name)(optimizer, **params)
+    ours, theirs = [], []
+    for batch in batches(5):
+        ours.append(engine.get_lr()[0])
+        theirs.append(optimizer.param_groups[0]["lr"])
+        train(engine, [batch])
+        optimizer.step()
+        scheduler.step()
+    assert ours == pytest.approx(theirs)
+    assert len(set(ours)) > 1
+
+
+def test_the_boundary_falls_where_the_json_says_and_moves_weights_only_there(backend: str) -> None:
+    engine = start(config_for(backend, accumulation=3))
+    boundaries, steps, moved, before = [], [], [], weights_of(engine)
+    for batch in batches(6):
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        train(engine, [batch])
+        steps.append(engine.global_steps)
+        after = weights_of(engine)
+        moved.append(any(not torch.equal(before[name], after[name]) for name in before))
+        before = after
+    assert boundaries == [False, False, True] * 2
+    assert steps == [0, 0, 1, 1, 1, 2]
+    if backend == "zo":
+        assert moved == boundaries
+
+
+def test_no_sync_over_a_window_is_the_window(backend: str) -> None:
+    """Tracking of accumulation is off inside, so the caller divides."""
+    plain = start(config_for(backend, accumulation=2))
+    train(plain, batches(2))
+    engine = start(config_for(backend, accumulation=2))
+    first, second = batches(2)
+    with engine.no_sync():
+        engine.backward(engine(**first).loss)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(**second).loss)
+    engine.step()
+    assert_same(weights_of(plain), weights_of(engine))
+
+
+def test_checkpoint_tags_latest_and_client_state(backend: str, tmp_path: Path) -> None:
+    engine = start(config_for(backend))
+    saved = {}
+    for batch in batches(3):
+        train(engine, [batch])
+        tag = f"after-{engine.global_steps}"
+        engine.save_checkpoint(str(tmp_path), tag=tag, client_state={"seen": [engine.global_steps], "note": "mine"})
+        saved[tag] = weights_of(engine)
+    assert (tmp_path / "latest").read_text() == "after-3"
+
+    other = start(config_for(backend), tiny_model("llama", seed=1))
+    _, client = other.load_checkpoint(str(tmp_path))
+    assert_same(weights_of(other), saved["after-3"])
+    assert (client["seen"], client["note"], other.global_steps) == ([3], "mine", 3)
+    _, client = other.load_checkpoint(str(tmp_path), tag="after-1")
+    assert_same(weights_of(other), saved["after-1"])
+    assert (client["seen"], other.global_steps, other.global_samples) == ([1], 1, 4)
+    train(other, batches(2)[1:])
+    assert_same(weights_of(other), saved["after-2"])  # going back goes on as the first time
+    engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "after-3"
+    assert other.load_checkpoint(str(tmp_path / "nothing")) == (None, None)
+
+
+def test_the_ways_to_initialize_give_one_run(backend: str, tmp_path: Path) -> None:
+    config = config_for(backend)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    model = tiny_model("llama")
+    groups = [{"params": list(model.parameters())}]
+    named = tiny_model("llama")
+    ways: dict[str, dict[str, Any]] = {
+        "dict": {"model": tiny_model("llama"), "config": config},
+        "file": {"model": tiny_model("llama"), "config": str(file)},
+        "config_params": {"model": tiny_model("llama"), "config_params": config},
+        "args": {"model": tiny_model("llama"), "args": argparse.Namespace(deepspeed_config=str(file), local_rank=0)},
+        "groups": {"model": model, "model_parameters": groups, "config": config},
+        "parameters": {"model": named, "model_parameters": named.parameters(), "config": config},
+    }
+    runs = {}
+    for way, given in ways.items():
+        engine, optimizer, data, scheduler = deepspeed.initialize(**given)
+        assert optimizer is engine.optimizer and data is None and scheduler is None
+        runs[way] = Run(train(engine, batches(2)), weights_of(engine))
+    for run in runs.values():
+        assert run.losses == runs["dict"].losses
+        assert_same(run.weights, runs["dict"].weights)
+
+
+def test_optimizer_and_scheduler_may_be_callables(backend: str) -> None:
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE[backend], weight_decay=0.0)
+
+    def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+
+    model = tiny_model("llama")
+    engine = start(
+        section_for(backend),
+        model,
+        optimizer=make_optimizer,
+        model_parameters=list(model.parameters()),
+        lr_scheduler=make_scheduler,
+    )
+    scheduler = {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}}
+    reference = start(config_for(backend, scheduler=scheduler))
+    assert train(engine, batches(3)) == train(reference, batches(3))
+    assert engine.get_lr() == reference.get_lr() == [LEARNING_RATE[backend]]
+    assert_same(weights_of(engine), weights_of(reference))
+
+
+def test_training_data_comes_back_as_a_loader(backend: str) -> None:
+    data = [{name: value[0] for name, value in batch.items()} for batch in batches(8)]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=tiny_model("llama"), config=config_for(backend), training_data=data
+    )
+    before = weights_of(engine)
+    train(engine, list(loader))
+    assert engine.global_steps == 2
+    assert_moved(before, weights_of(engine))
