@@ -50,6 +50,8 @@ class WorkingCopies:
             self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
 
     def _hook(self, module: nn.Module, enter: Any, leave: Any) -> None:
+        # A compiled forward breaks here: what moves weights and switches passes can't be traced.
+        enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 

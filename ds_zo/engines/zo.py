@@ -62,7 +62,6 @@ class ZOBackend(Backend):
         self._never_in_train_mode = True
         """`from_pretrained` returns models in eval mode, and DeepSpeed trains those of scripts that never call
         `train()`."""
-        self._closed = False
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
@@ -145,7 +144,7 @@ class ZOBackend(Backend):
         randomness = self._lockstep.snapshot()
         watch = Watch(self.homes.placement.units, self._copies.visited)
         try:
-            with watch:
+            with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
                 results = self._run(calls)
         except Exception:
             watch.raise_for_blocks()
@@ -328,23 +327,7 @@ class ZOBackend(Backend):
             else:
                 unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
 
-    @torch.no_grad()
-    def _leave_module_whole(self) -> None:
-        """The module outlives the engine: scripts save it, Trainer trains it again. It gets the weights of the current
-        step, in memory of its own where the stored form is not the parameters'."""
-        for unit in self.homes.placement.units:
-            if all(part.viewable for part in unit.parts):
-                self.homes.visits.fold_now(unit)
-                self.homes.runtime.host_wait(unit)
-            else:
-                unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
-
     def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
-        if not self._closed and self.state.owns_module():
-            self._leave_module_whole()
-        self._closed = True
         if self.recorder is not None:
             self.recorder.close()
         if not self._closed and self.state.owns_module():
