@@ -435,6 +435,25 @@ def test_gradient_checkpointing(name: str, use_reentrant: bool, passes: Recorder
     assert_follows(model, batches, hf_loss, passes)
 
 
+@pytest.mark.parametrize("when", ["before", "after", "wrapped"])
+def test_a_compiled_model(when: str, passes: Recorder) -> None:
+    """backend "eager" traces and guards like any other, and compiles nothing."""
+    torch.compiler.reset()
+    model, reference = Toy(), PlainMeZO(Toy())
+    if when == "before":
+        model.compile(backend="eager")
+    engine = engine_for(torch.compile(model, backend="eager") if when == "wrapped" else model, STREAMED)
+    if when == "after":
+        model.compile(backend="eager")
+    for batch in toy_batches(4):
+        expected = reference.step(toy_loss(batch))
+        one_step(engine, batch)
+        close(passes.last, expected)
+        with torch.no_grad():
+            assert engine.module(**batch).item() == pytest.approx(reference.model(**batch).item(), rel=1e-6)
+    torch.compiler.reset()
+
+
 def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:
     model = tiny_model("llama")
     reference = PlainMeZO(model)
