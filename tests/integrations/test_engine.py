@@ -10,7 +10,18 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from runs import LEARNING_RATE, Run, assert_moved, assert_same, batches, config_for, section_for, start, train, weights_of
+from runs import (
+    LEARNING_RATE,
+    Run,
+    assert_moved,
+    assert_same,
+    batches,
+    config_for,
+    section_for,
+    start,
+    train,
+    weights_of,
+)
 from tiny_models import tiny_model
 
 from ds_zo.engines import available_backends

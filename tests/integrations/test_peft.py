@@ -1,0 +1,118 @@
+"""LoRA: adapters train, the base stays as it was, frozen, streamed and never written back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DummyOptim
+from runs import (
+    accelerator_for,
+    arguments,
+    assert_moved,
+    assert_same,
+    batches,
+    config_for,
+    engine_of,
+    loader,
+    loop,
+    start,
+    train,
+    trainer_for,
+    weights_of,
+)
+from tiny_models import tiny_model
+
+from ds_zo.engines import available_backends
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.parametrize("backend", available_backends())
+
+
+def lora_model(seed: int = 0) -> Any:
+    settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(tiny_model("llama"), settings)
+    with torch.no_grad():  # B starts at zero, where ZO's update of A would be zero to first order
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.02)
+    return model.train()
+
+
+def adapters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights.items() if "lora_" in name}
+
+
+def base(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights.items() if "lora_" not in name}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_adapters_move_through_accelerate(backend: str, stream: bool) -> None:
+    accelerator = accelerator_for(config_for(backend, stream=stream))
+    model = lora_model()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer, data = accelerator.prepare(model, DummyOptim(trainable), loader(batches(4)))
+    before = weights_of(model)
+    loop(accelerator, model, optimizer, data)
+    after = weights_of(model)
+    assert_same(base(before), base(after))
+    assert all(not torch.equal(value, after[name]) for name, value in adapters(before).items())
+
+
+def test_a_streamed_frozen_base_gives_the_resident_run_and_is_never_written_back(backend: str) -> None:
+    runs = []
+    for stream in (False, True):
+        engine = start(config_for(backend, stream=stream), lora_model())
+        if stream and backend == "zo":
+            homes = {u.name: (u, u.home.clone()) for u in engine.backend.homes.placement.units if u.streamed}
+            assert homes, "blocks with frozen weights stream"
+        losses = train(engine, batches(10))  # past the write-back interval
+        runs.append((losses, weights_of(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+    if backend == "zo":
+        assert all(torch.equal(unit.home, first) for unit, first in homes.values())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_trainer_saves_adapters_alone_and_resumes(backend: str, stage: int, tmp_path: Path) -> None:
+    config = config_for(backend)
+    config["zero_optimization"] = {"stage": stage, "offload_param": {"device": "cpu"}}
+    changes: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    model, again_model = lora_model(), lora_model()
+    whole = trainer_for(arguments(tmp_path, config, **changes), 4, model)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    whole.train()
+    expected = weights_of(engine_of(whole))
+    assert_same(base(before), base(expected))
+    assert_moved(adapters(before), adapters(expected))
+
+    files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    saved = peft.load_peft_weights(str(tmp_path / "checkpoint-4"))
+    assert saved and all("lora_" in name for name in saved)
+    by_name = {name.replace(".default", ""): value for name, value in adapters(expected).items()}
+    assert_same(saved, by_name)
+
+    again = trainer_for(arguments(tmp_path, config, **changes), 4, again_model)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(expected, weights_of(engine_of(again)))
+
+
+def test_merging_after_training_keeps_what_was_learnt(backend: str) -> None:
+    engine = start(config_for(backend, stream=True), lora_model())
+    train(engine, batches(3))
+    batch = batches(1)[0]
+    engine.eval()
+    with torch.no_grad():
+        expected = engine(**batch).logits
+    model = engine.module
+    engine.destroy()
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch).logits, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,207 @@
+"""HF Trainer on our engines: losses of every kind, evaluation, best model, saving, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from runs import (
+    LEARNING_RATE,
+    MICRO_BATCH,
+    arguments,
+    assert_moved,
+    assert_same,
+    batches,
+    config_for,
+    engine_of,
+    logged,
+    section_for,
+    start,
+    trainer_for,
+    weights_of,
+)
+from tiny_models import VOCAB, tiny_model
+from transformers import EarlyStoppingCallback
+
+from ds_zo.engines import available_backends
+
+pytestmark = pytest.mark.parametrize("backend", available_backends())
+
+
+def test_it_logs_loss_grad_norm_and_lr(backend: str, tmp_path: Path) -> None:
+    lr = LEARNING_RATE[backend]
+    args = arguments(tmp_path, config_for(backend), max_steps=4, lr_scheduler_type="linear")
+    trainer = trainer_for(args, 4)
+    trainer.train()
+    # As with any DeepSpeed engine, which has moved the schedule on by the time Trainer looks.
+    assert logged(trainer, "learning_rate") == pytest.approx([0.75 * lr, 0.5 * lr, 0.25 * lr, 0.0])
+    assert all(3 < loss < 6 for loss in logged(trainer, "loss"))
+    if backend == "zo":
+        assert all(norm > 0 for norm in logged(trainer, "grad_norm"))
+
+
+def test_auto_is_filled_from_the_arguments(backend: str, tmp_path: Path) -> None:
+    config = config_for(backend)
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
+    config |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    config["optimizer"]["params"] |= {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}
+    config["scheduler"] = {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    }
+    config["zero_optimization"] = {"stage": 2, "reduce_bucket_size": "auto"}
+    args = arguments(tmp_path, config, max_steps=2, learning_rate=1e-4, weight_decay=0.1, warmup_steps=1)
+    trainer = trainer_for(args, 2)
+    trainer.train()
+    settings = engine_of(trainer).resolved.optimizer
+    assert (settings.lr, settings.weight_decay) == (1e-4, 0.1)
+    assert engine_of(trainer).train_micro_batch_size_per_gpu() == MICRO_BATCH
+
+
+def test_a_lost_window_at_an_epochs_end_is_stepped(backend: str, tmp_path: Path) -> None:
+    """Five micro-batches in windows of two: Trainer steps after the second, the fourth, and the fifth."""
+    config = config_for(backend, accumulation=2)
+    trainer = trainer_for(arguments(tmp_path, config, num_train_epochs=1), 5)
+    trainer.train()
+    engine = engine_of(trainer)
+    assert (trainer.state.global_step, engine.global_steps) == (3, 3)
+    assert len(logged(trainer, "loss")) == 3
+
+
+def reference_without_loss(backend: str, criterion: Any, num_steps: int) -> dict[str, torch.Tensor]:
+    engine = start(config_for(backend))
+    for batch in batches(num_steps):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        loss = criterion(engine(**inputs).logits, batch["labels"])
+        engine.backward(loss)
+        engine.step()
+    return weights_of(engine)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    flat = logits[:, :-1].reshape(-1, VOCAB)
+    return torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1), label_smoothing=smoothing)
+
+
+def test_label_smoothing_differentiates_the_logits(backend: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, config_for(backend), max_steps=2, label_smoothing_factor=0.2)
+    trainer = trainer_for(args, 2)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    after = weights_of(engine_of(trainer))
+    expected = reference_without_loss(backend, lambda lo, la: cross_entropy(lo, la, 0.2), 2)
+    for name, value in after.items():  # two spellings of the smoothed loss, each rounded its own way
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=name)
+    assert max((after[name] - before[name]).abs().max() for name in before) > 1e-4
+
+
+def test_compute_loss_func_is_the_loss(backend: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        seen.append(num_items_in_batch)
+        return cross_entropy(outputs.logits, labels)
+
+    trainer = trainer_for(arguments(tmp_path, config_for(backend), max_steps=2), 2, compute_loss_func=compute)
+    trainer.train()
+    assert len(seen) >= 2
+    assert_same(weights_of(engine_of(trainer)), reference_without_loss(backend, cross_entropy, 2))
+
+
+def saving(**changes: Any) -> dict[str, Any]:
+    return {"save_strategy": "steps", "save_steps": 2, **changes}
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_resume_equals_uninterrupted(backend: str, own_optimizer: bool, stream: bool, tmp_path: Path) -> None:
+    config = (section_for if own_optimizer else config_for)(backend, stream=stream)
+    changes = saving(max_steps=5, lr_scheduler_type="linear", learning_rate=LEARNING_RATE[backend])
+    whole = trainer_for(arguments(tmp_path, config, **changes), 5)
+    whole.train()
+    expected = weights_of(engine_of(whole))
+
+    again = trainer_for(arguments(tmp_path, config, **changes), 5, tiny_model("llama", seed=1))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(expected, weights_of(engine_of(again)))
+    # the log restored from the checkpoint has the first two steps; the rest was trained anew
+    assert logged(again, "loss") == logged(whole, "loss")
+    assert logged(again, "learning_rate") == logged(whole, "learning_rate")
+
+
+def test_save_model_loads_with_from_pretrained(backend: str, tmp_path: Path) -> None:
+    trainer = trainer_for(arguments(tmp_path, config_for(backend, stream=True), max_steps=3), 3)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="float32")
+    assert_same(loaded.state_dict(), weights_of(engine_of(trainer)))
+    batch = batches(1)[0]
+    with torch.no_grad():
+        engine_of(trainer).eval()
+        torch.testing.assert_close(loaded(**batch).loss, engine_of(trainer)(**batch).loss, rtol=1e-6, atol=0)
+
+
+def test_the_best_model_is_loaded_at_the_end_and_early_stopping_stops(backend: str, tmp_path: Path) -> None:
+    """The metric is made to get worse after the second evaluation, so the best checkpoint is not the last."""
+    scores = iter([1.0, 3.0, 2.0, 1.0, 0.5])
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def metric(prediction: Any) -> dict[str, float]:
+        kept[trainer.state.global_step] = weights_of(engine_of(trainer))
+        return {"score": next(scores)}
+
+    args = arguments(
+        tmp_path,
+        config_for(backend),
+        **saving(save_steps=1, max_steps=5),
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+    )
+    stop = EarlyStoppingCallback(early_stopping_patience=2)
+    trainer = trainer_for(args, 5, compute_metrics=metric, callbacks=[stop])
+    trainer.train()
+    assert trainer.state.global_step == 4  # two evaluations without a better score
+    assert Path(trainer.state.best_model_checkpoint or "").name == "checkpoint-2"
+    assert_same(weights_of(engine_of(trainer)), kept[2])
+    assert_moved(kept[2], kept[4])
+
+
+def test_evaluation_on_the_way_changes_nothing(backend: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"max_steps": 4}
+    plain = trainer_for(arguments(tmp_path, config_for(backend), **changes), 4)
+    plain.train()
+    changes |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    evaluated = trainer_for(arguments(tmp_path, config_for(backend), **changes), 4)
+    evaluated.train()
+    assert len(logged(evaluated, "eval_loss")) == 5
+    assert_same(weights_of(engine_of(plain)), weights_of(engine_of(evaluated)))
+    model = tiny_model("llama").eval()
+    with torch.no_grad():
+        expected = sum(model(**batch).loss.item() for batch in batches(2)) / 2
+    assert logged(evaluated, "eval_loss")[0] == pytest.approx(expected, rel=1e-4)
+
+
+def test_evaluate_before_train_is_trainers_to_refuse_below_stage_3(backend: str, tmp_path: Path) -> None:
+    """Trainer raises before any engine is made; `eval_on_start` (above) is the way it has."""
+    trainer = trainer_for(arguments(tmp_path, config_for(backend), max_steps=1), 1)
+    with pytest.raises(ValueError, match="ZeRO Stage 3"):
+        trainer.evaluate()
+
+
+def test_evaluate_alone_works_at_stage_3(backend: str, tmp_path: Path) -> None:
+    """Trainer drops the JSON's optimizer block there; `ds_zo.backend` keeps our engine."""
+    config = section_for(backend)
+    config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
+    model = tiny_model("llama").eval()
+    with torch.no_grad():
+        expected = model(**batches(1)[0]).loss.item()
+    trainer = trainer_for(arguments(tmp_path, config, max_steps=1), 1, model)
+    loss = trainer.evaluate()["eval_loss"]
+    assert type(trainer.model_wrapped).__name__ == "PluginEngine"
+    assert loss == pytest.approx(expected, rel=1e-5)
