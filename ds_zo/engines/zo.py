@@ -59,7 +59,7 @@ class ZOBackend(Backend):
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
         self._closed = False
-        self._never_in_train_mode = True
+        self._never_in_train_mode = not module.training
         """`from_pretrained` returns models in eval mode, and DeepSpeed trains those of scripts that never call
         `train()`."""
         self._interleave = True
