@@ -44,7 +44,7 @@ from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
 EMBEDDED = "embedded"
 EMBEDDED_TASK = "code_or_text"
-EMBEDDED_STEPS = 250
+EMBEDDED_STEPS = 200
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_EVERY = 10
 """Steps between two readings of the loss: each reading waits for the device."""
@@ -375,7 +375,7 @@ def show(summary: Summary, before: Score, after: Score) -> None:
     lines = {
         "model, task": f"{summary.model}, {summary.task}",
         "config": f"{summary.config} ({summary.device}, {summary.dtype})",
-        "test": f"{before} -> {after}",
+        "test": f"{before} -> {str(after).split()[-1]}",
         "loss": loss,
         "speed": f"{summary.steps} steps in {summary.train_s:.1f} s, {summary.tokens_per_s:,.0f} tokens/s",
         "peak memory": f"device {summary.peak_device_gb:.2f} GB, host {summary.peak_host_gb:.2f} GB",
