@@ -32,11 +32,12 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.engines import Backend, StepOutcome, backend_class
 from ds_zo.engines.late import Late
+from ds_zo.plugin_checkpoints import CheckpointingEngine
 
-_CHECKPOINT_KEY = "ds_zo"
 _stock_new = DeepSpeedEngine.__new__
 _stock_config_init = DeepSpeedConfig.__init__
 _stock_signature = inspect.signature(DeepSpeedEngine.__init__)
@@ -105,7 +106,7 @@ def _ds_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, An
     return parsed if isinstance(parsed, dict) else None
 
 
-class PluginEngine(DeepSpeedEngine):
+class PluginEngine(CheckpointingEngine):
     """DeepSpeed's engine with the update path handed to a `Backend`.
 
     Accumulation, schedulers, monitors, timers, data loading and checkpoint files stay DeepSpeed's. Placement is ours,
@@ -129,6 +130,7 @@ class PluginEngine(DeepSpeedEngine):
         self._window_loss: torch.Tensor | None = None
         self._window_began: float | None = None
         """When the first forward of this accumulation window began, while a monitor wants to know."""
+        self._background = Background()
         super().__init__(**bound)
         # Made for fp16 autocast without ZeRO; it asserts on the gradients that our backends never produce.
         self.torch_autocast_z0_gradscaler = None
@@ -275,6 +277,7 @@ class PluginEngine(DeepSpeedEngine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
         self._settle_outcome()
+        self._surface_checkpoint_error()
         super().step(lr_kwargs)
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
@@ -362,7 +365,7 @@ class PluginEngine(DeepSpeedEngine):
             'to keep parameters on the host set zero_optimization.offload_param.device to "cpu"'
         )
 
-    # Checkpoints: DeepSpeed's files, with the backend's state under one key of its own.
+    # Weights in and out by DeepSpeed's names; our checkpoints are in `plugin_checkpoints`.
 
     def module_state_dict(
         self,
@@ -384,11 +387,6 @@ class PluginEngine(DeepSpeedEngine):
         if dist.get_rank() != 0:
             return None
         return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
-
-    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state: dict[str, Any] = super()._common_checkpoint_state(*args, **kwargs)
-        state[_CHECKPOINT_KEY] = {"backend": self.resolved.backend, "state": self.backend.state_dict()}
-        return state
 
     def load_module_state_dict(
         self,
@@ -425,27 +423,23 @@ class PluginEngine(DeepSpeedEngine):
         )
         if path is None or rest is None:
             return path, rest
-        ours = rest.pop(_CHECKPOINT_KEY, None)
-        if load_module_only:
-            return path, rest
-        if ours is None or ours["backend"] != self.resolved.backend:
+        if not load_module_only:
             log_dist(
-                f"ds_zo: the checkpoint was written by {ours['backend'] if ours else 'another optimizer'}, not by "
-                f"{self.resolved.backend}: weights and counters are loaded, the backend starts afresh ({path})",
+                f"ds_zo: the checkpoint was written by another optimizer, not by {self.resolved.backend}: weights and "
+                f"counters are loaded, the backend starts afresh ({path})",
                 ranks=[0],
                 level=logging.WARNING,
             )
-            return path, rest
-        if load_optimizer_states:
-            _load_groups(self.optimizer, rest["optimizer"]["param_groups"])
-        self.backend.load_state_dict(ours["state"], load_optimizer_states=load_optimizer_states)
         return path, rest
 
     def destroy(self) -> None:
+        """Waits for a checkpoint that is being written; raises at the end if that failed."""
+        self._background.wait()
         backend = self.__dict__.get("backend")
         if backend is not None:
             backend.close()
         super().destroy()
+        self._background.raise_error()
 
 
 def _show(text: str) -> None:
@@ -489,13 +483,3 @@ def _undo_zero_init(model: nn.Module, *, to_host: bool) -> None:
             if added or getattr(value, "__qualname__", "").startswith("Init."):
                 delattr(parameter, name)
         parameter.data = whole
-
-
-def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    if len(saved) != len(optimizer.param_groups):
-        raise ValueError(
-            f"a checkpoint loads into the parameter groups that it was saved from, {len(saved)}, got "
-            f"{len(optimizer.param_groups)}: make the same groups, or call load_checkpoint(load_optimizer_states=False)"
-        )
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        group.update({name: value for name, value in values.items() if name != "params"})

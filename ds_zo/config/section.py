@@ -79,6 +79,12 @@ class CheckpointConfig(ConfigModel):
     trajectory: bool = False
     """ZO: also log every step's seed and coefficient, from which any step's weights can be replayed."""
 
+    trajectory_dir: str | None = Field(None, min_length=1)
+    """Folder of that log; null: the folder of the first checkpoint saved or loaded, from when on it is on disk."""
+
+    keep_last: int | None = Field(None, ge=1, le=1_000_000)
+    """Complete checkpoints to keep in a folder, the newest; null: all. `latest` and the one just saved always stay."""
+
 
 class DsZoConfig(ConfigModel):
     """Everything of ours that is not an optimizer parameter."""

@@ -6,15 +6,22 @@ mathematics and the memory. Nothing here knows DeepSpeed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.export import Spec, Stream
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.checkpoint.recorder import Recorder
+from ds_zo.checkpoint.snapshot import Snapshot, module_pieces, without_aliases
+from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.late import Late
 
@@ -60,6 +67,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    recorder: Recorder | None = None
+    """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
 
     def __init__(
         self,
@@ -128,6 +137,69 @@ class Backend(ABC):
 
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         self.module.load_state_dict(state, strict=strict)
+
+    def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
+        """What a checkpoint holds of this moment. `hold`: it stays so while training goes on."""
+        tensors, aliases = without_aliases(self.module_state_dict())
+        if omit_frozen:
+            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+            tensors = {name: value for name, value in tensors.items() if name not in frozen}
+        state = {"state": copy.deepcopy(self.state_dict()) if hold else self.state_dict(), "aliases": aliases}
+        return Snapshot(module_pieces(tensors, hold=hold), lambda: state)
+
+    @torch.no_grad()
+    def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
+        """Goes on from a checkpoint; `resume` False takes its weights only. Checks before it changes anything."""
+        here = {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
+        names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
+        if strict and names.keys() != here.keys():
+            only = sorted(names.keys() ^ here.keys())
+            raise CheckpointError(
+                f"checkpoint {saved.folder} is of another model: {len(only)} tensors are only in one of them, such as "
+                f"{only[0]}; load_module_strict=False takes what they share"
+            )
+        for name in names.keys() & here.keys():
+            if saved.shape(names[name]) != tuple(here[name].shape):
+                raise CheckpointError(
+                    f"checkpoint {saved.folder} is of another model: {name} has shape {saved.shape(names[name])} there "
+                    f"and {tuple(here[name].shape)} here"
+                )
+        for name in sorted(names.keys() & here.keys(), key=lambda name: names[name]):
+            here[name].copy_(saved.tensor(names[name]))
+        self.load_state_dict(saved.backend_state["state"], load_optimizer_states=resume)
+
+    def aliases(self) -> dict[str, str]:
+        """The other names of tied parameters, and the name that each is saved under."""
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in every if name != first[id(p)]}
+
+    def weights(self, *, omitted: Collection[str] = ()) -> Stream:
+        """The weights of the current step in host memory, one after the other, tied ones once."""
+        tensors, _ = without_aliases(self.module_state_dict())
+        chosen = {name: value for name, value in tensors.items() if name not in omitted}
+        specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in chosen.items()]
+        return specs, ((name, value.cpu()) for name, value in chosen.items())
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Replaces weights by name, reading one at a time; an alias does for a tied parameter."""
+        here = {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
+        check_weights(weights, here, self.aliases(), strict=strict)
+        for name, value in here.items():
+            if name in weights:
+                value.copy_(weights[name])
+
+    def replay_steps(self, rows: torch.Tensor) -> None:
+        """Makes steps again that a trajectory recorded after the state that was restored."""
+        raise NotImplementedError(f"backend {self.name} records no trajectory")
+
+    def rank_state(self) -> dict[str, Any]:
+        """What differs from rank to rank: sums of an accumulation window that is not over."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Its counterpart."""
 
     def close(self) -> None:  # noqa: B027
         """Gives back buffers and hooks when the engine is destroyed. Safe to call twice."""

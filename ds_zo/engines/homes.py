@@ -8,6 +8,7 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.visits import Noise, Visits
@@ -36,9 +37,9 @@ class Homes:
     ):
         settings = config.optimizer
         self._stream = config.section.stream
-        self._device = device
+        self.device = device
         self._num_passes = 2 * settings.num_directions
-        self._noise = Noise(settings.seed, settings.zo_eps, settings.distribution, config.section.rounding)
+        self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, config.section.rounding)
         self.placement = plan_units(
             module,
             param_groups,
@@ -54,6 +55,7 @@ class Homes:
         if config.stream:
             self._check_budget(num_resident)
         self.store = HostStore(device, pin=config.pin_memory)
+        self.claims = Claims(self.store)
         stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         _move_buffers(module, device)
@@ -90,14 +92,15 @@ class Homes:
         sizes = self._sizes()
         self.runtime = Runtime(
             self.placement.blocks,
-            self._device,
+            self.device,
             num_slots=sizes["num_slots"],
             num_low_slots=sizes["num_low_slots"],
             overlap=self._stream.overlap,
             reuse_buffers=self._stream.reuse_buffers,
+            before_overwrite=self.claims.before_overwrite,
         )
         self.visits = Visits(
-            self.placement, self.runtime, self.log, noise=self._noise, interval=self.interval, device=self._device
+            self.placement, self.runtime, self.log, noise=self.noise, interval=self.interval, device=self.device
         )
 
     def fill_device(self) -> None:
@@ -105,17 +108,18 @@ class Homes:
         again."""
         self.may_fill_device = False
         blocks = self.placement.blocks
-        peak = torch.cuda.max_memory_allocated(self._device)
+        peak = torch.cuda.max_memory_allocated(self.device)
         activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes()).total)
         if self._stream.device_memory_gb is not None:
             budget = int(self._stream.device_memory_gb * 1e9)
         else:
-            budget = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+            budget = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         num_resident = most_resident(
             self.placement, budget_nbytes=budget, activations_nbytes=activations, **self._sizes()
         )
         if num_resident <= 0:
             return
+        self.claims.wait()
         self.runtime.forget()
         self.visits.close()
         all_stay = num_resident == len(blocks)
@@ -124,8 +128,8 @@ class Homes:
             self.runtime.host_wait(unit)
             home, low = unit.home, unit.low_home
             low_moves = low is not None and all_stay
-            new_low = low.to(self._device) if low is not None and all_stay else low
-            unit.settle(home.to(self._device), new_low, streamed=False, low_streamed=not low_moves)
+            new_low = low.to(self.device) if low is not None and all_stay else low
+            unit.settle(home.to(self.device), new_low, streamed=False, low_streamed=not low_moves)
             unit.bind_home()
             self.store.give_back(home)
             if low is not None and low_moves:

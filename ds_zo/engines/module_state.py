@@ -103,10 +103,10 @@ class ModuleState:
         values = [(p, p.data) for p in self._staged]
         self._staged.clear()
         for p, value in values:
-            self._write(p, value)
+            self.write(p, value)
 
     @torch.no_grad()
-    def _write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
         self._homes.visits.fold_now(unit)
         self._homes.claims.wait()
@@ -124,4 +124,4 @@ class ModuleState:
         return found
 
     def _set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self._write(parameter, value)
+        self.write(parameter, value)

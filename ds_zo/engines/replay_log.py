@@ -30,6 +30,15 @@ class ReplayLog:
         self.length = 0
         """Entries ever appended: the number of the step that is being made."""
 
+    @property
+    def last_row(self) -> torch.Tensor:
+        return self.rows[(self.length - 1) % CAPACITY]
+
+    def append_row(self, row: torch.Tensor) -> None:
+        """An update that was logged before, by this run's earlier life."""
+        self.rows[self.length % CAPACITY].copy_(row)
+        self.length += 1
+
     def append(self, g: torch.Tensor, *, lrs: Sequence[float], weight_decays: Sequence[float]) -> torch.Tensor:
         """Logs the update of a step whose projected gradients are `g` (one a direction). A `g` that is not finite
         becomes an update that changes nothing. Returns whether it was finite, on the device."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from ds_zo import ops
+from ds_zo.checkpoint.replay import due
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
@@ -83,9 +84,7 @@ class Visits:
 
     def folds(self, unit: Unit, *, step: int) -> bool:
         """A pure function of step and unit, staggered over blocks, the same for resident and streamed ones."""
-        interval = self.interval if unit.is_block else 1
-        due = (step + unit.index) % interval == 0
-        return unit.trainable and (due or step - unit.version >= CAPACITY - 1)
+        return due(unit, step=step, interval=self.interval, capacity=CAPACITY)
 
     def begin(self) -> None:
         """A training pass starts."""

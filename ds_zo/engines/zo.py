@@ -10,7 +10,7 @@ of the current step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -21,8 +21,10 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.checkpoint.snapshot import Snapshot
+from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
+from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
@@ -284,6 +286,35 @@ class ZOBackend(Backend):
                 self._fold_everything()
         self._projected.zero_()
         self.state.forget()
+
+    def weights(self, *, omitted: Collection[str] = ()) -> Stream:
+        placed = [p for unit in self.homes.placement.units for p in unit.placed if p.name not in omitted]
+        buffers = dict(persistent_buffers(self.module))
+        specs = [Spec(p.name, p.parameter.dtype, tuple(p.parameter.shape)) for p in placed]
+        specs += [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from ((p.name, self.state.read(p.parameter).cpu()) for p in placed)
+            yield from ((name, value.detach().cpu()) for name, value in buffers.items())
+
+        return specs, read()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        aliases = self.aliases()
+        here = {p.name: p.parameter.data for unit in self.homes.placement.units for p in unit.placed}
+        here |= dict(persistent_buffers(self.module))
+        every = {**here, **{alias: here[name] for alias, name in aliases.items()}}
+        check_weights(weights, every, aliases, strict=strict)
+        names = {name: name for name in here} | {name: alias for alias, name in aliases.items() if name not in weights}
+        parameters = dict(self.module.named_parameters())
+        for name, value in here.items():
+            if names[name] not in weights:
+                continue
+            if name in parameters:
+                self.state.write(parameters[name], weights[names[name]])
+            else:
+                value.copy_(weights[names[name]])
 
     def rank_state(self) -> dict[str, Any]:
         return {"projected": self._projected.cpu()}

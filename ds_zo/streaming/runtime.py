@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,12 @@ from ds_zo.streaming.units import Unit
 
 WantsLow = Callable[[Unit, bool], bool]
 """Whether a unit's low plane should come up with it; the flag says that it is for the pass after this one."""
+
+
+class BeforeOverwrite(Protocol):
+    """Told that a download is about to replace a unit's home, its low plane or both; it may give the unit others."""
+
+    def __call__(self, unit: Unit, *, home: bool, low: bool) -> None: ...
 
 
 class Runtime:
@@ -36,8 +43,10 @@ class Runtime:
         num_low_slots: int,
         overlap: bool = True,
         reuse_buffers: bool = True,
+        before_overwrite: BeforeOverwrite | None = None,
     ) -> None:
         self.units = list(units)
+        self._before_overwrite = before_overwrite
         self.device = device
         self._number = {id(unit): i for i, unit in enumerate(self.units)}
         streamed = [u for u in self.units if u.streamed]
@@ -189,6 +198,8 @@ class Runtime:
         return slot
 
     def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
+        if self._before_overwrite is not None:
+            self._before_overwrite(unit, home=slot is not None, low=low is not None)
         with self._on(self._down):
             for used, home in ((slot, unit.home), (low, unit.low_home)):
                 if used is None or home is None:

@@ -1,0 +1,97 @@
+"""Plain Python data as JSON with its tensors beside it: loading executes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_zo.checkpoint.errors import CheckpointError
+
+_TAG = "$"
+"""A one-key object whose key begins with it stands for what JSON has no word for."""
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -> Any:
+    """JSON for `value`; tensors go to `tensors` under their path. Only names and numbers: no object's code is kept."""
+    if value is None or isinstance(value, (bool, str)):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        tensors[at] = value.detach()
+        return {"$tensor": at}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" and value.itemsize > 1 else value
+        tensors[at] = torch.from_numpy(np.ascontiguousarray(signed))
+        return {"$array": at, "dtype": value.dtype.str}
+    if isinstance(value, np.generic):
+        return encode(value.item(), tensors, at=at)
+    if isinstance(value, argparse.Namespace):
+        return {"$namespace": encode(vars(value), tensors, at=at)}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith(_TAG) for key in value):
+            return {str(key): encode(item, tensors, at=f"{at}.{key}") for key, item in value.items()}
+        pairs = [
+            [encode(key, tensors, at=f"{at}.key{i}"), encode(item, tensors, at=f"{at}.{key}")]
+            for i, (key, item) in enumerate(value.items())
+        ]
+        return {"$dict": pairs}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [encode(item, tensors, at=f"{at}.{i}") for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return {"$tuple" if isinstance(value, tuple) else "$set": items}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, PurePath):
+        return str(value)
+    raise CheckpointError(
+        f"a checkpoint holds plain data and tensors, got a {type(value).__module__}.{type(value).__qualname__}: pass "
+        f"its state_dict(), vars() or str() instead ({at})"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `encode` was given (mappings come back as dicts, paths as strings)."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith(_TAG):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    content = value[tag]
+    if tag == "$float":
+        return float(content)
+    if tag == "$tensor":
+        return tensors[content]
+    if tag == "$array":
+        return tensors[content].numpy().view(np.dtype(value["dtype"]))
+    if tag == "$namespace":
+        return argparse.Namespace(**decode(content, tensors))
+    if tag == "$dict":
+        return {decode(key, tensors): decode(item, tensors) for key, item in content}
+    if tag == "$tuple":
+        return tuple(decode(item, tensors) for item in content)
+    if tag == "$set":
+        return {decode(item, tensors) for item in content}
+    if tag == "$bytes":
+        return base64.b64decode(content)
+    if tag == "$dtype" and isinstance(getattr(torch, content, None), torch.dtype):
+        return getattr(torch, content)
+    if tag == "$device":
+        return torch.device(content)
+    raise CheckpointError(f"the checkpoint's state has a value this ds_zo does not know: {tag} {content!r}")

@@ -1,0 +1,184 @@
+"""Weights for everyone else: a folder that `from_pretrained` loads, or one file. A unit is in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from ds_zo.checkpoint import files
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.checkpoint.replay import saved_values
+
+SHARD_NBYTES = 4 * 10**9
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor before it is made."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+Stream = tuple[list[Spec], Iterator[tuple[str, torch.Tensor]]]
+"""What will come, and how it comes, in any order."""
+
+
+def saved_weights(saved: Saved, *, device: torch.device | str = "cpu") -> Stream:
+    """The weights of a checkpoint's step as the module's `state_dict` names them, tied ones once."""
+    state = saved.backend_state
+    if "units" not in state:
+        names = sorted(saved.names())
+        specs = [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in names]
+        return specs, ((name, saved.tensor(name)) for name in names)
+    omitted = set(state["omitted"])
+    specs = [
+        Spec(p["name"], getattr(torch, part["dtype"]), tuple(p["shape"]))
+        for unit in state["units"]
+        for part in unit["parts"]
+        for p in part["params"]
+        if p["name"] not in omitted
+    ]
+    specs += [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in state["buffers"]]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for placed, value in saved_values(saved, device=device):
+            yield placed.name, value.cpu()
+        for name in state["buffers"]:
+            yield name, saved.tensor(name)
+
+    return specs, tensors()
+
+
+def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str] | None = None) -> None:
+    """One file, which appears whole. `.safetensors`, or else what `torch.save` writes, in which tied weights have all
+    their names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    files.remove(temporary)
+    try:
+        _write_shards(temporary.parent, {temporary.name: stream[0]}, stream[1])
+        if path.suffix != ".safetensors":
+            pickled = temporary.with_name(temporary.name + ".bin")
+            with safe_open(temporary, framework="pt") as file:  # memory-mapped: not a second copy in host memory
+                state = {spec.name: file.get_tensor(spec.name) for spec in stream[0]}
+                state |= {alias: state[name] for alias, name in (aliases or {}).items() if name in state}
+                torch.save(state, pickled)
+            files.remove(temporary)
+            temporary = pickled
+        files.rename(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} was not written: {error}") from error
+    finally:
+        files.remove(temporary)
+
+
+def write_model_folder(
+    out: Path, stream: Stream, *, extra: Mapping[str, str], shard_nbytes: int = SHARD_NBYTES, progress: bool = False
+) -> None:
+    """A folder that appears whole, checked against what was meant to be in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already: name a folder that is not, or an empty one (OUT)")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}-{os.getpid()}")
+    files.remove(temporary)
+    try:
+        files.make_folder(temporary)
+        shards = _shards(stream[0], shard_nbytes)
+        digests = _write_shards(temporary, shards, stream[1], progress=progress)
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(spec.nbytes for spec in stream[0])},
+                "weight_map": {spec.name: file for file, specs in shards.items() for spec in specs},
+            }
+            files.write_json(temporary / "model.safetensors.index.json", index)
+        for name, text in extra.items():
+            files.write_bytes(temporary / name, text.encode())
+        _verify(temporary, shards, digests)
+        files.sync_folder(temporary)
+        if out.exists():
+            out.rmdir()
+        files.rename(temporary, out)
+    except OSError as error:
+        raise CheckpointError(f"{out} was not written: {error}") from error
+    finally:
+        files.remove(temporary)
+
+
+def _shards(specs: list[Spec], shard_nbytes: int) -> dict[str, list[Spec]]:
+    groups: list[list[Spec]] = []
+    room = 0
+    for spec in specs:
+        if not groups or spec.nbytes > room:
+            groups.append([])
+            room = shard_nbytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def _write_shards(
+    folder: Path,
+    shards: Mapping[str, list[Spec]],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    *,
+    progress: bool = False,
+) -> dict[str, str]:
+    """Fills files whose tensors come in any order; returns each tensor's hash."""
+    outputs: dict[str, files.TensorFile] = {}
+    file_of = {spec.name: file for file, specs in shards.items() for spec in specs}
+    left = dict.fromkeys(shards, 0) | {file: len(specs) for file, specs in shards.items()}
+    digests: dict[str, str] = {}
+    total = sum(spec.nbytes for specs in shards.values() for spec in specs)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=3.0, disable=not progress, leave=False)
+    try:
+        with bar:
+            for name, value in tensors:
+                file = file_of[name]
+                if file not in outputs:
+                    outputs[file] = files.TensorFile(
+                        folder / file, {s.name: (s.dtype, s.shape) for s in shards[file]}, metadata={"format": "pt"}
+                    )
+                digests[name] = outputs[file].put(name, value)
+                left[file] -= 1
+                if left[file] == 0:
+                    outputs[file].finish()
+                bar.update(value.numel() * value.element_size())
+    finally:
+        for output in outputs.values():
+            output.close()
+    missing = file_of.keys() - digests.keys()
+    if missing:
+        raise CheckpointError(f"{len(missing)} tensors have no weights, such as {min(missing)}")
+    return digests
+
+
+def _verify(folder: Path, shards: Mapping[str, list[Spec]], digests: Mapping[str, str]) -> None:
+    for file, specs in shards.items():
+        with safe_open(folder / file, framework="pt") as opened:
+            for spec in specs:
+                tensor = opened.get_tensor(spec.name)
+                right = tensor.dtype is spec.dtype and tuple(tensor.shape) == spec.shape
+                if not right or hashlib.sha256(files.bytes_of(tensor)).hexdigest() != digests[spec.name]:
+                    raise CheckpointError(f"{file}: {spec.name} reads back otherwise than it was written")
+
+
+def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES, progress: bool = True) -> None:
+    """`ds-zo export`: a checkpoint's weights and model config as a folder for `from_pretrained`."""
+    extra = {name: text for name in ("config.json", "generation_config.json") if (text := saved.text(name)) is not None}
+    write_model_folder(out, saved_weights(saved), extra=extra, shard_nbytes=shard_nbytes, progress=progress)

@@ -1,0 +1,139 @@
+"""Units as named tensors, and their description from which units can be made again without the model.
+
+A unit's planes are saved parameter by parameter, without padding: what is stored under a parameter's name are its bytes
+as the host store keeps them, `NAME:low` the low bits of a split master, `NAME:exponents` the scales of fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.streaming.units import ALIGN, Part, Placed, Planes, Unit
+
+LOW = ":low"
+EXPONENTS = ":exponents"
+Read = Callable[[str], torch.Tensor]
+
+
+def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Views of buffers that are laid out like the unit's own."""
+    return {
+        name: view
+        for part, planes in zip(unit.parts, unit.planes(home, low), strict=True)
+        for placed in part.placed
+        for name, view in _views(placed, planes)
+    }
+
+
+def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
+    """The unit's own buffers from tensors that `unit_tensors` named; those of `omitted` parameters stay."""
+    for name, view in unit_tensors(unit, unit.home, unit.low_home).items():
+        if name.partition(":")[0] not in omitted:
+            view.copy_(read(name).view(view.shape))
+
+
+def _views(placed: Placed, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
+    yield placed.name, placed.view(planes.storage)
+    if planes.low is not None:
+        yield placed.name + LOW, placed.view(planes.low)
+    if planes.exponents is not None:
+        yield (
+            placed.name + EXPONENTS,
+            planes.exponents[placed.start // ALIGN : -(-(placed.start + placed.numel) // ALIGN)],
+        )
+
+
+def describe(unit: Unit) -> dict[str, Any]:
+    """Everything about a unit but its bytes and its version."""
+    return {
+        "name": unit.name,
+        "is_block": unit.is_block,
+        "index": unit.index,
+        "parts": [
+            {
+                "dtype": _name(part.dtype),
+                "wire": _name(part.wire),
+                "split": part.split,
+                "direct": part.direct,
+                "params": [
+                    {
+                        "name": p.name,
+                        "shape": list(p.parameter.shape),
+                        "offset": p.offset,
+                        "group": p.group,
+                        "trainable": p.trainable,
+                    }
+                    for p in part.placed
+                ],
+            }
+            for part in unit.parts
+        ],
+    }
+
+
+def rebuild(description: Mapping[str, Any]) -> Unit:
+    """A unit with placeholders for parameters and no buffers yet."""
+    parts = [
+        Part(
+            [
+                Placed(
+                    p["name"],
+                    nn.Parameter(torch.zeros((), dtype=_dtype(part["dtype"])).expand(p["shape"]), requires_grad=False),
+                    p["offset"],
+                    p["group"],
+                    p["trainable"],
+                )
+                for p in part["params"]
+            ],
+            _dtype(part["dtype"]),
+            _dtype(part["wire"]),
+            split=part["split"],
+            direct=part["direct"],
+        )
+        for part in description["parts"]
+    ]
+    return Unit(description["name"], nn.Module(), parts, index=description["index"], is_block=description["is_block"])
+
+
+def unit_key(description: Mapping[str, Any]) -> str:
+    """The name of its first parameter: two units may bear one module's name."""
+    name: str = description["parts"][0]["params"][0]["name"]
+    return name
+
+
+def give_buffers(unit: Unit, device: torch.device) -> None:
+    low = torch.zeros(unit.low_nbytes, dtype=torch.uint8, device=device) if unit.low_nbytes else None
+    unit.settle(torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False)
+
+
+def shapes_of(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape by name."""
+    return {p["name"]: tuple(p["shape"]) for unit in descriptions for part in unit["parts"] for p in part["params"]}
+
+
+def difference(saved: Mapping[str, Sequence[int]], present: Mapping[str, Sequence[int]]) -> str | None:
+    """How two sets of shapes differ, in a few words; None where they don't."""
+    texts = []
+    missing, unknown = sorted(present.keys() - saved.keys()), sorted(saved.keys() - present.keys())
+    for what, names in (("it lacks", missing), ("the model does not have", unknown)):
+        if names:
+            texts.append(f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+    for name in saved.keys() & present.keys():
+        if tuple(saved[name]) != tuple(present[name]):
+            texts.append(f"{name} has shape {tuple(saved[name])} there and {tuple(present[name])} here")
+            break
+    return "; ".join(texts) or None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

@@ -1,0 +1,144 @@
+"""The manifest: what makes a folder a complete checkpoint, and how damage is told from incompleteness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.files import Written, sha256_of
+
+FORMAT = "ds_zo checkpoint"
+VERSION = 1
+FILE = "manifest.json"
+LATEST = "latest"
+REPLACED = ".replaced-"
+"""Prefix of a tag's folder while a new one of the same tag takes its place."""
+WRITING = ".writing-"
+"""Prefix of a folder that is being written."""
+REMOVED = ".removed-"
+"""Prefix of a folder that is being deleted."""
+HASH_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Manifest:
+    backend: str
+    tag: str
+    global_steps: int
+    saved_unix_s: float
+    ds_zo_version: str
+    weights_sha256: str
+    """Of all pieces with a key, whatever the order of files."""
+    files: Mapping[str, Written]
+
+    def to_json(self) -> dict[str, Any]:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {**body, "sha256": _digest(body)}
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """It was completed: the manifest is written last."""
+    return (folder / FILE).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises where the manifest is damaged or newer than this code; files are not looked at."""
+    path = folder / FILE
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        found = body.pop("sha256")
+        version, kind = body["version"], body["format"]
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} is not what was written ({error})") from None
+    if kind == FORMAT and isinstance(version, int) and version > VERSION:
+        raise CheckpointError(
+            f"checkpoint {folder} has format {version}, this ds_zo reads up to {VERSION}: load it with ds_zo "
+            f"{body.get('ds_zo_version', 'of a later version')} or later"
+        )
+    if kind != FORMAT or found != _digest(body):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} does not match its own hash")
+    files = {name: Written(**of) for name, of in body["files"].items()}
+    return Manifest(
+        backend=body["backend"],
+        tag=body["tag"],
+        global_steps=body["global_steps"],
+        saved_unix_s=body["saved_unix_s"],
+        ds_zo_version=body["ds_zo_version"],
+        weights_sha256=body["weights_sha256"],
+        files=files,
+    )
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    for name, written in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {folder} is damaged: {name} is missing")
+        if path.stat().st_size != written.nbytes:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} should have {written.nbytes} bytes and has "
+                f"{path.stat().st_size}"
+            )
+
+
+def check_hashes(folder: Path, manifest: Manifest, *, progress: Callable[[int], None]) -> None:
+    """Reads every byte, several files at a time."""
+
+    def check(name: str) -> str | None:
+        try:
+            good = sha256_of(folder / name, progress=progress) == manifest.files[name].sha256
+        except OSError as error:
+            return f"{name} can't be read ({error})"
+        return None if good else f"{name} does not have the hash it was written with"
+
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        wrong = [text for text in pool.map(check, manifest.files) if text is not None]
+    if wrong:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}")
+
+
+def folder_of(save_dir: Path, tag: str) -> Path:
+    """Where a tag's checkpoint is: in its folder, or beside it if a crash came while that was being replaced."""
+    folder = save_dir / tag
+    if not is_checkpoint(folder):
+        for set_aside in sorted(save_dir.glob(f"{REPLACED}{tag}-*")):
+            if is_checkpoint(set_aside):
+                return set_aside
+    return folder
+
+
+def complete_tags(save_dir: Path) -> list[str]:
+    """Tags whose files are all there with their sizes, newest first."""
+    found = []
+    if not save_dir.is_dir():
+        return []
+    for folder in save_dir.iterdir():
+        if folder.name.startswith(".") or not is_checkpoint(folder):
+            continue
+        try:
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest)
+        except CheckpointError:
+            continue
+        found.append((manifest.saved_unix_s, folder.name))
+    return [tag for _, tag in sorted(found, reverse=True)]
+
+
+def offer(save_dir: Path, *, but: str) -> str:
+    """A sentence that names the other checkpoints there are."""
+    others = [tag for tag in complete_tags(save_dir) if tag != but]
+    if not others:
+        return f"there is no other complete checkpoint in {save_dir}"
+    return f"the newest complete one besides it is {others[0]!r}: load_checkpoint({str(save_dir)!r}, tag={others[0]!r})"

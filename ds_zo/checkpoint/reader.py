@@ -1,0 +1,121 @@
+"""Reads a checkpoint one tensor at a time, after every byte of it was found to be what was written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from ds_zo.checkpoint.encoding import decode
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.manifest import (
+    LATEST,
+    Manifest,
+    check_hashes,
+    check_sizes,
+    folder_of,
+    is_checkpoint,
+    offer,
+    read_manifest,
+)
+from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
+
+_PROGRESS_AFTER_S = 3.0
+
+
+class Saved:
+    """A verified checkpoint."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        with safe_open(folder / STATE_TENSORS, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        state = decode(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
+        self.engine_state: dict[str, Any] = state["engine"]
+        self.backend_state: dict[str, Any] = state["backend"]
+        self._file_of: dict[str, str] = {}
+        for name in manifest.files:
+            if name.startswith("weights-"):
+                with safe_open(folder / name, framework="pt") as file:
+                    self._file_of.update(dict.fromkeys(file.keys(), name))
+        self._open: tuple[str, Any] | None = None
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A copy in host memory. Cheapest when asked for in the order of the files."""
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(self.folder / file, framework="pt").__enter__())
+        tensor: torch.Tensor = self._open[1].get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def text(self, name: str) -> str | None:
+        """One of the extra files, None where there is none."""
+        return (self.folder / name).read_text(encoding="utf-8") if name in self.manifest.files else None
+
+
+def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
+    """The tag asked for, or what `latest` names; None where there is no `latest`."""
+    if tag is not None:
+        return str(tag)
+    try:
+        return (load_dir / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def is_ours(load_dir: Path, tag: str) -> bool:
+    return is_checkpoint(folder_of(load_dir, tag))
+
+
+def open_checkpoint(load_dir: Path, tag: str, *, verify: bool = True, progress: bool = True) -> Saved:
+    """Verifies sizes and hashes before anything is used; a damaged checkpoint is named, and another one offered."""
+    folder = folder_of(load_dir, tag)
+    try:
+        return open_folder(folder, verify=verify, progress=progress)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {offer(load_dir, but=tag)}") from error.__cause__
+
+
+def open_folder(folder: Path, *, verify: bool = True, progress: bool = True) -> Saved:
+    """`verify` False trusts that another process has read every byte."""
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    if not verify:
+        return Saved(folder, manifest)
+    total = sum(written.nbytes for written in manifest.files.values())
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=f"checking {folder.name}",
+        delay=_PROGRESS_AFTER_S,
+        disable=not progress,
+        leave=False,
+    )
+    with bar:
+        check_hashes(folder, manifest, progress=_locked(bar.update))
+    return Saved(folder, manifest)
+
+
+def _locked(update: Callable[[int], Any]) -> Callable[[int], None]:
+    lock = threading.Lock()
+
+    def call(nbytes: int) -> None:
+        with lock:
+            update(nbytes)
+
+    return call

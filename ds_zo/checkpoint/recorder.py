@@ -1,0 +1,150 @@
+"""Writes a running engine's trajectory: in memory until a folder is known, then step by step to disk."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.trajectory import FILE, Trajectory, TrajectoryFile, read_trajectory
+
+Header = dict[str, Any]
+
+
+class Recorder:
+    """One run's steps. On a CUDA device a thread waits for each step's numbers, so that the engine does not: a step is
+    on disk shortly after the device has finished it. On the CPU it is when `append` returns."""
+
+    def __init__(self, header: Callable[[], Header], *, step: int, base_sha256: str, on_device: bool) -> None:
+        self._header = header
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ds_zo-trajectory") if on_device else None
+        self._last: Future[None] | None = None
+        self._file: TrajectoryFile | None = None
+        self._waiting: list[torch.Tensor] = []
+        self._restart(step, base_sha256)
+
+    def _restart(self, step: int, base_sha256: str) -> None:
+        self.id = uuid.uuid4().hex
+        self._base = {"step": step, "sha256": base_sha256}
+
+    @property
+    def path(self) -> Path | None:
+        return None if self._file is None else self._file.path
+
+    def append(self, row: torch.Tensor) -> None:
+        """A step was logged. Raises what went wrong with an earlier one."""
+        if self._pool is None:
+            self._take(row.detach().cpu().clone())
+            return
+        if self._last is not None and self._last.done():
+            self._last.result()
+        copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        copy.copy_(row, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def run() -> None:
+            copied.synchronize()
+            self._take(copy)
+
+        self._last = self._pool.submit(run)
+
+    def _take(self, row: torch.Tensor) -> None:
+        with self._lock:
+            if self._file is None:
+                self._waiting.append(row)
+                return
+            try:
+                self._file.append(row)
+            except OSError as error:
+                raise CheckpointError(f"{self._file.path}: a step could not be recorded: {error}") from error
+
+    def flush(self) -> None:
+        """Until every step made is recorded."""
+        if self._last is not None:
+            self._last.result()
+
+    def start(self, folder: Path) -> None:
+        """From now on to disk, with every step since the base. Nothing if that is so already."""
+        self.flush()
+        with self._lock:
+            if self._file is not None:
+                return
+            folder.mkdir(parents=True, exist_ok=True)
+            self._set_aside(folder / FILE)
+            self._file = TrajectoryFile(folder / FILE, header=self._full_header())
+            self._file.append(*self._waiting)
+            self._waiting = []
+
+    def _full_header(self) -> Header:
+        return {"id": self.id, "base": self._base, **self._header()}
+
+    def mark(self, step: int, sha256: str) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.mark(step, sha256)
+
+    def resume(
+        self, folder: Path, *, step: int, sha256: str, recorded_as: str | None, newest: bool
+    ) -> torch.Tensor | None:
+        """After a checkpoint of `step` was loaded: the rows of later steps that a crash left here, or None. `newest`:
+        the caller wants the run as far as it came; otherwise the run branches off at `step`."""
+        self.flush()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file, self._waiting = None, []
+            path = folder / FILE
+            old = _read_if_whole(path)
+            if old is None or old.id != recorded_as or not old.first_step <= step <= old.end_step:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._set_aside(path)
+                self._restart(step, sha256)
+                self._file = TrajectoryFile(path, header=self._full_header())
+                return None
+            if newest:
+                self.id, self._base = old.id, old.header["base"]
+                self._file = TrajectoryFile(path, keep_nbytes=old.nbytes)
+                return old.rows[step - old.first_step :]
+            self._branch(path, old, step)
+            return None
+
+    def _branch(self, path: Path, old: Trajectory, step: int) -> None:
+        self._restart(0, "")
+        self._base = old.header["base"]
+        self._set_aside(path)
+        self._file = TrajectoryFile(path, header=self._full_header())
+        self._file.append(*old.rows[: step - old.first_step])
+        for at, sha256 in old.hashes.items():
+            if at <= step:
+                self._file.mark(at, sha256)
+
+    @staticmethod
+    def _set_aside(path: Path) -> None:
+        """Another run's file, or this one's other branch, is kept under another name."""
+        if path.exists():
+            number = next(i for i in range(1, 10**6) if not path.with_name(f"{path.stem}.{i}{path.suffix}").exists())
+            path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+            if self._file is not None:
+                self._file.close()
+
+
+def _read_if_whole(path: Path) -> Trajectory | None:
+    try:
+        return read_trajectory(path)
+    except (FileNotFoundError, CheckpointError):
+        return None

@@ -1,0 +1,114 @@
+"""A unit's weights of a later step, from its planes and the log of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_zo import ops
+from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.streaming.units import Placed, Unit
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is fixed about a run's updates."""
+
+    seed: int
+    distribution: ops.Distribution
+    rounding: ops.Rounding
+    num_directions: int
+    interval: int
+    capacity: int
+    """Entries that a unit may lag before it must fold."""
+
+
+def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
+    """Whether the forward of `step` folds the unit: a pure function, staggered over blocks."""
+    every = interval if unit.is_block else 1
+    return unit.trainable and ((step + unit.index) % every == 0 or step - unit.version >= capacity - 1)
+
+
+def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:
+    """Stores the updates of steps `unit.version` to `step - 1`, as the forward of `step` does."""
+    for part, planes in zip(unit.parts, unit.planes(unit.home, unit.low_home), strict=True):
+        if part.direct:
+            continue
+        ops.replay_perturb(
+            planes.storage,
+            table=part.table(unit.home.device),
+            log=rows,
+            first_entry=(unit.version - first_row_step) % rows.shape[0],
+            num_entries=step - unit.version,
+            num_directions=recipe.num_directions,
+            dst=planes.storage,
+            low_in=planes.low,
+            low_out=planes.low,
+            exponents_in=planes.exponents,
+            exponents_out=planes.exponents,
+            seed=recipe.seed,
+            step=step,
+            distribution=recipe.distribution,
+            fold=True,
+            rounding=recipe.rounding,
+        )
+    unit.version = step
+
+
+def values(
+    unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe, exact: bool = False
+) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """The weights of `step`, in the parameters' own dtype, or in float32 where `exact`. The planes stay as they are."""
+    pending = step - unit.version if unit.trainable else 0
+    for part, planes in zip(unit.parts, unit.planes(unit.home, unit.low_home), strict=True):
+        if part.direct:
+            yield from ((placed, placed.view(planes.storage)) for placed in part.placed)
+            continue
+        dtype = torch.float32 if exact else part.dtype
+        out = torch.empty(part.numel, dtype=dtype, device=unit.home.device)
+        ops.replay_perturb(
+            planes.storage,
+            table=part.table(unit.home.device),
+            log=rows,
+            first_entry=(unit.version - first_row_step) % rows.shape[0],
+            num_entries=pending,
+            num_directions=recipe.num_directions,
+            out=out,
+            low_in=planes.low,
+            exponents_in=planes.exponents,
+            seed=recipe.seed,
+            step=step,
+            distribution=recipe.distribution,
+            rounding=recipe.rounding,
+        )
+        yield from ((placed, placed.view(out)) for placed in part.placed)
+
+
+def recipe_of(state: Mapping[str, Any]) -> Recipe:
+    if state["noise_version"] != ops.NOISE_VERSION:
+        raise ValueError(
+            f"the checkpoint's noise is version {state['noise_version']}, this ds_zo makes version "
+            f"{ops.NOISE_VERSION}: use the ds_zo that wrote it"
+        )
+    names = ("seed", "distribution", "rounding", "num_directions", "interval")
+    return Recipe(**{name: state[name] for name in names}, capacity=state["rows"].shape[0])
+
+
+def saved_values(
+    saved: Saved, *, device: torch.device | str = "cpu", exact: bool = False
+) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """All weights of a ZO checkpoint's step, a unit in memory at a time."""
+    device = torch.device(device)
+    state = saved.backend_state
+    recipe, rows, omitted = recipe_of(state), state["rows"].to(device), set(state["omitted"])
+    for description in state["units"]:
+        unit = rebuild(description)
+        give_buffers(unit, device)
+        fill_unit(unit, saved.tensor, omitted=omitted)
+        unit.version = description["version"]
+        found = values(unit, rows=rows, first_row_step=0, step=state["step"], recipe=recipe, exact=exact)
+        yield from ((placed, value) for placed, value in found if placed.name not in omitted)

@@ -1,0 +1,80 @@
+"""Weights from what others wrote: folders of safetensors, and DeepSpeed's own files without executing them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.streaming.loading import SafetensorsSource
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """Tensors by name, each read when it is asked for."""
+
+    def __init__(self, names: list[str], read: Callable[[str], torch.Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def model_source(folder: Path) -> Weights | None:
+    """The weights of a folder that `save_pretrained` or `ds-zo export` wrote; None where it is not one."""
+    try:
+        source = SafetensorsSource(folder)
+    except FileNotFoundError:
+        return None
+    return Weights(sorted(source.names()), source)
+
+
+def check_weights(
+    weights: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, strict: bool
+) -> None:
+    """Raises where the names are of another model; nothing has been changed by then."""
+    names = {
+        name for name in here if name not in aliases and not any(a in weights for a, n in aliases.items() if n == name)
+    }
+    missing, unknown = names - set(weights), set(weights) - set(here)
+    if not set(weights) & set(here) or (strict and (missing or unknown)):
+        example = min(missing) if missing else min(unknown, default="")
+        raise CheckpointError(
+            f"these are weights of another model: {len(missing)} are missing, {len(unknown)} unknown, such as "
+            f"{example}; load_module_strict=False takes what fits"
+        )
+
+
+@contextmanager
+def plain_loading(checkpoint_engine: Any) -> Iterator[None]:
+    """DeepSpeed's files are pickles: only tensors and plain data are taken from them meanwhile."""
+
+    def load(path: str, map_location: Any = None) -> Any:
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"{path} holds more than tensors and plain data, which would have to be executed to be loaded: "
+                f"{first_line} If you trust the file, name its classes in torch.serialization.add_safe_globals, or "
+                "make a safetensors folder of it"
+            ) from None
+
+    checkpoint_engine.load = load
+    try:
+        yield
+    finally:
+        del checkpoint_engine.load

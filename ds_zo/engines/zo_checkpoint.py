@@ -1,0 +1,183 @@
+"""What of a ZO run goes into a checkpoint, and how a run goes on from one.
+
+Planes as they are stored, their versions, and the log of what is pending: a resumed run has the bits of the run that
+was saved, in every storage format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo import ops
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.files import combined, hash_tensors
+from ds_zo.checkpoint.layout import describe, difference, fill_unit, shapes_of, unit_key, unit_tensors
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.checkpoint.recorder import Recorder
+from ds_zo.checkpoint.replay import saved_values
+from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
+from ds_zo.engines.homes import Homes
+from ds_zo.engines.replay_log import CAPACITY
+from ds_zo.streaming.units import Unit
+
+
+class HomesCheckpoint:
+    """Snapshots of, and restores into, one model's homes."""
+
+    def __init__(self, homes: Homes, module: nn.Module) -> None:
+        self._homes = homes
+        self._module = module
+
+    # Saving
+
+    def snapshot(self, *, hold: bool, omit_frozen: bool) -> Snapshot:
+        """`hold`: training goes on while it is written ([Note: swap on fold])."""
+        homes, units = self._homes, self._homes.placement.units
+        omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
+        if self._homes.device.type == "cuda" and not hold:
+            torch.cuda.synchronize(homes.device)
+        state = {**self.facts(), "omitted": sorted(omitted), "rows": homes.log.rows.cpu().clone()}
+        state["units"] = [{**describe(u), "version": u.version} for u in units]
+        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
+        state["buffers"] = sorted(buffers)
+        pieces = [self._piece(unit, hold=hold, omitted=omitted) for unit in units]
+        order = sorted(range(len(units)), key=lambda i: self._steps_to_fold(units[i]))
+        pieces += module_pieces(buffers, hold=hold)
+        return Snapshot(pieces, lambda: state, order=[*order, *range(len(units), len(pieces))])
+
+    def recorder(self) -> Recorder:
+        """For the trajectory of a run that starts here: reads all weights once, to know later what it started from."""
+        homes = self._homes
+        digests = {
+            unit_key(describe(unit)): hash_tensors(
+                unit_tensors(unit, unit.home.cpu(), None if unit.low_home is None else unit.low_home.cpu())
+            )
+            for unit in homes.placement.units
+        }
+        on_device = homes.device.type == "cuda"
+        return Recorder(self._header, step=homes.log.length, base_sha256=combined(digests), on_device=on_device)
+
+    def _header(self) -> dict[str, Any]:
+        config = getattr(self._module, "config", None)
+        return {
+            "model": getattr(config, "_name_or_path", None) or type(self._module).__name__,
+            "facts": {name: value for name, value in self.facts().items() if name != "step"},
+            "capacity": CAPACITY,
+            "width": self._homes.log.rows.shape[1],
+            "units": [describe(unit) for unit in self._homes.placement.units],
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What decides how updates are made and stored, besides the units themselves."""
+        homes = self._homes
+        return {
+            "step": homes.log.length,
+            "noise_version": ops.NOISE_VERSION,
+            "seed": homes.noise.seed,
+            "distribution": homes.noise.distribution,
+            "rounding": homes.noise.rounding,
+            "num_directions": homes.log.num_directions,
+            "num_groups": homes.log.num_groups,
+            "interval": homes.interval,
+            "device": homes.device.type,
+        }
+
+    def _piece(self, unit: Unit, *, hold: bool, omitted: set[str]) -> Piece:
+        if hold:
+            held = self._homes.claims.claim(unit)
+            return Piece(lambda: _without(held.tensors(), omitted), held.nbytes, held.key, held.written)
+
+        def tensors() -> Mapping[str, torch.Tensor]:
+            self._homes.runtime.host_wait(unit)
+            low = None if unit.low_home is None else unit.low_home.cpu()
+            return _without(unit_tensors(unit, unit.home.cpu(), low), omitted)
+
+        return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
+
+    def _steps_to_fold(self, unit: Unit) -> int:
+        """Copied ones last: nothing waits for them."""
+        step, interval = self._homes.log.length, self._homes.interval
+        return (-(step + unit.index)) % interval if unit.streamed or unit.low_streamed else interval
+
+    # Loading
+
+    @torch.no_grad()
+    def restore(self, saved: Saved, *, resume: bool, strict: bool) -> None:
+        """`resume` False takes the weights only: what is logged and counted here stays."""
+        state = saved.backend_state
+        omitted = set(state["omitted"])
+        there = {name: shape for name, shape in shapes_of(state["units"]).items() if name not in omitted}
+        here = {name: shape for name, shape in self._shapes().items() if name not in omitted}
+        wrong = difference(there, here)
+        if wrong is not None and (strict or not there.keys() & here.keys()):
+            raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
+        self._homes.claims.wait()
+        reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
+        if resume and not reasons:
+            self._restore_planes(saved, omitted)
+        else:
+            self._restore_values(saved, partial=wrong is not None)
+            if resume:
+                self._homes.log.length = state["step"]
+                logger.warning(
+                    f"ds_zo: the checkpoint's {', '.join(reasons)} differ from this run's: its weights are taken with "
+                    "every update, and the run goes on, but not bit for bit as it would have"
+                )
+                for unit in self._homes.placement.units:
+                    unit.version = self._homes.log.length
+        for name, buffer in persistent_buffers(self._module):
+            if name in state["buffers"]:
+                buffer.copy_(saved.tensor(name))
+        self._homes.runtime.forget()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {p.name: tuple(p.parameter.shape) for u in self._homes.placement.units for p in u.placed}
+
+    def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        ours = self.facts()
+        names = ("noise_version", "seed", "distribution", "rounding", "num_directions", "num_groups", "interval")
+        found = [name for name in names if state[name] != ours[name]]
+        there = {unit_key(u): {k: v for k, v in u.items() if k != "version"} for u in state["units"]}
+        here = {unit_key(u): u for u in map(describe, self._homes.placement.units)}
+        if there != here:
+            found.append("blocks, groups or storage formats")
+        return found
+
+    def _restore_planes(self, saved: Saved, omitted: set[str]) -> None:
+        homes, state = self._homes, saved.backend_state
+        versions = {unit_key(u): u["version"] for u in state["units"]}
+        for unit in homes.placement.units:
+            homes.runtime.host_wait(unit)
+            fill_unit(unit, saved.tensor, omitted=omitted)
+            unit.version = versions[unit_key(describe(unit))]
+            unit.bind_home()
+        homes.log.rows.copy_(state["rows"])
+        homes.log.length = state["step"]
+
+    def _restore_values(self, saved: Saved, *, partial: bool) -> None:
+        """Every weight as it is at the saved step, stored as this run stores weights."""
+        homes = self._homes
+        where = {p.name: (unit, p) for unit in homes.placement.units for p in unit.placed}
+        if partial:  # what the checkpoint lacks stays, with its updates
+            for unit in homes.placement.units:
+                homes.visits.fold_now(unit)
+        for there, value in saved_values(saved, device=homes.device, exact=True):
+            if there.name not in where:
+                continue
+            unit, placed = where[there.name]
+            if placed.parameter.shape != there.parameter.shape:
+                continue
+            homes.runtime.host_wait(unit)
+            unit.store_one(placed, value)
+        for unit in homes.placement.units:
+            unit.version = homes.log.length
+            unit.bind_home()
+
+
+def _without(tensors: Mapping[str, torch.Tensor], omitted: set[str]) -> Mapping[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if name.partition(":")[0] not in omitted}
