@@ -72,6 +72,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         self._background.raise_error()
         recorder = self.backend.recorder
         if recorder is not None:
+            recorder.raise_error()
             recorder.start(Path(settings.trajectory_dir or save_dir))
         common = super()._common_checkpoint_state({}, False, False)
         state = {
@@ -123,8 +124,10 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _surface_checkpoint_error(self) -> None:
         """At every step. With several ranks an error on one would leave the others waiting, so all raise it when they
         next save; it is logged meanwhile."""
-        if self._background.failed and dist.get_world_size() == 1:
+        if dist.get_world_size() == 1:
             self._background.raise_error()
+            if self.backend.recorder is not None:
+                self.backend.recorder.raise_error()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -28,6 +28,8 @@ class Recorder:
         self._last: Future[None] | None = None
         self._file: TrajectoryFile | None = None
         self._waiting: list[torch.Tensor] = []
+        """Steps that are not on disk: no folder is known yet, or writing failed."""
+        self._error: CheckpointError | None = None
         self._restart(step, base_sha256)
 
     def _restart(self, step: int, base_sha256: str) -> None:
@@ -39,12 +41,10 @@ class Recorder:
         return None if self._file is None else self._file.path
 
     def append(self, row: torch.Tensor) -> None:
-        """A step was logged. Raises what went wrong with an earlier one."""
+        """A step was logged. What goes wrong is raised by `raise_error`, and tried again with the next step."""
         if self._pool is None:
             self._take(row.detach().cpu().clone())
             return
-        if self._last is not None and self._last.done():
-            self._last.result()
         copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
         copy.copy_(row, non_blocking=True)
         copied = torch.cuda.Event()
@@ -58,13 +58,19 @@ class Recorder:
 
     def _take(self, row: torch.Tensor) -> None:
         with self._lock:
-            if self._file is None:
-                self._waiting.append(row)
-                return
-            try:
-                self._file.append(row)
-            except OSError as error:
-                raise CheckpointError(f"{self._file.path}: a step could not be recorded: {error}") from error
+            self._waiting.append(row)
+            if self._file is not None:
+                try:
+                    self._file.append(*self._waiting)
+                    self._waiting = []
+                except OSError as error:
+                    self._error = CheckpointError(f"{self._file.path}: a step could not be recorded: {error}")
+
+    def raise_error(self) -> None:
+        """Raises, once, why steps are not on disk."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def flush(self) -> None:
         """Until every step made is recorded."""

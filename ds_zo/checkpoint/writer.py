@@ -1,7 +1,8 @@
 """Writes a snapshot so that a crash, a kill or a full disk at any moment leaves the checkpoints that were there.
 
 [Note: order of a save] Files under a temporary name, each fsynced; the manifest, last of them; the folder's rename;
-then `latest`. A reader believes only in folders with a manifest, and `latest` changes from one whole checkpoint to another.
+then `latest`. A reader believes only in folders with a manifest, and `latest` changes from one whole checkpoint to
+another.
 """
 
 from __future__ import annotations
@@ -249,10 +250,6 @@ class Background:
             self._thread.join()
             self.waited_s += time.perf_counter() - start
             self._thread = None
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
 
     def raise_error(self) -> None:
         """Raises what the last save failed with, once."""

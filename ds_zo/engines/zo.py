@@ -57,7 +57,7 @@ class ZOBackend(Backend):
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ModuleState(self.homes, module)
-        self._checkpoint = HomesCheckpoint(self.homes, module)
+        self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
         self._closed = False

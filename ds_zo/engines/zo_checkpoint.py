@@ -29,9 +29,10 @@ from ds_zo.streaming.units import Unit
 class HomesCheckpoint:
     """Snapshots of, and restores into, one model's homes."""
 
-    def __init__(self, homes: Homes, module: nn.Module) -> None:
+    def __init__(self, homes: Homes, module: nn.Module, *, aliases: Mapping[str, str]) -> None:
         self._homes = homes
         self._module = module
+        self._aliases = dict(aliases)
 
     # Saving
 
@@ -70,6 +71,8 @@ class HomesCheckpoint:
             "capacity": CAPACITY,
             "width": self._homes.log.rows.shape[1],
             "units": [describe(unit) for unit in self._homes.placement.units],
+            "aliases": self._aliases,
+            "buffers": [name for name, _ in persistent_buffers(self._module)],
         }
 
     def facts(self) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""The weights of any recorded step, from the model a run started from and its trajectory: `ds-zo replay`.
+
+Units are independent once the coefficients are known, so one is in memory at a time, whatever the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from tqdm import tqdm
+
+from ds_zo import ops
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.export import Spec, write_model_folder
+from ds_zo.checkpoint.files import combined, hash_tensors
+from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild, unit_key, unit_tensors
+from ds_zo.checkpoint.manifest import is_checkpoint
+from ds_zo.checkpoint.reader import Saved, open_folder
+from ds_zo.checkpoint.replay import Recipe, due, fold, values
+from ds_zo.checkpoint.stock import Weights, model_source
+from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
+from ds_zo.streaming.units import Unit
+
+_BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges*",
+)
+
+
+class _Base:
+    """Where a replay starts: a model folder at the run's first step, or one of its checkpoints."""
+
+    def __init__(self, folder: Path, trajectory: Trajectory) -> None:
+        self.folder = folder
+        self._header = trajectory.header
+        self.weights: Weights | None = None
+        self.saved: Saved | None = None
+        self.step, self.sha256 = trajectory.first_step, trajectory.header["base"]["sha256"]
+        if is_checkpoint(folder):
+            self.saved = open_folder(folder)
+            self.step, self.sha256 = self.saved.backend_state["step"], self.saved.manifest.weights_sha256
+            if self.saved.engine_state["trajectory"] != trajectory.id:
+                raise CheckpointError(f"{folder} is not a checkpoint of the run that the trajectory records (--base)")
+            self._versions = {unit_key(u): u["version"] for u in self.saved.backend_state["units"]}
+            return
+        self.weights = model_source(folder)
+        if self.weights is None:
+            raise CheckpointError(
+                f"{folder} is neither a model folder with safetensors nor a checkpoint: looked for "
+                "model.safetensors, model.safetensors.index.json and manifest.json (--base)"
+            )
+
+    def unit(self, description: dict[str, Any], device: torch.device) -> Unit:
+        unit = rebuild(description)
+        give_buffers(unit, device)
+        unit.version = self.step
+        if self.saved is not None:
+            fill_unit(unit, self.saved.tensor)
+            unit.version = self._versions[unit_key(description)]
+            return unit
+        unit.store(lambda placed: self._read(placed.name).to(placed.parameter.dtype))
+        return unit
+
+    def _read(self, name: str) -> torch.Tensor:
+        assert self.weights is not None
+        names = [name, *(alias for alias, of in self._header["aliases"].items() if of == name)]
+        found = next((n for n in names if n in self.weights), None)
+        if found is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name}: it is another model (--base)")
+        return self.weights[found]
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        if self.saved is not None:
+            return self.saved.tensor(name)
+        return self.weights[name] if self.weights is not None and name in self.weights else None
+
+    def beside(self) -> dict[str, str]:
+        """Text files that a model folder has besides weights."""
+        paths = {p.name: p for pattern in _BESIDE_WEIGHTS for p in self.folder.glob(pattern) if p.is_file()}
+        found = {}
+        for name, path in paths.items():
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                logger.warning(f"ds_zo: {path} is not text and is not copied")
+        return found
+
+
+def replay(
+    base: Path,
+    trajectory_file: Path,
+    *,
+    step: int,
+    out: Path,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> bool:
+    """Writes the model folder of `step`. True: its weights have the hash that was recorded when a checkpoint of that
+    step was saved; False: none was, or on another kind of device. Another hash is an error, and nothing is written."""
+    device = torch.device(device)
+    trajectory = read_trajectory(trajectory_file)
+    header, facts = trajectory.header, trajectory.header["facts"]
+    if facts["noise_version"] != ops.NOISE_VERSION:
+        raise CheckpointError(
+            f"{trajectory_file} was recorded with noise version {facts['noise_version']}, this ds_zo makes "
+            f"{ops.NOISE_VERSION}: replay with the ds_zo that recorded it (--trajectory)"
+        )
+    start = _Base(base, trajectory)
+    if not start.step <= step <= trajectory.end_step:
+        raise CheckpointError(
+            f"{trajectory_file} leads from step {start.step} to {trajectory.end_step}, got {step} (--step)"
+        )
+    _check_base(start, header["units"])
+    recipe = Recipe(
+        **{name: facts[name] for name in ("seed", "distribution", "rounding", "num_directions", "interval")},
+        capacity=header["capacity"],
+    )
+    rows = trajectory.rows.to(device)
+    if rows.shape[0] == 0:
+        rows = torch.zeros(1, header["width"], device=device)
+    recorded = trajectory.hashes.get(step)
+    comparable = recorded is not None and facts["device"] == device.type
+    buffers = {name: value for name in header["buffers"] if (value := start.buffer(name)) is not None}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        digests = {}
+        for description in tqdm(header["units"], desc="replaying", unit="unit", delay=3.0, disable=not progress):
+            unit = start.unit(description, device)
+            for at in range(start.step, step):
+                if at > unit.version and due(unit, step=at, interval=recipe.interval, capacity=recipe.capacity):
+                    fold(unit, rows=rows, first_row_step=trajectory.first_step, step=at, recipe=recipe)
+            digests[unit_key(description)] = _digest(unit)
+            found = values(unit, rows=rows, first_row_step=trajectory.first_step, step=step, recipe=recipe)
+            yield from ((placed.name, value.cpu()) for placed, value in found)
+        if comparable and combined(digests) != recorded:
+            raise CheckpointError(
+                f"the weights replayed to step {step} are not those that the run had: their hash is not the one "
+                f"recorded in {trajectory_file}"
+            )
+        yield from buffers.items()
+
+    specs = [
+        Spec(p["name"], getattr(torch, part["dtype"]), tuple(p["shape"]))
+        for unit in header["units"]
+        for part in unit["parts"]
+        for p in part["params"]
+    ]
+    specs += [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
+    write_model_folder(out, (specs, tensors()), extra=start.beside())
+    return comparable
+
+
+def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
+    """Reads all of the base once: a replay from other weights would be garbage that looks like a model."""
+    host = torch.device("cpu")
+    found = combined({unit_key(d): _digest(base.unit(d, host)) for d in descriptions})
+    if found != base.sha256:
+        raise CheckpointError(
+            f"{base.folder} is not the model that the run started from: its weights, stored as the run stored them, "
+            "have another hash (--base)"
+        )
+
+
+def _digest(unit: Unit) -> str:
+    low = None if unit.low_home is None else unit.low_home.cpu()
+    return hash_tensors(unit_tensors(unit, unit.home.cpu(), low))

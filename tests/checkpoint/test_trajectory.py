@@ -1,0 +1,225 @@
+"""A run as a list of numbers: replayed to any step, and recovered after a crash without losing one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from tiny_models import tiny_batch, tiny_model
+from transformers import AutoModelForCausalLM
+from zo_runs import assert_equal, engine_for, train, weights, zo_json
+
+from ds_zo import cli
+from ds_zo.checkpoint import CheckpointError
+from ds_zo.checkpoint.rebuild import replay
+from ds_zo.checkpoint.trajectory import read_trajectory
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+FORMATS = ["fp32 some resident", "bf16 split", "bf16 wire", "fp8 split", "fp8 wire", "two directions"]
+
+
+def crash(engine: Any) -> None:
+    """What is left is what is on disk."""
+    engine.backend.recorder.flush()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_recovery_loses_no_completed_step(name: str, tmp_path: Path) -> None:
+    """The last full checkpoint is of step 3, the crash comes after step 9."""
+    whole = start(name)
+    expected = train(whole, BATCHES[:12])
+    first = start(name, trajectory=True)
+    train(first, BATCHES[:3])
+    first.save_checkpoint(str(tmp_path))
+    train(first, BATCHES[3:9])
+    crash(first)
+    resumed = start(name, trajectory=True)
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.global_steps == 9
+    assert_same_bits(planes(resumed), planes(first))
+    assert train(resumed, BATCHES[9:10]) == expected[9:10]
+    crash(resumed)
+    again = start(name, trajectory=True)  # and the resumed run's steps are recorded too
+    again.load_checkpoint(str(tmp_path))
+    assert again.global_steps == 10
+    assert train(again, BATCHES[10:12]) == expected[10:]
+    assert_same_bits(planes(again), planes(whole))
+
+
+def test_recovery_further_than_the_replay_log_reaches_with_a_schedule(tmp_path: Path) -> None:
+    schedule = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 9, "total_num_steps": 99, "warmup_max_lr": 1e-3},
+    }
+    json_ = zo_json(interval=5, scheduler=schedule, bf16={"enabled": True}, gradient_accumulation_steps=1)
+    json_ = with_checkpoint(json_, trajectory=True, trajectory_dir=str(tmp_path / "log"))
+    batches = [BATCHES[i % len(BATCHES)] for i in range(75)]
+    from zo_runs import Toy
+
+    first = engine_for(Toy(), json_)
+    train(first, batches[:1])
+    first.save_checkpoint(str(tmp_path / "saves"))
+    train(first, batches[1:])
+    resumed = engine_for(Toy(), json_)
+    resumed.load_checkpoint(str(tmp_path / "saves"))
+    assert resumed.global_steps == 75 and resumed.get_lr() == first.get_lr()
+    assert (resumed.global_samples, resumed.micro_steps) == (first.global_samples, first.micro_steps)
+    assert_same_bits(planes(resumed), planes(first))
+
+
+def test_a_torn_last_record_is_dropped_and_overwritten(tmp_path: Path) -> None:
+    first = start("fp32", trajectory=True)
+    train(first, BATCHES[:1])
+    first.save_checkpoint(str(tmp_path))
+    train(first, BATCHES[1:4])
+    crash(first)
+    file = tmp_path / "trajectory.bin"
+    whole = file.read_bytes()
+    for cut in (1, 5, 15):
+        file.write_bytes(whole[:-cut])
+        assert read_trajectory(file).end_step == 3
+    resumed = start("fp32", trajectory=True)
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.global_steps == 3
+    train(resumed, BATCHES[3:5])
+    assert read_trajectory(file).end_step == 5
+    assert file.read_bytes()[: len(whole)] == whole
+
+
+def test_an_older_checkpoint_branches_off_and_the_other_branch_is_kept(tmp_path: Path) -> None:
+    first = start("fp32", trajectory=True)
+    for part in (BATCHES[:2], BATCHES[2:4]):
+        train(first, part)
+        first.save_checkpoint(str(tmp_path))
+    train(first, BATCHES[4:6])
+    crash(first)
+    branch = start("fp32", trajectory=True)
+    branch.load_checkpoint(str(tmp_path), tag="global_step2")
+    assert branch.global_steps == 2
+    train(branch, BATCHES[8:9])
+    crash(branch)
+    assert read_trajectory(tmp_path / "trajectory.bin").end_step == 3
+    assert read_trajectory(tmp_path / "trajectory.1.bin").end_step == 6
+    # The newest checkpoint is of the other branch: its steps are not this file's, so none is replayed onto it.
+    back = start("fp32", trajectory=True)
+    back.load_checkpoint(str(tmp_path))
+    assert back.global_steps == 4
+
+
+def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None:
+    """Its steps are not in the file, and what is in the file is not replayed onto its checkpoint."""
+    first = start("fp32", trajectory=True)
+    train(first, BATCHES[:1])
+    first.save_checkpoint(str(tmp_path))
+    train(first, BATCHES[1:6])
+    crash(first)
+    silent = start("fp32")
+    silent.load_checkpoint(str(tmp_path))
+    assert silent.global_steps == 1
+    train(silent, BATCHES[9:12])
+    silent.save_checkpoint(str(tmp_path))
+    third = start("fp32", trajectory=True)
+    third.load_checkpoint(str(tmp_path))
+    assert third.global_steps == 4
+    assert_same_bits(planes(third), planes(silent))
+    assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
+
+
+@pytest.fixture(params=["fp32", "bf16 split", "bf16 wire", "fp8 split"])
+def recorded_run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """A tiny LLaMA (untied) that trained 7 steps, with a checkpoint at 5, from the folder `base`."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    engine = engine_for(model, with_checkpoint(JSONS[request.param], trajectory=True))
+    batches = [tiny_batch("llama", seed=i, batch_size=2, length=6) for i in range(7)]
+    train(engine, batches[:5])
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    train(engine, batches[5:])
+    crash(engine)
+    return engine, tmp_path
+
+
+def test_replay_gives_the_weights_of_any_step(recorded_run: tuple[Any, Path]) -> None:
+    engine, folder = recorded_run
+    base, file = folder / "base", folder / "saves" / "trajectory.bin"
+    assert replay(base, file, step=7, out=folder / "seven") is False  # no checkpoint, so no hash
+    seven = AutoModelForCausalLM.from_pretrained(folder / "seven", dtype="auto")
+    assert_equal(seven.state_dict(), weights(engine.module))
+    assert replay(base, file, step=5, out=folder / "five") is True
+    engine.load_checkpoint(str(folder / "saves"), tag="global_step5")
+    five = AutoModelForCausalLM.from_pretrained(folder / "five", dtype="auto")
+    assert_equal(five.state_dict(), weights(engine.module))
+    assert (
+        replay(folder / "saves" / "global_step5", file.with_name("trajectory.1.bin"), step=7, out=folder / "from5")
+        is False
+    )
+    from_five = AutoModelForCausalLM.from_pretrained(folder / "from5", dtype="auto")
+    assert_equal(from_five.state_dict(), seven.state_dict())
+
+
+def test_replay_from_another_model_or_altered_numbers_is_refused(tmp_path: Path, capsys: Any) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    engine = engine_for(model, with_checkpoint(JSONS["bf16 wire"], trajectory=True))
+    train(engine, [tiny_batch("llama", seed=i, batch_size=2, length=6) for i in range(3)])
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    file = tmp_path / "saves" / "trajectory.bin"
+    tiny_model("llama", seed=3).save_pretrained(tmp_path / "other")
+    arguments = ["replay", "--trajectory", str(file), "--step", "3", "--out", str(tmp_path / "out")]
+    assert cli.main([*arguments, "--base", str(tmp_path / "other")]) == 1
+    assert "is not the model that the run started from" in capsys.readouterr().err
+    assert cli.main([*arguments, "--base", str(tmp_path / "nowhere")]) == 1
+    assert "neither a model folder" in capsys.readouterr().err
+    assert cli.main([*arguments[:4], "9", *arguments[5:], "--base", str(tmp_path / "base")]) == 1
+    assert "leads from step 0 to 3, got 9" in capsys.readouterr().err
+    altered = bytearray(file.read_bytes())
+    head = altered.index(b"\n", 30) + 1
+    from ds_zo.checkpoint.trajectory import _record
+
+    row = torch.frombuffer(altered[head + 1 : head + 13], dtype=torch.float32).clone()
+    row[2] *= 1.5
+    altered[head : head + 17] = _record(b"S", row.numpy().tobytes())
+    (tmp_path / "altered.bin").write_bytes(altered)
+    with pytest.raises(CheckpointError, match="are not those that the run had"):
+        replay(tmp_path / "base", tmp_path / "altered.bin", step=3, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert cli.main([*arguments, "--base", str(tmp_path / "base")]) == 0
+    assert "its hash is the recorded one" in capsys.readouterr().out
+
+
+def test_a_few_bytes_a_step(tmp_path: Path) -> None:
+    engine = start("fp32", trajectory=True, trajectory_dir=str(tmp_path))
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    before = (tmp_path / "trajectory.bin").stat().st_size
+    train(engine, BATCHES[:10])
+    assert (tmp_path / "trajectory.bin").stat().st_size - before == 10 * 17
+    header = json.loads((tmp_path / "trajectory.bin").read_bytes().split(b"\n")[1])
+    assert header["facts"]["seed"] == 0 and header["base"]["step"] == 0
+
+
+def test_a_step_that_can_not_be_recorded_is_an_error_and_later_ones_follow(tmp_path: Path, monkeypatch: Any) -> None:
+    engine = start("fp32", trajectory=True)
+    engine.save_checkpoint(str(tmp_path))
+    train(engine, BATCHES[:2])
+    import ds_zo.checkpoint.trajectory as module
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module.os, "fsync", full)
+        train(engine, BATCHES[2:3])
+        loss = engine(**BATCHES[3])
+        engine.backward(loss)
+        with pytest.raises(CheckpointError, match="No space left"):
+            engine.step()
+    assert read_trajectory(tmp_path / "trajectory.bin").end_step == 2
+    engine.step()  # the step that was refused, with room on the disk
+    assert engine.global_steps == 4
+    assert read_trajectory(tmp_path / "trajectory.bin").end_step == 4
