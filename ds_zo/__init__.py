@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from ds_zo.config import ConfigError
 from ds_zo.plugin import install, uninstall
+from ds_zo.streaming.loading import load_pretrained
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "__version__", "install", "uninstall"]
+__all__ = ["ConfigError", "__version__", "install", "load_pretrained", "uninstall"]
 
 install()

@@ -32,6 +32,7 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_zo import plugin_gather
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.engines import Backend, StepOutcome, backend_class
@@ -51,6 +52,7 @@ def install() -> None:
     if DeepSpeedEngine.__new__ is not _new:
         DeepSpeedEngine.__new__ = staticmethod(_new)
         DeepSpeedConfig.__init__ = _config_init
+        plugin_gather.install()
 
 
 def uninstall() -> None:

@@ -37,7 +37,9 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ds_zo  # noqa: F401  (makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP)
+import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
+from ds_zo.checkpoint.preemption import Preemption
+from ds_zo.config import backend_of
 from ds_zo.tasks import TASKS, DataSource, Evaluator, Score, SeededOrder, TaskError, collate, make_task, pad_token_id
 from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
@@ -179,15 +181,19 @@ def model_dtype(config: dict[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), "fp32")
 
 
-def load_model(name: str, *, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(model, tokenizer) of a Hub name, a folder, or the embedded model."""
+def load_model(name: str, *, dtype: torch.dtype, lazily: bool) -> tuple[Any, Any]:
+    """(model, tokenizer) of a Hub name, a folder, or the embedded model. `lazily`: the engine reads the weights itself,
+    block by block, so that a model larger than the GPU is never whole in host memory twice."""
     path = str(EMBEDDED_MODEL) if name == EMBEDDED else name
     looks_local = Path(path).is_absolute() or path.startswith((".", "~"))
     if looks_local and not Path(path).is_dir():
         raise UserError(f"looked for a model folder at {path}: not found (--model)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        if lazily:
+            model: Any = ds_zo.load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         where = f"the folder {path}" if Path(path).is_dir() else f"a folder named {path}, then a Hub model of that name"
         first_line = str(error).strip().splitlines()[0]
@@ -226,7 +232,9 @@ class Trainer:
         self.dtype = model_dtype(config)
         self.task = make_task(args.task, DataSource(folder=args.data_dir, file=args.data))
         self.task.check()
-        model, self.tokenizer = load_model(args.model, dtype=DTYPES[self.dtype])
+        model, self.tokenizer = load_model(
+            args.model, dtype=DTYPES[self.dtype], lazily=backend_of(config) == "zo"
+        )
         self.max_length = min(
             args.max_length, getattr(model.config, "max_position_embeddings", None) or args.max_length
         )
@@ -290,7 +298,8 @@ class Trainer:
         self.step += 1
         return torch.stack(losses).mean()
 
-    def train(self) -> None:
+    def train(self, preemption: Preemption) -> bool:
+        """All steps; False where SIGTERM came first, and a checkpoint was saved instead."""
         args, num_steps = self.args, self.num_steps()
         bar = tqdm(
             total=num_steps, initial=self.step, desc="train", unit="step", disable=self.rank != 0, mininterval=0.5
@@ -307,9 +316,14 @@ class Trainer:
                 score = self.evaluate("dev")
                 if self.rank == 0:
                     bar.write(f"step {self.step}: dev {score}")
-            if args.save_every and self.step % args.save_every == 0:
+            preempted = preemption.requested()
+            if preempted or (args.save_every and self.step % args.save_every == 0):
                 self.save_checkpoint()
+            if preempted:
+                bar.close()
+                return False
         bar.close()
+        return True
 
     def client_state(self) -> dict[str, Any]:
         return {"task": self.args.task, "seed": self.args.seed, "step": self.step, "num_seen": self.num_seen}
@@ -328,7 +342,10 @@ class Trainer:
                     f"a run resumes with the {name} it began with: the checkpoint has {state[name]!r}, "
                     f"got {getattr(self.args, name)!r} (--{name})"
                 )
-        self.step, self.num_seen = state["step"], state["num_seen"]
+        # A trajectory may have brought the engine further than the checkpoint.
+        further = self.engine.global_steps - state.get("global_steps", self.engine.global_steps)
+        self.step = state["step"] + further
+        self.num_seen = state["num_seen"] + further * self.samples_per_step
 
     def save_model(self) -> Path:
         """A folder that `from_pretrained` loads; weights that ZeRO-3 partitioned are gathered for it."""
@@ -386,7 +403,8 @@ def show(summary: Summary, before: Score, after: Score) -> None:
     print("\n" + "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()), flush=True)
 
 
-def run(args: argparse.Namespace) -> Summary:
+def run(args: argparse.Namespace) -> Summary | None:
+    """None where the run was stopped before its end."""
     config = read_config(args)
     checkpoints = find_checkpoints(args)
     ensure_distributed_environment()
@@ -397,7 +415,13 @@ def run(args: argparse.Namespace) -> Summary:
     before = trainer.evaluate("test")
     if trainer.rank == 0:
         print(f"before: test {before}", flush=True)
-    trainer.train()
+    with Preemption() as preemption:
+        finished = trainer.train(preemption)
+    if not finished:
+        if trainer.rank == 0:
+            where = f"--output-dir {args.output_dir} --resume latest"
+            print(f"stopped by SIGTERM after step {trainer.step}; go on with {where}", flush=True)
+        return None
     after = trainer.evaluate("test")
     summary = summarise(trainer, before, after, trainer.save_model())
     if trainer.rank == 0:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_zo import ops
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
@@ -150,20 +152,31 @@ class Homes:
             u.low_nbytes for u in units if not u.low_streamed
         )
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
-        return "\n".join(
-            [
-                f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-                "modules "
-                f"around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
-                f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} "
-                "GiB, "
-                f"scratch {self.placement.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, of "
-                "it "
-                f"{self.store.pinned_nbytes / gib:.2f} GiB pinned",
-                f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
-                f"{self.interval} steps (at most {CAPACITY} behind)",
-            ]
-        )
+        lines = [
+            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
+            "modules around "
+            f"them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
+            f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
+            f"scratch {self.placement.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
+            f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
+            f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
+            f"{self.interval} steps (at most {CAPACITY} behind)",
+        ]
+        if bound := self.rounding_bound(1000):
+            lines.append(
+                "ds_zo: without a low plane every fold rounds: by chance alone a weight moves by a relative standard "
+                "deviation "
+                f"of at most {bound:.2g} in 1,000 steps, growing with their square root; master: split keeps what "
+                "rounding "
+                "drops (ds_zo.stream.master)"
+            )
+        return "\n".join(lines)
+
+    def rounding_bound(self, num_steps: int) -> float:
+        """Largest relative standard deviation that stochastic rounding adds to a block's weight in so many steps."""
+        lossy = [part.wire for unit in self.placement.blocks for part in unit.parts if part.loses_bits]
+        per_fold = max((ops.rounding_std(wire) for wire in lossy), default=0.0)
+        return per_fold * math.sqrt(num_steps / self.interval)
 
     def close(self) -> None:
         if self.store.pinned_nbytes:

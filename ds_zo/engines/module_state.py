@@ -116,6 +116,14 @@ class ModuleState:
         self._homes.visits.runtime.forget()
         self._cached = None
 
+    @property
+    def device(self) -> torch.device:
+        return self._homes.visits.device
+
+    def return_home(self, parameter: nn.Parameter) -> None:
+        """After somebody pointed it at memory of their own."""
+        self._where[id(parameter)][0].bind_home()
+
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
         views = self._homes.visits.master(unit)

@@ -98,6 +98,9 @@ class Visits:
         self.runtime.start(self.placement.blocks, downloads=folding, wants_low=wants_low)
 
     def end(self) -> None:
+        """The pass is over. One that broke off in a visit leaves its slot to whatever was issued for it."""
+        if self._open is not None and self._open[1] is not None:
+            self.runtime.abandon(self._open[1])
         self._open = None
         self._folding = set()
         self.runtime.finish()
@@ -218,19 +221,23 @@ class Visits:
             if self.pending(unit) >= CAPACITY:
                 self.fold_now(unit)
 
-    def fold_now(self, unit: Unit) -> None:
-        """Stores what is pending, out of turn: before something that replay could not express (a changed group, loaded
-        weights)."""
-        if not self.pending(unit):
+    @torch.no_grad()
+    def fold_now(self, *units: Unit) -> None:
+        """Stores what is pending, out of turn, in one pass: before something that replay could not express (a changed
+        group, loaded weights)."""
+        behind = [unit for unit in units if self.pending(unit)]
+        if not behind:
             return
-        self._folding = {id(unit)}
-        self.runtime.start([unit], downloads=[unit] if unit.is_block else [])
-        slot = self.runtime.arrive(unit) if unit.streamed else None
-        self._open = (unit, slot)
-        self._bring_up_to_date(unit, slot)
-        self._depart(unit)
+        self._folding = {id(unit) for unit in behind}
+        blocks = [unit for unit in behind if unit.is_block]
+        self.runtime.start(blocks, downloads=blocks, wants_low=lambda unit, ahead: not ahead)
+        for unit in behind:
+            slot = self.runtime.arrive(unit) if unit.streamed else None
+            self._open = (unit, slot)
+            self._bring_up_to_date(unit, slot)
+            self._depart(unit)
+            unit.bind_home()
         self.end()
-        unit.bind_home()
 
     # Slices of buffers that live as long as we do. Slicing costs more than launching a small block's kernels.
 

@@ -145,6 +145,8 @@ class WorkingCopies:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._homes.visits.leave_clean(unit)
+        if torch.is_autocast_enabled(self._device.type):
+            torch.clear_autocast_cache()  # it would keep a cast of every block, and of weights that are gone
         torch.set_grad_enabled(self._grad_modes.pop())
         self.visited.discard(id(unit))
 

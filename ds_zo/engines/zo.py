@@ -219,10 +219,8 @@ class ZOBackend(Backend):
             self.homes.fill_device()
         return StepOutcome(applied=Late(finite), grad_norm=Late(norm))
 
-    @torch.no_grad()
     def _fold_everything(self) -> None:
-        for unit in self.homes.placement.units:
-            self.homes.visits.fold_now(unit)
+        self.homes.visits.fold_now(*self.homes.placement.units)
 
     # What may change under us
 

@@ -70,6 +70,13 @@ def storage_format(dtype: torch.dtype) -> Format:
         raise ValueError(f"parameters must be stored as one of {names}, got {dtype}: convert them first") from None
 
 
+def rounding_std(dtype: torch.dtype) -> float:
+    """Largest relative standard deviation of one stochastic rounding of a normal value: half a step, where the value
+    lies midway between two neighbours at the low end of a binade."""
+    dropped = storage_format(dtype).dropped_bits
+    return 2.0 ** (dropped - 23) / 2 if dropped else 0.0
+
+
 def dither_addend(dither: NDArray[np.uint32], *, num_bits: int, dropped_bits: int) -> NDArray[np.uint32]:
     """What to add to float32 bits before truncation; a dither coarser than what is dropped sits mid-step, unbiased."""
     if num_bits >= dropped_bits:

@@ -127,6 +127,11 @@ class Runtime:
         self._visited.add(number)
         self._issue_uploads()
 
+    def abandon(self, slot: Slot) -> None:
+        """A visit broke off: what was issued for it may still be using the slot."""
+        for used in (slot, *self._low_of.values()):
+            self._record(used.drained, self._compute)
+
     def finish(self) -> None:
         """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their
         unit's home."""

@@ -80,6 +80,11 @@ class Part:
         return self.wire is self.dtype
 
     @property
+    def loses_bits(self) -> bool:
+        """A fold rounds, and nothing keeps what it drops."""
+        return not self.direct and not self.split and self.wire.itemsize < 4
+
+    @property
     def nbytes(self) -> int:
         return self.numel * self.wire.itemsize + (self.numel // ALIGN if self.scaled else 0)
 
@@ -202,7 +207,8 @@ class Unit:
         self.bind(self._home_views)
 
     def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device | None = None) -> None:
-        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if given."""
+        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if
+        given."""
         via = via or self.home.device
         for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
             for placed in part.placed:

@@ -182,3 +182,18 @@ def test_twins_differ_by_the_perturbation_in_the_mean() -> None:
 
 def test_nearest_rounding_loses_the_perturbation_of_norms() -> None:
     assert difference_of_twins("nearest").slope < 0.5
+
+
+def test_the_printed_bound_of_wire_storage_holds(measured: Measured) -> None:
+    """What rounding alone did to weights that are stored in bf16 and folded every step, against the start-up log."""
+    num_steps, stream = 30, {"master": "wire", "writeback_interval": 1}
+    with zo_engine(seeded(CASES["llama"].make), zo_config(dtype="bf16", stream=stream)) as engine:
+        bound = engine.backend.homes.rounding_bound(num_steps)
+        assert f"{engine.backend.homes.rounding_bound(1000):.2g} in 1,000 steps" in engine.backend.describe()
+    batches = [CASES["llama"].batch(seed) for seed in range(num_steps)]
+    run = recorded_run(seeded(CASES["llama"].make), batches, measured, lr=1e-5, dtype="bf16", stream=stream)
+    matrices = [name for name in run.blocks if run.start[name].dim() == 2]
+    walked = torch.cat(
+        [((run.end[n] - run.replayed[n]) / run.start[n].abs().clamp_min(1e-4)).flatten() for n in matrices]
+    )
+    assert 0.01 * bound < walked.std() < bound

@@ -1,0 +1,50 @@
+"""DeepSpeed's `GatheredParameters` on a running ZO engine: whole and current inside, written back when asked."""
+
+from __future__ import annotations
+
+import deepspeed
+import pytest
+import torch
+from tiny_models import tiny_batch, tiny_model
+from zo_runs import engine_for, one_step, weights, zo_json
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.mark.parametrize("wire", ["auto", "bf16"])
+@pytest.mark.parametrize("offload", [True, False])
+def test_gathered_parameters_are_those_of_the_current_step(offload: bool, wire: str) -> None:
+    if wire == "bf16" and not offload:
+        pytest.skip("wire_dtype goes with offload_param")
+    model = tiny_model("llama").train()
+    engine = engine_for(model, zo_json(offload=offload, interval=5, **({"wire_dtype": wire} if offload else {})))
+    for _ in range(3):
+        one_step(engine, tiny_batch("llama"))
+    expected = weights(model)
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        for name, p in model.named_parameters():
+            assert torch.equal(p.data.cpu(), expected[name]), name
+    after = one_step(engine, tiny_batch("llama"))
+    again = tiny_model("llama").train()
+    other = engine_for(again, zo_json(offload=offload, interval=5, **({"wire_dtype": wire} if offload else {})))
+    for _ in range(3):
+        one_step(other, tiny_batch("llama"))
+    assert one_step(other, tiny_batch("llama")) == after, "looking changes nothing"
+
+
+def test_what_the_modifier_rank_writes_is_kept_and_only_that() -> None:
+    model = tiny_model("llama").train()
+    engine = engine_for(model, zo_json(interval=5))
+    for _ in range(3):
+        one_step(engine, tiny_batch("llama"))
+    before = weights(model)
+    touched = "model.layers.1.mlp.up_proj.weight"
+    parameter = dict(model.named_parameters())[touched]
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.fill_(0.25)
+    with deepspeed.zero.GatheredParameters([parameter]):
+        parameter.data.fill_(9.0)  # nobody is to keep this
+    after = weights(model)
+    assert torch.equal(after.pop(touched), torch.full_like(before.pop(touched), 0.25))
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
