@@ -1,21 +1,28 @@
-"""The same small training run by the raw DeepSpeed loop, by Accelerate and by Trainer."""
+"""The same small training run by the raw DeepSpeed loop, by Accelerate and by Trainer.
+
+Test modules import `fresh_libraries` to have it take effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.engine import DeepSpeedEngine
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_zo.config.optimizers import PARAMS
 from ds_zo.plugin import PluginEngine
@@ -26,6 +33,24 @@ LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
 MICRO_BATCH = 4
 Weights = dict[str, torch.Tensor]
 Batch = dict[str, torch.Tensor]
+
+
+def _forget() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    unset_hf_deepspeed_config()
+
+
+@pytest.fixture(autouse=True)
+def fresh_libraries(single_process: None) -> Iterator[None]:
+    """Accelerate and transformers keep process-wide state; each test starts without it."""
+    before = dict(os.environ)
+    _forget()
+    yield
+    _forget()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @dataclass

@@ -14,7 +14,16 @@ import pytest
 import torch
 import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
-from runs import assert_moved, assert_same, batches, config_for, start, train, weights_of
+from runs import (
+    assert_moved,
+    assert_same,
+    batches,
+    config_for,
+    fresh_libraries,  # noqa: F401
+    start,
+    train,
+    weights_of,
+)
 from tiny_models import tiny_model
 
 from ds_zo.engines import available_backends

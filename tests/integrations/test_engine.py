@@ -17,6 +17,7 @@ from runs import (
     assert_same,
     batches,
     config_for,
+    fresh_libraries,  # noqa: F401
     section_for,
     start,
     train,

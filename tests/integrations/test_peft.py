@@ -16,6 +16,7 @@ from runs import (
     batches,
     config_for,
     engine_of,
+    fresh_libraries,  # noqa: F401
     loader,
     loop,
     start,

@@ -17,6 +17,7 @@ from runs import (
     batches,
     config_for,
     engine_of,
+    fresh_libraries,  # noqa: F401
     logged,
     section_for,
     start,

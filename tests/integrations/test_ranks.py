@@ -1,0 +1,70 @@
+"""Two gloo ranks, through Accelerate and through Trainer: they stay together, and are one rank of twice the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import (
+    Batch,
+    batches,
+    config_for,
+    fresh_libraries,  # noqa: F401
+    start,
+    train,
+    weights_of,
+)
+
+from ds_zo.engines import available_backends
+
+SCRIPT = """
+import os, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
+import ds_zo
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
+from runs import arguments, batches, config_for, engine_of, loop, trainer_for, weights_of
+from tiny_models import tiny_model
+from pathlib import Path
+
+way, backend, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
+rank = int(os.environ["RANK"])
+config = config_for(backend, stream=True)
+if way == "trainer":
+    # Trainer deals every second batch to a rank: batches 0, 2, 4, 6 to the first, 1, 3, 5, 7 to the second
+    trainer = trainer_for(arguments(folder / "run", config, num_train_epochs=1, save_strategy="steps", save_steps=2), 8)
+    trainer.train()
+    engine = engine_of(trainer)
+else:
+    handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
+    model = tiny_model("llama", seed=rank)  # the second rank's own weights are replaced by the first's
+    engine, optimizer = accelerator.prepare(model, DummyOptim(model.parameters()))
+    mine = [{name: value.to(accelerator.device) for name, value in batch.items()} for batch in batches(8)[rank::2]]
+    loop(accelerator, engine, optimizer, mine)
+assert engine.dp_world_size == 2 and engine.global_steps == 4
+torch.save(weights_of(engine), folder / f"{rank}.pt")
+"""
+
+
+def joined(a: Batch, b: Batch) -> Batch:
+    return {name: torch.cat([a[name], b[name]]) for name in a}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["accelerate", "trainer"])
+@pytest.mark.parametrize("backend", available_backends())
+def test_two_ranks_are_one_of_twice_the_batch(backend: str, way: str, run_ranks, tmp_path: Path) -> None:
+    run_ranks(SCRIPT, str(Path(__file__).parent), way, backend, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    data = batches(8)
+    config = {**config_for(backend, stream=True), "train_micro_batch_size_per_gpu": 8}
+    engine = start(config)
+    train(engine, [joined(a, b) for a, b in zip(data[::2], data[1::2], strict=True)])
+    for name, value in weights_of(engine).items():
+        # The mean over eight rows and the mean of two means round differently; ZO multiplies that by 1 / (2 zo_eps).
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-5, msg=name)
