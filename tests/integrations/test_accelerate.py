@@ -10,7 +10,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
-from runs import (
+from library_runs import (
     LEARNING_RATE,
     accelerator_for,
     assert_moved,
@@ -170,3 +170,25 @@ def test_evaluation_between_steps_changes_nothing(backend: str) -> None:
     reference = start(config_for(backend))
     train(reference, batches(3))
     assert_same(weights_of(model), weights_of(reference))
+
+
+AUTO = {
+    "ds_zo": ({"ds_zo": {"stream": {"device_memory_gb": "auto"}}}, "ds_zo.stream.device_memory_gb"),
+    "zo_eps": ({"optimizer": {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": "auto"}}}, "optimizer.params.zo_eps"),
+    "betas": ({"optimizer": {"type": "ZO", "params": {"lr": 1e-3, "betas": "auto"}}}, "optimizer.params.betas"),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_accelerate_refuses_the_autos_that_the_migration_page_names(backend: str, name: str) -> None:
+    edit, key = AUTO[name]
+    accelerator = accelerator_for({**config_for("zo", stream=True), **edit})
+    with pytest.raises(ValueError, match=key):
+        prepared(accelerator, batches(1))
+
+
+def test_accelerate_takes_an_automatic_offload_for_none(backend: str) -> None:
+    config = config_for(backend)
+    config["zero_optimization"]["offload_param"] = {"device": "auto"}
+    model, *_ = prepared(accelerator_for(config), batches(1))
+    assert model.resolved.stream is False

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
-from runs import (
+from library_runs import (
     assert_moved,
     assert_same,
     batches,

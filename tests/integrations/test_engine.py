@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from runs import (
+from library_runs import (
     LEARNING_RATE,
     Run,
     assert_moved,

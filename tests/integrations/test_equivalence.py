@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DummyOptim
-from runs import (
+from library_runs import (
     LEARNING_RATE,
     Run,
     accelerator_for,

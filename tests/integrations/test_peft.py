@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DummyOptim
-from runs import (
+from library_runs import (
     accelerator_for,
     arguments,
     assert_moved,

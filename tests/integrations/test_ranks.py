@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import (
+from library_runs import (
     Batch,
     batches,
     config_for,
@@ -25,7 +25,7 @@ import ds_zo
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
-from runs import arguments, batches, config_for, engine_of, loop, trainer_for, weights_of
+from library_runs import arguments, batches, config_for, engine_of, loop, trainer_for, weights_of
 from tiny_models import tiny_model
 from pathlib import Path
 

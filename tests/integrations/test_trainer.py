@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from runs import (
+from library_runs import (
     LEARNING_RATE,
     MICRO_BATCH,
     arguments,
@@ -206,3 +206,10 @@ def test_evaluate_alone_works_at_stage_3(backend: str, tmp_path: Path) -> None:
     loss = trainer.evaluate()["eval_loss"]
     assert type(trainer.model_wrapped).__name__ == "PluginEngine"
     assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_auto_inside_ds_zo_is_refused_by_the_libraries(backend: str, tmp_path: Path) -> None:
+    config = config_for(backend, stream=True, ds_zo={"stream": {"device_memory_gb": "auto"}})
+    trainer = trainer_for(arguments(tmp_path, config, max_steps=1), 1)
+    with pytest.raises(ValueError, match=r"ds_zo\.stream\.device_memory_gb"):
+        trainer.train()
