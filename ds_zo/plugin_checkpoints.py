@@ -164,8 +164,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             self.backend.load_weights(source, strict=load_module_strict)
             return load_dir, {}
         if found is None or not is_ours(folder, found):
-            if found is not None and not (folder / found).is_dir():
-                raise CheckpointError(f"there is no checkpoint {folder / found}; {offer(folder, but=found)}")
+            if found is not None and not any((folder / found).glob("*model_states.pt")):  # nor one of DeepSpeed's
+                raise CheckpointError(f"there is no complete checkpoint {folder / found}; {offer(folder, but=found)}")
             if found is None and "no other" not in (others := offer(folder, but="")):
                 logger.warning(f"ds_zo: {folder} has no file `latest`; {others}")
             with plain_loading(self.checkpoint_engine):

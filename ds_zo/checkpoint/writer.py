@@ -191,7 +191,9 @@ def _tidy(save: Save) -> None:
             files.remove(path)
         elif path.name.startswith(REPLACED):
             tag = path.name.removeprefix(REPLACED).rpartition("-")[0]
-            if folder_of(save.save_dir, tag) != path:
+            if folder_of(save.save_dir, tag) == path and not (save.save_dir / tag).exists():
+                files.rename(path, save.save_dir / tag)
+            else:
                 files.remove(path)
     if save.keep_last is None:
         return

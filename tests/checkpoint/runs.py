@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # whose helpers these tests share
+
 from zo_runs import Toy, engine_for, toy_batches, zo_json
+
+from ds_zo.checkpoint.layout import unit_tensors
 
 BF16 = {"bf16": {"enabled": True}}
 JSONS: dict[str, dict[str, Any]] = {
@@ -39,9 +46,7 @@ def planes(engine: Any) -> dict[str, Any]:
     homes = engine.backend.homes
     found: dict[str, Any] = {"length": homes.log.length, "rows": homes.log.rows.clone()}
     for unit in homes.placement.units:
-        from ds_zo.checkpoint.layout import unit_tensors
-
-        key = unit.placed.__next__().name
+        key = next(unit.placed).name
         found[f"{key} version"] = unit.version
         for name, value in unit_tensors(unit, unit.home, unit.low_home).items():
             found[name] = value.clone()

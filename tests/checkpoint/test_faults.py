@@ -1,0 +1,320 @@
+"""Whatever breaks while a checkpoint is written or read: what was there stays, and the error says what and where."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import BATCHES, assert_same_bits, planes, start
+from tiny_models import tiny_batch, tiny_model
+from zo_runs import engine_for, one_step, train, zo_json
+
+from ds_zo.checkpoint import CheckpointError, files, manifest
+from ds_zo.checkpoint import writer as writer_module
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace")
+
+
+class BrokenOs:
+    """`os` whose n-th file operation fails, or after whose n-th operation nothing happens any more (a crash)."""
+
+    def __init__(
+        self, *, fail_at: int, error: int = errno.EIO, crash: bool = False, operation: str | None = None
+    ) -> None:
+        self.calls = 0
+        self._fail_at, self._error, self._crash, self._operation = fail_at, error, crash, operation
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in OPERATIONS or (self._operation is not None and name != self._operation):
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self._fail_at or (self._crash and self.calls > self._fail_at):
+                raise KeyboardInterrupt if self._crash else OSError(self._error, os.strerror(self._error))
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module.Save, "threads", 1)
+    original = writer_module.Save.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "threads": 1})
+
+    monkeypatch.setattr(writer_module.Save, "__init__", init)
+
+
+def break_os(monkeypatch: pytest.MonkeyPatch, broken: BrokenOs) -> None:
+    monkeypatch.setattr(files, "os", broken)
+
+
+def num_operations(engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    with monkeypatch.context() as patch:
+        counting = BrokenOs(fail_at=-1)
+        break_os(patch, counting)
+        engine.save_checkpoint(str(folder), tag="counted")
+    return counting.calls
+
+
+@pytest.mark.parametrize("same_tag", [False, True])
+def test_an_error_at_every_file_operation(
+    same_tag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    engine = start("bf16 split")
+    train(engine, BATCHES[:2])
+    engine.save_checkpoint(str(tmp_path / "a"), tag="good")
+    good = planes(engine)
+    train(engine, BATCHES[2:3])
+    total = num_operations(engine, tmp_path / "b", monkeypatch)
+    assert total > 30
+    failures = 0
+    reader = start("bf16 split")
+    for at in range(1, total + 5):
+        folder = tmp_path / f"run{at}"
+        shutil.copytree(tmp_path / "a", folder)
+        with monkeypatch.context() as patch:
+            break_os(patch, BrokenOs(fail_at=at))
+            try:
+                engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
+            except CheckpointError as error:
+                failures += 1
+                assert "Input/output error" in str(error) and str(folder) in str(error)
+        tag = (folder / "latest").read_text()
+        reader.load_checkpoint(str(folder))
+        step = reader.backend.homes.log.length
+        assert (tag, step) in ([("good", 2), ("good", 3)] if same_tag else [("good", 2), ("new", 3)])
+        if step == 2:
+            assert_same_bits(planes(reader), good)
+        shutil.rmtree(folder)
+    assert failures >= total - 2  # the last ones are tidying up
+    assert engine.global_steps == 3
+    one_step(engine, BATCHES[3])
+
+
+@pytest.mark.parametrize("same_tag", [False, True])
+def test_a_crash_at_every_file_operation(
+    same_tag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Nothing after the n-th operation reaches the disk, not even cleaning up."""
+    engine = start("fp32")
+    train(engine, BATCHES[:2])
+    engine.save_checkpoint(str(tmp_path / "a"), tag="good")
+    train(engine, BATCHES[2:3])
+    total = num_operations(engine, tmp_path / "b", monkeypatch)
+    reader = start("fp32")
+    steps = set()
+    for at in range(1, total + 5):
+        folder = tmp_path / f"run{at}"
+        shutil.copytree(tmp_path / "a", folder)
+        with monkeypatch.context() as patch:
+            break_os(patch, BrokenOs(fail_at=at, crash=True))
+            patch.setattr(files, "remove", lambda path: None)
+            with pytest.raises(KeyboardInterrupt) if at <= total else _maybe():
+                engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
+        reader.load_checkpoint(str(folder))
+        steps.add(reader.backend.homes.log.length)
+        engine.save_checkpoint(str(folder), tag="after")  # clears what the crash left
+        assert sorted(p.name for p in folder.iterdir()) == sorted(
+            {"after", "good", "latest"} | ({"new"} if manifest.is_checkpoint(folder / "new") else set())
+        )
+        shutil.rmtree(folder)
+    assert steps == {2, 3}
+
+
+class _maybe:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, *rest: Any) -> bool:
+        return kind is None or issubclass(kind, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_in_the_background_surfaces_at_the_next_step(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, same = start("bf16 split", asynchronous=True), start("bf16 split")
+    expected = train(same, BATCHES[:6])
+    losses = train(engine, BATCHES[:2])
+    engine.save_checkpoint(str(tmp_path))
+    engine.wait_for_checkpoint()
+    losses += train(engine, BATCHES[2:3])
+    with monkeypatch.context() as patch:
+        break_os(patch, BrokenOs(fail_at=3, error=error, operation="write"))
+        engine.save_checkpoint(str(tmp_path))
+        engine._background.wait()
+    loss = engine(**BATCHES[3])
+    engine.backward(loss)
+    with pytest.raises(CheckpointError, match=os.strerror(error)):
+        engine.step()
+    engine.step()  # training is able to go on
+    losses += [loss.item(), *train(engine, BATCHES[4:6])]
+    assert losses == expected
+    assert manifest.complete_tags(tmp_path) == ["global_step2"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step2", "latest"]
+    reader = start("bf16 split")
+    reader.load_checkpoint(str(tmp_path))
+    assert reader.global_steps == 2
+    engine.save_checkpoint(str(tmp_path))
+    engine.wait_for_checkpoint()
+    assert (tmp_path / "latest").read_text() == "global_step6"
+
+
+def test_a_folder_that_is_a_file_or_vanishes(tmp_path: Path) -> None:
+    engine = start("fp32")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="was not written"):
+        engine.save_checkpoint(str(tmp_path / "file"))
+    engine.save_checkpoint(str(tmp_path / "gone"))
+    shutil.rmtree(tmp_path / "gone")
+    engine.save_checkpoint(str(tmp_path / "gone"))  # made anew
+    assert start("fp32").load_checkpoint(str(tmp_path / "gone"))[0] is not None
+
+
+@pytest.mark.parametrize("tag", ["", "../up", "a/b", ".hidden", "latest"])
+def test_tags_that_are_not_folder_names(tag: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="tag is a folder name"):
+        start("fp32").save_checkpoint(str(tmp_path), tag=tag)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory: pytest.TempPathFactory, single_process: None) -> Path:
+    folder = tmp_path_factory.mktemp("saves")
+    engine = start("bf16 split")
+    for part in (BATCHES[:2], BATCHES[2:4]):
+        train(engine, part)
+        engine.save_checkpoint(str(folder))
+    return folder
+
+
+def damaged(two_saves: Path, tmp_path: Path) -> tuple[Path, Path]:
+    shutil.copytree(two_saves, tmp_path / "saves")
+    return tmp_path / "saves", tmp_path / "saves" / "global_step4"
+
+
+def test_every_file_truncated_flipped_or_missing_is_found_and_another_checkpoint_offered(
+    two_saves: Path, tmp_path: Path
+) -> None:
+    saves, folder = damaged(two_saves, tmp_path)
+    engine = start("bf16 split")
+    train(engine, BATCHES[:1])
+    before = planes(engine)
+    names = sorted(p.name for p in folder.iterdir())
+    assert {"manifest.json", "state.json", "state.safetensors", "weights-00000.safetensors"} <= set(names)
+    for name in names:
+        path = folder / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        flipped = bytearray(whole)
+        flipped[middle] ^= 4
+        for content in (whole[:-2], b"", bytes(flipped), None):
+            path.unlink()
+            if content is not None:
+                path.write_bytes(content)
+            if content is None and name == "manifest.json":
+                expected = "no complete checkpoint .*'global_step2'"
+            else:
+                expected = f"{folder}.* is damaged: .*{name}.*newest complete one besides it is 'global_step2'"
+            with pytest.raises(CheckpointError, match=expected):
+                engine.load_checkpoint(str(saves))
+            assert_same_bits(planes(engine), before)
+        path.write_bytes(whole)
+    assert engine.load_checkpoint(str(saves), tag="global_step2")[0] == str(saves / "global_step2")
+    assert engine.global_steps == 2
+
+
+def test_latest_that_names_nothing(two_saves: Path, tmp_path: Path) -> None:
+    saves, folder = damaged(two_saves, tmp_path)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint .*global_step4; .*'global_step2'"):
+        start("bf16 split").load_checkpoint(str(saves))
+    (saves / "latest").unlink()
+    assert start("bf16 split").load_checkpoint(str(saves)) == (None, None)
+
+
+def test_a_newer_format_is_refused(two_saves: Path, tmp_path: Path) -> None:
+    saves, folder = damaged(two_saves, tmp_path)
+    body = json.loads((folder / "manifest.json").read_text())
+    body["version"] = 99
+    (folder / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match=r"has format 99, this ds_zo reads up to 1: .*'global_step2'"):
+        start("bf16 split").load_checkpoint(str(saves))
+
+
+def test_another_model_is_refused_before_anything_changes(two_saves: Path) -> None:
+    engine = engine_for(tiny_model("opt"), zo_json(interval=3))
+    before = planes(engine)
+    for options in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+        with pytest.raises(CheckpointError, match="is of another model: it lacks"):
+            engine.load_checkpoint(str(two_saves), **options)
+    assert_same_bits(planes(engine), before)
+    assert engine.global_steps == 0
+    one_step(engine, tiny_batch("opt", batch_size=2, length=6))
+
+
+def test_other_widths_are_refused(two_saves: Path) -> None:
+    from zo_runs import Toy
+
+    engine = engine_for(Toy(width=32), zo_json(interval=3))
+    with pytest.raises(CheckpointError, match=r"has shape \(.*\) there and \(.*\) here"):
+        engine.load_checkpoint(str(two_saves))
+
+
+def test_client_state_of_every_plain_kind_comes_back(tmp_path: Path) -> None:
+    import argparse
+
+    import numpy as np
+
+    client = {
+        "epoch": 3, "best": float("nan"), "worst": float("-inf"), "tuple": (1, (2, None)), 5: "key", "set": {1, 2},
+        "bytes": b"\x00\xff", "tensor": torch.arange(4, dtype=torch.bfloat16), "array": np.arange(3, dtype=np.uint32),
+        "args": argparse.Namespace(lr=1e-3, dtype=torch.float16), "$odd": {"$tensor": "not one"}, "global_steps": 77,
+    }  # fmt: skip
+    engine = start("fp32")
+    engine.save_checkpoint(str(tmp_path), client_state=client)
+    _, found = engine.load_checkpoint(str(tmp_path))
+    assert found["tuple"] == client["tuple"] and found[5] == "key" and found["set"] == {1, 2}
+    assert found["best"] != found["best"] and found["worst"] == float("-inf") and found["bytes"] == b"\x00\xff"
+    assert torch.equal(found["tensor"], client["tensor"]) and found["args"] == client["args"]
+    assert found["array"].dtype == np.uint32 and found["array"].tolist() == [0, 1, 2]
+    assert found["$odd"] == {"$tensor": "not one"} and found["global_steps"] == 77 and engine.global_steps == 0
+
+
+def test_client_state_that_is_code_is_refused(tmp_path: Path) -> None:
+    engine = start("fp32")
+    with pytest.raises(CheckpointError, match=r"plain data and tensors, got a .*Toy.*\(engine\.client\.model\)"):
+        engine.save_checkpoint(str(tmp_path), client_state={"model": engine.module})
+    assert [p.name for p in tmp_path.iterdir()] == []
+
+
+# Retention
+
+
+def test_the_last_k_are_kept_and_never_the_only_complete_one_deleted(tmp_path: Path) -> None:
+    engine = start("fp32", keep_last=2)
+    (tmp_path / "notes").mkdir(parents=True)
+    (tmp_path / "incomplete").mkdir()
+    for step in range(5):
+        train(engine, BATCHES[step : step + 1])
+        engine.save_checkpoint(str(tmp_path))
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["global_step4", "global_step5", "incomplete", "latest", "notes"]
+    one = start("fp32", keep_last=1)
+    one.save_checkpoint(str(tmp_path), tag="unnamed", save_latest=False)
+    assert set(manifest.complete_tags(tmp_path)) == {"unnamed", "global_step5"}  # latest's stays
