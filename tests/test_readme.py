@@ -38,7 +38,7 @@ def run_script(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-SCRIPTS = dict(zip(["deepspeed", "accelerate", "trainer"], fences("python"), strict=True))
+SCRIPTS = dict(zip(["deepspeed", "streamed", "accelerate", "trainer"], fences("python"), strict=True))
 USED_OUR_ENGINE = """
 import gc
 from ds_zo.plugin import PluginEngine
