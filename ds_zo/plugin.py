@@ -193,12 +193,14 @@ class PluginEngine(CheckpointingEngine):
     def _log_start(self) -> None:
         config = self.resolved
         trainable = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        num_groups = len(self.optimizer.param_groups)
+        groups = self.optimizer.param_groups
+        rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}  # a client's are its own
         lines = [
-            f"ds_zo: backend {config.backend}, {trainable:,} trainable parameters in {num_groups} group(s), model "
+            f"ds_zo: backend {config.backend}, {trainable:,} trainable parameters in {len(groups)} group(s), model "
             f"dtype {config.dtype}, autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
             f"{'on' if config.stream else 'off'}, device {self.device}",
-            f"ds_zo: optimizer {config.optimizer.model_dump()}, ds_zo section {config.section.model_dump()}",
+            f"ds_zo: optimizer {config.optimizer.model_dump() | rates}, ds_zo section "
+            f"{config.section.model_dump(exclude={'params'})}",
             *self.backend.describe().splitlines(),
         ]
         _show("\n".join(lines))
@@ -242,7 +244,8 @@ class PluginEngine(CheckpointingEngine):
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
                 f"engine.backward takes one scalar loss with a graph, got {found}, requires_grad "
-                f"{getattr(loss, 'requires_grad', None)}: reduce it, and call the engine in train mode, outside no_grad"
+                f"{getattr(loss, 'requires_grad', None)}: reduce it, call the engine in train mode, outside no_grad, "
+                "and where the model returns a loss of its own, start from that one (its other outputs have no graph)"
             )
         self._unmanaged_backward_count += not self.managed_gradient_accumulation()
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
