@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,15 @@ def test_the_command_prints_the_tables() -> None:
     command = [sys.executable, "-m", "ds_zo.config"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER.parent).stdout
     assert printed.rstrip().endswith(key_tables())
+
+
+def test_migration_page_json_is_valid_and_its_edit_is_enough() -> None:
+    """What the page says of a stock JSON, done to one."""
+    page = (FOLDER / "MIGRATION.md").read_text(encoding="utf-8")
+    [example] = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]
+    assert resolve(example, client_optimizer=True).optimizer.zo_eps == 1e-3
+    stock = load("zero_offload")
+    stock["optimizer"]["type"] = "ZO"
+    resolved = resolve(stock)
+    assert "zero_optimization.offload_optimizer" in resolved.ignored
+    assert any("AdamW" in line for line in resolved.warnings)
