@@ -89,8 +89,8 @@ class Homes:
                 f"this model needs at least {least.total / 1e9:.3g} GB on the device besides activations (edges "
                 f"{least.edges / 1e9:.3g}, slots {(least.slots + least.low_slots) / 1e9:.3g}, scratch "
                 f"{least.scratch / 1e9:.3g}, resident blocks {least.blocks / 1e9:.3g}), got {budget_gb:g}: raise it, "
-                "keep "
-                "fewer blocks resident, or take a narrower wire_dtype or master: wire (ds_zo.stream.device_memory_gb)"
+                "keep fewer blocks resident, or take a narrower wire_dtype or master: wire "
+                "(ds_zo.stream.device_memory_gb)"
             )
 
     def _make_visits(self) -> None:
@@ -142,8 +142,7 @@ class Homes:
         self._make_visits()
         logger.info(
             f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
-            "GB, "
-            f"peak of the first step {peak / 1e9:.2f} GB)"
+            f"GB, peak of the first step {peak / 1e9:.2f} GB)"
         )
 
     def describe(self) -> str:
@@ -157,8 +156,7 @@ class Homes:
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         lines = [
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            "modules around "
-            f"them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
+            f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
             f"scratch {self.placement.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
             f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
@@ -168,10 +166,8 @@ class Homes:
         if bound := self.rounding_bound(1000):
             lines.append(
                 "ds_zo: without a low plane every fold rounds: by chance alone a weight moves by a relative standard "
-                "deviation "
-                f"of at most {bound:.2g} in 1,000 steps, growing with their square root; master: split keeps what "
-                "rounding "
-                "drops (ds_zo.stream.master)"
+                f"deviation of at most {bound:.2g} in 1,000 steps, growing with their square root; master: split keeps "
+                "what rounding drops (ds_zo.stream.master)"
             )
         return "\n".join(lines)
 

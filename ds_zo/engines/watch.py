@@ -51,6 +51,6 @@ class Watch(TorchFunctionMode):
         if self._in_blocks:
             raise ValueError(
                 f"parameter {self._in_blocks[0]} was used outside the forward of the block that holds it, where its "
-                "weights "
-                "are not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
+                "weights are not brought up: name the list whose entries are called whole, or [] for none "
+                "(ds_zo.stream.blocks)"
             ) from None

@@ -105,8 +105,8 @@ class ZOBackend(Backend):
             self._tied_outputs_logged = True
             logger.info(
                 f"ds_zo: the model returns no loss, so ZO differentiates its {len(tied)} floating outputs: exact for a "
-                "loss that is linear "
-                "in them, to first order in zo_eps otherwise; pass labels to the model to have its own loss measured"
+                "loss that is linear in them, to first order in zo_eps otherwise; pass labels to the model to have "
+                "its own loss measured"
             )
         return with_floats(output, tied)
 
@@ -162,9 +162,9 @@ class ZOBackend(Backend):
             if not _agree(results, apart):
                 self._interleave = False
                 logger.warning(
-                    "ds_zo: passes in lockstep give other losses than one after the other, so the model keeps state on "
-                    "its modules between "
-                    "blocks; it runs one pass after the other from now on (each uploads every block)"
+                    "ds_zo: passes in lockstep give other losses than one after the other, so the model keeps state "
+                    "on its modules between blocks; it runs one pass after the other from now on (each uploads every "
+                    "block)"
                 )
                 return apart
         return results
@@ -331,8 +331,8 @@ class ZOBackend(Backend):
         if state["noise_version"] != ops.NOISE_VERSION:
             raise ValueError(
                 f"the checkpoint's noise is version {state['noise_version']}, this ds_zo makes version "
-                f"{ops.NOISE_VERSION}: "
-                "resume with the ds_zo that wrote it, or load the weights alone (load_optimizer_states=False)"
+                f"{ops.NOISE_VERSION}: resume with the ds_zo that wrote it, or load the weights alone "
+                "(load_optimizer_states=False)"
             )
         self.homes.log.length = int(state["step"])
         for unit in self.homes.placement.units:

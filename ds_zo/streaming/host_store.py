@@ -51,9 +51,8 @@ class HostStore:
             self._warned = True
             logger.warning(
                 f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads from "
-                "here on go through "
-                "pageable memory, several times slower: raise the locked-memory limit (ulimit -l unlimited) or the "
-                "container's memory"
+                "here on go through pageable memory, several times slower: raise the locked-memory limit (ulimit -l "
+                "unlimited) or the container's memory"
             )
         return False
 

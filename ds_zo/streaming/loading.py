@@ -34,8 +34,7 @@ def reader_of(module: nn.Module) -> Callable[[Placed], torch.Tensor]:
         if source is None:
             raise ValueError(
                 f"parameter {placed.name} is on the meta device and no one said where its value is: load the model "
-                "with "
-                "ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
+                "with ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
             )
         return source(placed.name)
 
