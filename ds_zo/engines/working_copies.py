@@ -62,10 +62,10 @@ class WorkingCopies:
     @contextmanager
     def training_pass(self) -> Iterator[None]:
         """Visits inside are of perturbed copies. However it ends, every parameter is at home afterwards."""
-        self._training = True
-        self._homes.visits.begin()
-        self._fill_ambient()
         try:
+            self._training = True
+            self._homes.visits.begin()
+            self._fill_ambient()
             yield
         finally:
             self._training = False
