@@ -31,7 +31,7 @@ CONFIG = Path(__file__).parent / "own_optimizer.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=1e-3, help="of the script's AdamW (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=5e-4, help="of the script's AdamW (default: %(default)s)")
     parser.add_argument("--output-dir", default="runs/example-accelerate")
     args = parser.parse_args()
 

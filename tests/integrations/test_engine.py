@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,23 @@ def test_training_data_comes_back_as_a_loader(backend: str) -> None:
     train(engine, list(loader))
     assert engine.global_steps == 2
     assert_moved(before, weights_of(engine))
+
+
+def values(folder: Path, name: str) -> list[float]:
+    [file] = folder.rglob(f"*{name}.csv")
+    return [float(value) for _, value in list(csv.reader(file.open()))[1:]]
+
+
+def test_monitor_events_carry_loss_lr_throughput_and_memory(backend: str, tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = config_for(backend, accumulation=2, csv_monitor=monitor)
+    if importlib.util.find_spec("tensorboard") is not None:
+        config["tensorboard"] = {**monitor, "output_path": str(tmp_path / "tensorboard")}
+    engine = start(config)
+    losses = train(engine, batches(4))
+    assert values(tmp_path, "train_loss") == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
+    assert values(tmp_path, "lr") == [LEARNING_RATE[backend]] * 2
+    assert all(rate > 0 for rate in values(tmp_path, "samples_per_s"))
+    assert all(0.01 < memory < 1000 for memory in values(tmp_path, "peak_host_gb"))
+    assert len(values(tmp_path, "peak_device_gb")) == 2
+    assert "tensorboard" not in config or list(tmp_path.rglob("events.out*"))

@@ -130,8 +130,8 @@ def test_trainer_and_the_plain_raw_loop_agree_to_rounding(backend: str, tmp_path
     run = raw(config)
     assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == pytest.approx(run.losses, rel=1e-4)
     for name, value in weights_of(engine_of(trainer)).items():
-        # A loss is rounded at 2e-7 of its size: through 1 / (2 zo_eps) and lr, 1e-6 of a weight in six steps.
-        torch.testing.assert_close(value, run.weights[name], rtol=0, atol=1e-5, msg=name)
+        # Two ways to sum the same terms may round a loss apart; 1 / (2 zo_eps) and lr carry that into the weights.
+        torch.testing.assert_close(value, run.weights[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_params_of_the_section_reach_the_backend(backend: str) -> None:
