@@ -23,9 +23,10 @@ SCRIPT = """
 import os, random, signal, socket, sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[1] + "/engines", sys.argv[1] + "/checkpoint", sys.argv[1]]
-import torch
+import torch._dynamo  # what an engine would import when it is made
+import transformers.loss.loss_utils
 import deepspeed
-import ds_zo
+import ds_zo.engines.zo
 from deepspeed.accelerator import get_accelerator
 from runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
 from zo_runs import Toy, engine_for, one_step

@@ -1,0 +1,180 @@
+"""Weights for others, and from others: export, save_16bit_model, stock and Hugging Face folders; nothing executes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from runs import JSONS
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_models import tiny_batch, tiny_model
+from transformers import AutoModelForCausalLM
+from zo_runs import Toy, assert_equal, engine_for, train, weights
+
+from ds_zo import cli
+from ds_zo.checkpoint import CheckpointError
+from ds_zo.checkpoint.export import export
+from ds_zo.checkpoint.reader import open_folder
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def batches(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
+    return [tiny_batch(kind, seed=i, batch_size=2, length=6) for i in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tied"),
+    [
+        ("opt", "bf16 split", True),
+        ("llama", "fp8 split", False),
+        ("llama", "fp32", True),
+        ("gpt2", "bf16 wire", True),
+        ("mixtral", "bf16 split", False),
+    ],
+)
+def test_an_exported_checkpoint_loads_as_the_model(kind: str, name: str, tied: bool, tmp_path: Path) -> None:
+    engine = engine_for(tiny_model(kind, tie_word_embeddings=tied), JSONS[name])
+    train(engine, batches(kind, 4))
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--shard-gb", "0.00001"]) == 0
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    expected = weights(engine.module)
+    assert_equal(loaded.state_dict(), expected)
+    assert type(loaded) is type(engine.module)
+    if tied:
+        assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    assert cli.main(["export", str(tmp_path / "saves" / "global_step4"), str(tmp_path / "one")]) == 0
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    assert all(value.numel() > 0 and torch.equal(value, expected[key]) for key, value in whole.items())
+
+
+def test_export_overwrites_nothing_and_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
+    engine = engine_for(tiny_model("opt"), JSONS["fp32"])
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out")]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    weights_file = tmp_path / "saves" / "global_step0" / "weights-00001.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-1] ^= 1
+    weights_file.write_bytes(content)
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "new")]) == 1
+    assert "weights-00001.safetensors does not have the hash" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16 split", "fp8 split"])
+@pytest.mark.parametrize("filename", ["pytorch_model.bin", "model.safetensors"])
+def test_save_16bit_model_is_the_state_dict_in_one_file(name: str, filename: str, tmp_path: Path) -> None:
+    engine = engine_for(tiny_model("opt"), JSONS[name])
+    train(engine, batches("opt", 4))
+    assert engine.save_16bit_model(str(tmp_path / "out"), filename)
+    file = tmp_path / "out" / filename
+    found = torch.load(file, weights_only=True) if filename.endswith(".bin") else load_file(file)
+    expected = weights(engine.module)
+    if filename.endswith(".safetensors"):
+        expected.pop("lm_head.weight")  # tied: once
+    assert_equal(found, expected)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [filename]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16 split", "fp8 split"])
+def test_save_pretrained_is_the_current_step(name: str, tmp_path: Path) -> None:
+    engine = engine_for(tiny_model("llama", tie_word_embeddings=True), JSONS[name])
+    train(engine, batches("llama", 4))
+    engine.module.save_pretrained(tmp_path / "a", max_shard_size=9_000)
+    assert len(list((tmp_path / "a").glob("model-*.safetensors"))) > 1
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    export(open_folder(tmp_path / "saves" / "global_step4"), tmp_path / "b")
+    for folder in ("a", "b"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
+        assert_equal(loaded.state_dict(), weights(engine.module))
+
+
+# From others
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16 split", "fp8 split"])
+def test_a_model_folder_loads_into_a_running_engine(name: str, tmp_path: Path) -> None:
+    other = tiny_model("llama", seed=7, tie_word_embeddings=True).to(torch.float32)
+    other.save_pretrained(tmp_path)
+    engine = engine_for(tiny_model("llama", tie_word_embeddings=True), JSONS[name])
+    train(engine, batches("llama", 3))
+    path, client_state = engine.load_checkpoint(str(tmp_path))
+    assert (path, client_state, engine.global_steps) == (str(tmp_path), {}, 3)
+    found = weights(engine.module)
+    dtype = next(engine.module.parameters()).dtype
+    if "fp8" not in name:
+        assert_equal(found, {key: value.to(dtype) for key, value in other.state_dict().items()})
+    for key, value in other.state_dict().items():
+        torch.testing.assert_close(found[key].float(), value, rtol=0.1, atol=0.01)
+    train(engine, batches("llama", 1))
+    tiny_model("opt").save_pretrained(tmp_path / "opt")
+    with pytest.raises(CheckpointError, match="weights of another model"):
+        engine.load_checkpoint(str(tmp_path / "opt"))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_stock_deepspeed_checkpoint_gives_its_weights(stage: int, tmp_path: Path) -> None:
+    stock_json = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    stock = deepspeed.initialize(model=tiny_model("llama", seed=4), config=stock_json)[0]
+    for batch in batches("llama", 2):
+        loss = stock(**batch).loss
+        stock.backward(loss)
+        stock.step()
+    stock.save_checkpoint(str(tmp_path))
+    engine = engine_for(tiny_model("llama"), JSONS["bf16 split"])
+    train(engine, batches("llama", 1))
+    engine.load_checkpoint(str(tmp_path))
+    assert_equal(weights(engine.module), {k: v.detach() for k, v in stock.module.state_dict().items()})
+    assert engine.global_steps == 2
+
+
+class Boom:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+def test_a_stock_checkpoint_that_would_execute_something_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "saves" / "global_step1"
+    folder.mkdir(parents=True)
+    (tmp_path / "saves" / "latest").write_text("global_step1")
+    module = {name: p.detach() for name, p in Toy().state_dict().items()}
+    torch.save({"module": module, "evil": Boom()}, folder / "mp_rank_00_model_states.pt")
+    engine = engine_for(Toy(), JSONS["fp32"])
+    with pytest.raises(CheckpointError, match="would have to be executed"):
+        engine.load_checkpoint(str(tmp_path / "saves"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_our_checkpoints_hold_no_pickles(tmp_path: Path) -> None:
+    engine = engine_for(tiny_model("opt"), JSONS["bf16 split"])
+    train(engine, batches("opt", 2))
+    engine.save_checkpoint(str(tmp_path), client_state={"epoch": 1})
+    for path in (tmp_path / "global_step2").iterdir():
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        else:
+            assert path.suffix == ".safetensors"
+            with safe_open(path, framework="pt") as file:
+                assert file.keys() is not None
+        with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError)):
+            pickle.loads(path.read_bytes())
