@@ -50,9 +50,9 @@ def test_example_trains_and_saves(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["accelerate_zo", "accelerate_own_optimizer"])
-def test_accelerate_launch_with_the_shipped_yaml(name: str, tmp_path: Path, free_port: int) -> None:
-    check_trained(launch("--config_file", f"ds_configs/{name}.yaml", port=free_port, output=tmp_path))
+def test_accelerate_launch_with_the_shipped_yaml(tmp_path: Path, free_port: int) -> None:
+    """The other YAML differs from it in the JSON alone, which the plain run of the loop reads."""
+    check_trained(launch("--config_file", "ds_configs/accelerate_zo.yaml", port=free_port, output=tmp_path))
 
 
 @pytest.mark.slow
