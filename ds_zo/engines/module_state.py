@@ -6,6 +6,8 @@ Hooks on the modules that own parameters, so that a submodule's `state_dict()` i
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -27,6 +29,9 @@ class ModuleState:
         }
         self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
+        names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
+        """Parameters with several names, and the copy of each that was last handed out."""
         self._staged: list[nn.Parameter] = []
         self._handles = []
         for m in module.modules():
@@ -80,7 +85,18 @@ class ModuleState:
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
             if p is not None and prefix + name in state_dict and id(p) in self._where:
-                state_dict[prefix + name] = self.read(p)
+                state_dict[prefix + name] = self._read_into(state_dict, p)
+
+    def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
+        """A tied weight is one tensor under all its names there, as in any `state_dict`."""
+        if id(p) not in self._tied:
+            return self.read(p)
+        before = self._tied[id(p)]
+        shared = None if before is None else before()
+        if shared is None or not any(value is shared for value in state_dict.values()):
+            shared = self.read(p)
+            self._tied[id(p)] = weakref.ref(shared)
+        return shared
 
     def _stage(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """Real memory for `load_state_dict` to copy into: the stored bytes may have another form, and updates

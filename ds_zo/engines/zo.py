@@ -32,6 +32,7 @@ from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
 from ds_zo.engines.module_state import ModuleState
 from ds_zo.engines.outputs import floats_of, loss_of, tie, with_floats, with_loss
+from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
@@ -57,6 +58,7 @@ class ZOBackend(Backend):
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ModuleState(self.homes, module)
+        self._pretrained = PretrainedSaving(module, self.state.read)
         self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
@@ -363,6 +365,7 @@ class ZOBackend(Backend):
             self._leave_module_whole()
         self._closed = True
         self._copies.close()
+        self._pretrained.close()
         self.state.close()
         self.homes.close()
 

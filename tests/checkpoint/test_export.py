@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,40 @@ def test_save_pretrained_is_the_current_step(name: str, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
         assert_equal(loaded.state_dict(), weights(engine.module))
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "bloom"])
+def test_save_pretrained_holds_a_shard_at_a_time(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Copies of weights that are alive at once stay within a shard and a unit, and the files are the usual ones."""
+    engine = engine_for(tiny_model(kind, num_hidden_layers=6), JSONS["fp8 split"])
+    train(engine, batches(kind, 3))
+    shard, total = 12_000, sum(p.numel() * 2 for p in engine.module.parameters())
+    alive: dict[int, int] = {}
+    most = [0]
+    read = engine.backend.state.read
+
+    def watched(parameter: torch.nn.Parameter) -> torch.Tensor:
+        value = read(parameter)
+        nbytes = value.numel() * value.element_size()
+        alive[id(value)] = nbytes
+        weakref.finalize(value, alive.pop, id(value), None)
+        most[0] = max(most[0], sum(alive.values()))
+        return value
+
+    monkeypatch.setattr(engine.backend._pretrained, "_read", watched)
+    engine.module.save_pretrained(tmp_path / "a", max_shard_size=shard)
+    assert 0 < most[0] <= 2 * shard < total
+    engine.module.save_pretrained(tmp_path / "b", max_shard_size=shard, state_dict=engine.module.state_dict())
+    for path in (tmp_path / "b").iterdir():
+        same = tmp_path / "a" / path.name
+        if path.suffix == ".safetensors":
+            assert_equal(load_file(same), load_file(path))
+        elif "index" not in path.name:
+            assert same.read_bytes() == path.read_bytes()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto")
+    assert_equal(loaded.state_dict(), weights(engine.module))
+    engine.destroy()
+    assert "save_pretrained" not in vars(engine.module)
 
 
 # From others
