@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from runs import JSONS
+from checkpoint_runs import JSONS
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import tiny_batch, tiny_model

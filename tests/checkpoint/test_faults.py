@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BATCHES, assert_same_bits, planes, start
+from checkpoint_runs import BATCHES, assert_same_bits, planes, start
 from tiny_models import tiny_batch, tiny_model
 from zo_runs import engine_for, one_step, train, zo_json
 

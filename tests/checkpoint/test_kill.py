@@ -28,7 +28,7 @@ import transformers.loss.loss_utils
 import deepspeed
 import ds_zo.engines.zo
 from deepspeed.accelerator import get_accelerator
-from runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
+from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
 from zo_runs import Toy, engine_for, one_step
 
 # Nothing here starts a thread: what is forked from this process is whole.

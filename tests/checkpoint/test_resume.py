@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
 from tiny_models import tiny_batch, tiny_model
 from zo_runs import Toy, assert_equal, engine_for, log_lines, one_step, train, weights, zo_json
 

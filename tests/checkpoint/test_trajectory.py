@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM
 from zo_runs import assert_equal, engine_for, train, weights, zo_json

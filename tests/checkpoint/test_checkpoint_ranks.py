@@ -15,7 +15,7 @@ import torch
 import deepspeed
 import ds_zo
 from ds_zo.checkpoint import CheckpointError
-from runs import assert_same_bits, planes, with_checkpoint
+from checkpoint_runs import assert_same_bits, planes, with_checkpoint
 from tiny_models import tiny_batch, tiny_model
 from zo_runs import engine_for, train, zo_json
 
