@@ -20,4 +20,5 @@ lint-imports
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 say "pytest"
-exec python -m pytest -m "not gpu" "$@"
+# A test file is one process's: two share the cores without sharing ports or process groups.
+exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"
