@@ -1,0 +1,212 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The update of one parameter by its gradient as one Triton kernel, with AdaLOMO's factors and rounding to storage."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_zo.ops.formats import storage_format
+from ds_zo.ops.philox import split_seed
+from ds_zo.ops.rng import FOLD_DITHER_BITS
+from ds_zo.ops.triton_formats import dither_addend, load_values, nearest_addend, round_to, store_values
+from ds_zo.ops.triton_noise import fold_lanes
+from ds_zo.ops.triton_ops import _as_int32, _raw
+
+LANES = 128
+PROGRAM_NUMEL = LANES * 8
+NUM_WARPS = 4
+
+_FOLD_BITS: tl.constexpr = tl.constexpr(FOLD_DITHER_BITS)
+_SCALARS = ["numel", "matrix_numel", "num_cols"]
+
+
+@triton.jit
+def _direction(
+    u_ptr,
+    coef_ptr,
+    rows_ptr,
+    cols_ptr,
+    start,
+    within,
+    mask,
+    matrix_numel,
+    num_cols,
+    clip,
+    U_DROPPED: tl.constexpr,
+    HAS_COEF: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLS: tl.constexpr,
+):
+    """clamp(coef * u) * rows * cols, of elements from `start` on."""
+    u = load_values(u_ptr + start, within, mask, U_DROPPED)
+    if HAS_COEF:
+        u = u * tl.load(coef_ptr)
+    if HAS_CLIP:
+        u = tl.where(u > clip, clip, tl.where(u < -clip, -clip, u))  # NaN stays
+    index = start + within
+    if HAS_ROWS:
+        u = u * tl.load(rows_ptr + index // num_cols, mask=mask, other=0.0)
+    if HAS_COLS:
+        col = index // matrix_numel * num_cols + index % num_cols
+        u = u * tl.load(cols_ptr + col, mask=mask, other=0.0)
+    return u
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "offset", "lr", "decay", "clip", "k0", "k1", "step"])
+def _update_kernel(
+    p_ptr,
+    u_ptr,
+    coef_ptr,
+    scale_ptr,
+    rows_ptr,
+    cols_ptr,
+    numel,
+    matrix_numel,
+    num_cols,
+    offset,
+    lr,
+    decay,
+    clip,
+    k0,
+    k1,
+    step,
+    DROPPED: tl.constexpr,
+    U_DROPPED: tl.constexpr,
+    HAS_COEF: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * (LANES * 8)
+    within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    mask = start + within < numel
+    u = _direction(
+        u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, matrix_numel, num_cols, clip,
+        U_DROPPED, HAS_COEF, HAS_CLIP, HAS_ROWS, HAS_COLS,
+    )  # fmt: skip
+    if HAS_SCALE:
+        u = u * tl.load(scale_ptr)
+    x = load_values(p_ptr + start, within, mask, DROPPED) * decay
+    x = tl.fma(tl.full(u.shape, -lr, tl.float32), u, x)
+    if DROPPED > 0:
+        if STOCHASTIC:
+            bits = fold_lanes(offset + start, step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32), LANES)
+            addend = dither_addend(bits, _FOLD_BITS, DROPPED)
+        else:
+            addend = nearest_addend(x, DROPPED)
+        x = round_to(x, addend, DROPPED)
+    store_values(p_ptr + start, within, mask, x, DROPPED)
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def _square_sum_kernel(
+    partial_ptr,
+    u_ptr,
+    coef_ptr,
+    rows_ptr,
+    cols_ptr,
+    numel,
+    matrix_numel,
+    num_cols,
+    U_DROPPED: tl.constexpr,
+    HAS_COEF: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * (LANES * 8)
+    within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    mask = start + within < numel
+    u = _direction(
+        u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, matrix_numel, num_cols, 0.0,
+        U_DROPPED, HAS_COEF, False, HAS_ROWS, True,
+    )  # fmt: skip
+    u = tl.where(mask, u, 0.0)
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(u * u, axis=1), axis=0))
+
+
+def update_triton(
+    p: torch.Tensor,
+    direction: torch.Tensor,
+    *,
+    lr: float,
+    decay: float,
+    coef: torch.Tensor | None = None,
+    clip_value: float | None = None,
+    scale: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    cols: torch.Tensor | None = None,
+    dither: tuple[int, int, int] | None = None,
+) -> None:
+    """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols); `dither` is (seed, step, offset).
+
+    A parameter that is not contiguous goes through a copy.
+    """
+    flat = p.detach().contiguous()
+    seed, step, offset = (0, 0, 0) if dither is None else dither
+    low, high = (_as_int32(k) for k in split_seed(seed))
+    _update_kernel[(triton.cdiv(p.numel(), PROGRAM_NUMEL),)](
+        _raw(flat),
+        _raw(direction.contiguous()),
+        p if coef is None else coef,
+        p if scale is None else scale,
+        p if rows is None else rows,
+        p if cols is None else cols,
+        p.numel(),
+        *_shape(p),
+        offset,
+        float(lr),
+        float(decay),
+        0.0 if clip_value is None else float(clip_value),
+        low,
+        high,
+        _as_int32(step),
+        DROPPED=storage_format(p.dtype).dropped_bits,
+        U_DROPPED=storage_format(direction.dtype).dropped_bits,
+        HAS_COEF=coef is not None,
+        HAS_CLIP=clip_value is not None,
+        HAS_SCALE=scale is not None,
+        HAS_ROWS=rows is not None,
+        HAS_COLS=cols is not None,
+        STOCHASTIC=dither is not None,
+        LANES=LANES,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    if flat.data_ptr() != p.data_ptr():
+        p.detach().copy_(flat)
+    torch.autograd.graph.increment_version(p)  # a graph that still needs the old values must notice
+
+
+def factored_square_sum_triton(
+    direction: torch.Tensor, *, rows: torch.Tensor | None, cols: torch.Tensor, coef: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum of (coef * direction * rows * cols)^2, in the same order every time."""
+    num_programs = triton.cdiv(direction.numel(), PROGRAM_NUMEL)
+    partial = torch.empty(num_programs, dtype=torch.float32, device=direction.device)
+    _square_sum_kernel[(num_programs,)](
+        partial,
+        _raw(direction),
+        partial if coef is None else coef,
+        partial if rows is None else rows,
+        cols,
+        direction.numel(),
+        *_shape(direction),
+        U_DROPPED=storage_format(direction.dtype).dropped_bits,
+        HAS_COEF=coef is not None,
+        HAS_ROWS=rows is not None,
+        LANES=LANES,
+        num_warps=NUM_WARPS,
+    )
+    return partial.sum()
+
+
+def _shape(p: torch.Tensor) -> tuple[int, int]:
+    """Elements in one matrix of a stack, and in one of its rows. A vector is a row."""
+    num_cols = p.shape[-1] if p.ndim else 1
+    return (p.shape[-2] if p.ndim > 1 else 1) * num_cols, num_cols

@@ -1,0 +1,25 @@
+"""Update rules: what becomes of a parameter and its gradient. Nothing here knows where either came from."""
+
+from __future__ import annotations
+
+from ds_zo.optim.loss_scale import LossScaler
+from ds_zo.optim.rules import (
+    OFFSET_ALIGNMENT,
+    AdamMoments,
+    Dither,
+    FactoredMoments,
+    adalomo_update_,
+    adamw_update_,
+    sgd_update_,
+)
+
+__all__ = [
+    "OFFSET_ALIGNMENT",
+    "AdamMoments",
+    "Dither",
+    "FactoredMoments",
+    "LossScaler",
+    "adalomo_update_",
+    "adamw_update_",
+    "sgd_update_",
+]

@@ -1,0 +1,251 @@
+"""Updates of one parameter by its gradient, which they consume: float32 arithmetic, then one rounding to storage.
+
+On the CPU they are torch operations; on CUDA each ends in one Triton kernel (`ops.triton_lomo`, not imported before).
+Nothing is read by the host. The gradient's memory is used as scratch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_zo.ops import formats, rng
+
+OFFSET_ALIGNMENT = 1024
+"""Offsets of parameters are multiples of it: then the elements of one kernel program share all but the lowest counter
+word of their dither."""
+
+
+@dataclass(frozen=True)
+class Dither:
+    """Where in the stream of rounding bits a parameter's update stands: the same for the same step on every rank."""
+
+    step: int
+    offset: int
+    """The parameter's first element among all of the model's; a multiple of OFFSET_ALIGNMENT."""
+    seed: int = 0
+
+
+@dataclass
+class FactoredMoments:
+    """AdaLOMO's memory of a parameter: mean squares of its gradient's rows and columns, a vector's in full."""
+
+    rows: torch.Tensor | None
+    """Of shape[:-1]; None for vectors and scalars."""
+    cols: torch.Tensor
+    """Of shape[:-2] + shape[-1:]."""
+    num_updates: int = 0
+
+    @classmethod
+    def zeros(cls, p: torch.Tensor) -> FactoredMoments:
+        new = p.new_zeros
+        if p.ndim < 2:
+            return cls(None, new(p.shape, dtype=torch.float32))
+        cols = new((*p.shape[:-2], p.shape[-1]), dtype=torch.float32)
+        return cls(new(p.shape[:-1], dtype=torch.float32), cols)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], *, device: torch.device) -> FactoredMoments:
+        return cls(**_copied(state, device))
+
+
+@dataclass
+class AdamMoments:
+    """AdamW's memory of a parameter."""
+
+    mean: torch.Tensor
+    mean_square: torch.Tensor
+    num_updates: int = 0
+
+    @classmethod
+    def zeros(cls, p: torch.Tensor) -> AdamMoments:
+        return cls(p.new_zeros(p.shape, dtype=torch.float32), p.new_zeros(p.shape, dtype=torch.float32))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], *, device: torch.device) -> AdamMoments:
+        return cls(**_copied(state, device))
+
+
+@torch.no_grad()
+def sgd_update_(
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    lr: float,
+    decay: float = 1.0,
+    coef: torch.Tensor | None = None,
+    clip_value: float | None = None,
+    dither: Dither | None = None,
+) -> None:
+    """p <- round(decay * p - lr * clamp(coef * grad, -clip_value, clip_value)).
+
+    `coef` is a float32 scalar on p's device. Without `dither` rounding is to nearest.
+    """
+    _apply_(p, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither)
+
+
+@torch.no_grad()
+def adalomo_update_(
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    moments: FactoredMoments,
+    *,
+    lr: float,
+    decay: float = 1.0,
+    decay_rate: float = -0.8,
+    eps: tuple[float, float] = (1e-30, 1e-3),
+    clip_threshold: float = 1.0,
+    coef: torch.Tensor | None = None,
+    clip_value: float | None = None,
+    dither: Dither | None = None,
+) -> None:
+    """AdaLOMO's update (arXiv 2310.10195) of one parameter, which is its own normalisation group.
+
+    With g = clamp(coef * grad): moving averages of mean(g^2) + eps[0] over rows and over columns make v, their outer
+    product; u = g / sqrt(v), scaled down where its root mean square exceeds `clip_threshold`; then
+    p <- round(decay * p - lr * max(eps[1], rms(p)) * u).
+    """
+    if clip_value is not None:
+        if coef is None:
+            grad.clamp_(-clip_value, clip_value)
+        else:
+            grad.clamp_(-clip_value / coef, clip_value / coef)
+    moments.num_updates += 1
+    kept = 1.0 - moments.num_updates**decay_rate
+    square = 1.0 if coef is None else coef.square()
+    if moments.rows is None:
+        _average_(moments.cols, grad.float().square() * square + eps[0], kept)
+        rows, cols = None, moments.cols.rsqrt()
+    else:
+        for average, dim in ((moments.rows, -1), (moments.cols, -2)):
+            norms = torch.linalg.vector_norm(grad, dim=dim, dtype=torch.float32)
+            _average_(average, norms.square_().div_(grad.shape[dim]) * square + eps[0], kept)
+        rows = (moments.rows / moments.rows.mean(dim=-1, keepdim=True)).rsqrt_()
+        cols = moments.cols.rsqrt()
+    root_numel = math.sqrt(p.numel())
+    update_rms = _factored_square_sum(grad, rows=rows, cols=cols, coef=coef).sqrt() / root_numel
+    weight_rms = torch.linalg.vector_norm(p, dtype=torch.float32) / root_numel
+    scale = weight_rms.clamp_(min=eps[1]) / (update_rms / clip_threshold).clamp_(min=1.0)
+    _apply_(p, grad, lr=lr, decay=decay, coef=coef, scale=scale, rows=rows, cols=cols, dither=dither)
+
+
+@torch.no_grad()
+def adamw_update_(
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    moments: AdamMoments,
+    *,
+    lr: float,
+    decay: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    coef: torch.Tensor | None = None,
+    clip_value: float | None = None,
+    dither: Dither | None = None,
+) -> None:
+    """AdamW for the few parameters that are worth two moments."""
+    g = _clipped(grad.float(), coef, clip_value)
+    moments.num_updates += 1
+    moments.mean.lerp_(g, 1 - betas[0])
+    moments.mean_square.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
+    denominator = (moments.mean_square / bias_square).sqrt_().add_(eps)
+    _apply_(p, (moments.mean / bias).div_(denominator), lr=lr, decay=decay, dither=dither)
+
+
+def _average_(average: torch.Tensor, value: torch.Tensor, kept: float) -> None:
+    average.mul_(kept).add_(value, alpha=1.0 - kept)
+
+
+def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:
+    """coef * g, clamped, in g's own memory."""
+    if coef is not None:
+        g.mul_(coef)
+    return g if clip_value is None else g.clamp_(-clip_value, clip_value)
+
+
+def _factored(g: torch.Tensor, rows: torch.Tensor | None, cols: torch.Tensor | None) -> torch.Tensor:
+    """g[..., i, j] * rows[..., i] * cols[..., j]."""
+    if rows is not None:
+        g = g * rows.unsqueeze(-1)
+    if cols is not None:
+        g = g * (cols if g.ndim < 2 else cols.unsqueeze(-2))
+    return g
+
+
+def _factored_square_sum(
+    grad: torch.Tensor, *, rows: torch.Tensor | None, cols: torch.Tensor, coef: torch.Tensor | None
+) -> torch.Tensor:
+    if grad.is_cuda:
+        from ds_zo.ops.triton_lomo import factored_square_sum_triton
+
+        return factored_square_sum_triton(grad.contiguous(), rows=rows, cols=cols, coef=coef)
+    g = grad.float() if coef is None else grad.float() * coef
+    return _factored(g, rows, cols).square().sum()
+
+
+def _apply_(
+    p: torch.Tensor,
+    direction: torch.Tensor,
+    *,
+    lr: float,
+    decay: float,
+    coef: torch.Tensor | None = None,
+    clip_value: float | None = None,
+    scale: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    cols: torch.Tensor | None = None,
+    dither: Dither | None,
+) -> None:
+    """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)))."""
+    if p.is_cuda:
+        from ds_zo.ops.triton_lomo import update_triton
+
+        update_triton(
+            p,
+            direction,
+            lr=lr,
+            decay=decay,
+            coef=coef,
+            clip_value=clip_value,
+            scale=scale,
+            rows=rows,
+            cols=cols,
+            dither=None if dither is None else (dither.seed, dither.step, dither.offset),
+        )
+        return
+    u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
+    if scale is not None:
+        u.mul_(scale)
+    x = p.float()  # p itself where that is float32
+    if decay != 1.0:
+        x.mul_(decay)
+    x.add_(u, alpha=-lr)
+    if x is not p:
+        _round_into(p, x, dither)
+
+
+def _round_into(p: torch.Tensor, x: torch.Tensor, dither: Dither | None) -> None:
+    if dither is None:
+        p.copy_(x)
+        return
+    fmt = formats.storage_format(p.dtype)
+    bits = rng.fold_dither(seed=dither.seed, step=dither.step, offset=dither.offset, numel=p.numel())
+    addend = formats.dither_addend(bits, num_bits=rng.FOLD_DITHER_BITS, dropped_bits=fmt.dropped_bits)
+    rounded = formats.round_to(fmt, np.ascontiguousarray(x.numpy()).reshape(-1), addend)
+    p.copy_(torch.from_numpy(rounded).view(p.shape))  # exact: already on p's grid

@@ -1,0 +1,73 @@
+"""Update rules by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_zo.config import LossScale
+from ds_zo.optim import AdamMoments, Dither, LossScaler, adamw_update_, sgd_update_
+
+
+def test_float32_is_torchs_sgd_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, g = (torch.randn(1000, generator=generator) for _ in range(2))
+    expected = torch.nn.Parameter(p.clone())
+    expected.grad = g.clone()
+    torch.optim.SGD([expected], lr=0.0371).step()
+    sgd_update_(p, g, lr=0.0371)
+    assert torch.equal(p, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_unbiased_and_lands_on_neighbours(dtype: torch.dtype) -> None:
+    start, step = 1.0, 0.3 * (2**-8 if dtype is torch.bfloat16 else 2**-11)
+    sums = torch.zeros(4096, dtype=torch.float64)
+    for number in range(40):
+        p = torch.full((4096,), start, dtype=dtype)
+        sgd_update_(p, torch.ones(4096, dtype=dtype), lr=step, dither=Dither(step=number, offset=1024))
+        assert set(p.tolist()) == {1.0, 1.0 - step / 0.3}
+        sums += p.double()
+    moved = start - sums / 40
+    assert moved.mean().item() == pytest.approx(step, rel=0.02)
+    assert 0.05 < (moved / step).std() < 1  # each element has draws of its own every step
+
+
+def test_dither_depends_on_step_and_offset_alone() -> None:
+    def rounded(**where: int) -> torch.Tensor:
+        p = torch.ones(2048, dtype=torch.bfloat16)
+        sgd_update_(p, torch.full_like(p, 0.5), lr=2**-9, dither=Dither(**where))
+        return p
+
+    assert torch.equal(rounded(step=3, offset=0), rounded(step=3, offset=0))
+    assert not torch.equal(rounded(step=3, offset=0), rounded(step=4, offset=0))
+    assert torch.equal(rounded(step=3, offset=0)[1024:], rounded(step=3, offset=1024)[:1024])
+
+
+def test_adamw_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(50, generator=generator)
+    expected = torch.nn.Parameter(p.clone())
+    theirs = torch.optim.AdamW([expected], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    moments = AdamMoments.zeros(p)
+    for _ in range(10):
+        g = torch.randn(50, generator=generator)
+        expected.grad = g.clone()
+        theirs.step()
+        adamw_update_(p, g, moments, lr=0.01, decay=1 - 0.01 * 0.1, betas=(0.8, 0.9))
+    torch.testing.assert_close(p, expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_loss_scale_resumes() -> None:
+    settings = LossScale(0.0, 4, 3, 2, 1, ("hysteresis",))
+    whole, resumed = LossScaler(settings), LossScaler(settings)
+    overflows = [True, False, False, True, True, False, False, False, False, True]
+    for overflow in overflows[:5]:
+        whole.update(overflow=overflow)
+    resumed.load_state_dict(whole.state_dict())
+    scales = []
+    for scaler in (whole, resumed):
+        for overflow in overflows[5:]:
+            scaler.update(overflow=overflow)
+        scales.append(scaler.scale)
+    assert scales[0] == scales[1] == 8.0
