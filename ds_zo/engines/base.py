@@ -25,7 +25,11 @@ from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.late import Late
 
-_WHERE: dict[str, tuple[str, str]] = {"zo": ("ds_zo.engines.zo", "ZOBackend")}
+_WHERE: dict[str, tuple[str, str]] = {
+    "zo": ("ds_zo.engines.zo", "ZOBackend"),
+    "lomo": ("ds_zo.engines.lomo", "LOMOBackend"),
+    "adalomo": ("ds_zo.engines.lomo_ada", "AdaLOMOBackend"),
+}
 """Module and class of each backend this version has. Imported on first use: one's kernels cost the others nothing."""
 
 

@@ -30,6 +30,9 @@ from ds_zo.plugin import PluginEngine
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
 """Large enough that a few steps move a toy model."""
 
+STREAMS = ("zo",)
+"""Backends that take `offload_param`; the others run such tests with the model on the device."""
+
 MICRO_BATCH = 4
 Weights = dict[str, torch.Tensor]
 Batch = dict[str, torch.Tensor]
@@ -61,9 +64,7 @@ class Run:
 
 def config_for(backend: str, *, accumulation: int = 1, stream: bool = False, **extra: Any) -> dict[str, Any]:
     """A JSON that names the backend in `optimizer.type`."""
-    zero: dict[str, Any] = {"stage": 0}
-    if stream:
-        zero["offload_param"] = {"device": "cpu"}
+    zero = zero_for(backend, stage=0, stream=stream)
     params: dict[str, Any] = {"lr": LEARNING_RATE[backend], "weight_decay": 0.0}
     if "accumulation" in PARAMS[backend].model_fields and accumulation > 1:
         params["accumulation"] = "sequential"
@@ -75,6 +76,11 @@ def config_for(backend: str, *, accumulation: int = 1, stream: bool = False, **e
         "zero_optimization": zero,
         **extra,
     }
+
+
+def zero_for(backend: str, *, stage: int, stream: bool = True) -> dict[str, Any]:
+    streams = stream and backend in STREAMS
+    return {"stage": stage, **({"offload_param": {"device": "cpu"}} if streams else {})}
 
 
 def section_for(backend: str, **extra: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from library_runs import (
     start,
     train,
     weights_of,
+    zero_for,
 )
 from tiny_models import tiny_model
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -143,7 +144,7 @@ def test_load_state_goes_on_exactly(backend: str, stream: bool, tmp_path: Path) 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_state_dict_and_the_unwrapped_model_are_current(backend: str, stage: int, tmp_path: Path) -> None:
     config = config_for(backend)
-    config["zero_optimization"] = {"stage": stage, "offload_param": {"device": "cpu"}}
+    config["zero_optimization"] = zero_for(backend, stage=stage)
     accelerator = accelerator_for(config)
     model, optimizer, data = prepared(accelerator, batches(3))
     before = weights_of(model)

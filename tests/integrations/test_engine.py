@@ -159,7 +159,7 @@ def test_optimizer_and_scheduler_may_be_callables(backend: str) -> None:
     scheduler = {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}}
     reference = start(config_for(backend, scheduler=scheduler))
     assert train(engine, batches(3)) == train(reference, batches(3))
-    assert engine.get_lr() == reference.get_lr() == [LEARNING_RATE[backend]]
+    assert engine.get_lr() == reference.get_lr() == [pytest.approx(LEARNING_RATE[backend])]
     assert_same(weights_of(engine), weights_of(reference))
 
 

@@ -23,6 +23,7 @@ from library_runs import (
     start,
     trainer_for,
     weights_of,
+    zero_for,
 )
 from tiny_models import VOCAB, tiny_model
 from transformers import EarlyStoppingCallback
@@ -198,7 +199,7 @@ def test_evaluate_before_train_is_trainers_to_refuse_below_stage_3(backend: str,
 def test_evaluate_alone_works_at_stage_3(backend: str, tmp_path: Path) -> None:
     """Trainer drops the JSON's optimizer block there; `ds_zo.backend` keeps our engine."""
     config = section_for(backend)
-    config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
+    config["zero_optimization"] = zero_for(backend, stage=3)
     model = tiny_model("llama").eval()
     with torch.no_grad():
         expected = model(**batches(1)[0]).loss.item()

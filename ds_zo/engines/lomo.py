@@ -1,0 +1,444 @@
+"""LOMO: full-parameter training in the memory of inference. Each gradient is consumed by its update inside the backward
+pass, so that one is alive at a time and `step` has nothing left to do but to report.
+
+[Note: two passes] A norm over all gradients is known only when all of them are gone. Where one is needed (clipping by
+the global norm, overflow under fp16) the same graph is run backward twice: the first pass measures and drops, the
+second updates with the factor that follows. No second forward, no change of weights between the passes; both kinds of
+activation checkpointing recompute the same twice, dropout masks included. A step that is dropped still makes its second
+pass, with nothing kept: it frees the graph, which the next forward could not afford beside its own.
+
+[Note: once a backward] A parameter's hook runs when all its uses have added to the gradient. Reentrant checkpointing
+makes a backward of its own for each segment, so a weight shared between segments, or with what is outside them, would
+be updated by parts, and later segments recomputed with new weights. It is refused; `use_reentrant=False` is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ds_zo.config import ConfigError, LOMOParams, Resolved
+from ds_zo.engines.base import Backend, StepOutcome
+from ds_zo.engines.late import Late
+from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
+from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
+from ds_zo.streaming.blocks import find_blocks
+
+_NORM_FLOOR = 1e-6
+_LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
+
+_hooks: Any = WeakTensorKeyDictionary()
+"""The handle on each parameter: a second engine for the same module takes the place of the first."""
+
+
+class Phase(Enum):
+    IDLE = "no engine.backward is running: a gradient that arrives comes from a bare loss.backward()"
+    MEASURE = "gradients are measured and dropped"
+    UPDATE = "gradients are consumed by updates"
+    DISCARD = "gradients are dropped, the graph is freed"
+
+
+@dataclass
+class Slot:
+    """What is kept of a parameter besides itself."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    """Of its rounding bits."""
+    is_adapter: bool
+    layer: Layer | None
+    moments: AdamMoments | FactoredMoments | None = None
+    last_pass: int = 0
+    """The backward pass that its gradient last came in; see [Note: once a backward]."""
+
+
+class Layer:
+    """Parameters that are clipped by their own norm: a block, or one parameter outside of blocks."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.waiting: list[Slot] = []
+        """Those whose gradients have come, in this pass."""
+        self.num_expected = 0
+
+
+class LOMOBackend(Backend):
+    name: ClassVar[str] = "lomo"
+    settings: LOMOParams
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(module, config, optimizer=optimizer, device=device, process_group=process_group)
+        assert isinstance(config.optimizer, LOMOParams)
+        self.settings = config.optimizer
+        half = torch.float16 in (config.dtype, config.autocast)
+        self._scaler = LossScaler(config.loss_scale) if half else None
+        clips = config.gradient_clipping > 0
+        self._by_layer = clips and self.settings.norm_scope == "group"
+        self._two_passes = half or (clips and not self._by_layer)
+        self._stochastic = config.section.rounding == "stochastic"
+        self._world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        self._phase = Phase.IDLE
+        self._pass = 0
+        self._num_updates = 0
+        """Updates made so far, one a backward; chooses the rounding bits."""
+        self._coef: torch.Tensor | None = None
+        """What gradients of this backward are multiplied by: clipping and unscaling."""
+        self._norms: list[torch.Tensor] = []
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._group_sizes: list[int] = []
+        self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
+        self._outcome = StepOutcome(applied=True)
+        self._pending = False
+        """A backward has been made since the last step."""
+        self._bare = False
+        self._slots = self._make_slots()
+        self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
+        self._handles = [self._hook(slot) for slot in self._slots]
+        self._find_groups()
+        self._show_scale(overflow=False)
+        self._warn()
+
+    @classmethod
+    def places_parameters(cls, config: Resolved) -> bool:
+        if config.stream:
+            raise ConfigError(
+                f'streamed {cls.name} is not there yet, got offload_param.device "cpu": remove offload_param, or name '
+                "ZO, which streams",
+                at="zero_optimization.offload_param.device",
+            )
+        return False
+
+    @classmethod
+    def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
+        return with_initial_lr(super().make_optimizer(params, config))
+
+    # Parameters
+
+    def _make_slots(self) -> list[Slot]:
+        adapters = adapter_parameters(self.module) if self.settings.adapter is not None else frozenset()
+        if self.settings.adapter is not None and not adapters:
+            raise ConfigError(
+                "adapter trains the adapter parameters of a PEFT model, and this model has none: wrap it with "
+                "peft.get_peft_model before deepspeed.initialize, or leave adapter out",
+                at=f"{self.config.params_at}.adapter",
+            )
+        layer_of: dict[int, Layer] = {}
+        if self._by_layer:
+            for block in find_blocks(self.module, self.config.section.stream.blocks).values():
+                layer = Layer()
+                for p in block.parameters():
+                    layer_of.setdefault(id(p), layer)
+        slots: list[Slot] = []
+        offset = 0
+        for name, p in self.module.named_parameters():
+            if p.is_floating_point() and p.numel():
+                own_layer = layer_of.get(id(p), Layer()) if self._by_layer else None
+                slots.append(Slot(name, p, offset, id(p) in adapters, own_layer))
+                if own_layer is not None:
+                    own_layer.slots.append(slots[-1])
+            offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
+        return slots
+
+    def _hook(self, slot: Slot) -> RemovableHandle:
+        """On frozen parameters too, for when they are thawed; torch takes hooks only where gradients are required."""
+        p, frozen = slot.parameter, not slot.parameter.requires_grad
+        if p in _hooks:
+            _hooks.pop(p).remove()
+        p.requires_grad_(True)
+        handle = p.register_post_accumulate_grad_hook(partial(_dispatch, weakref.ref(self), slot))
+        p.requires_grad_(not frozen)
+        _hooks[p] = handle
+        return handle
+
+    def _find_groups(self) -> None:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != self._group_sizes:
+            self._group_sizes = sizes
+            self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+
+    def _check_parameters(self) -> None:
+        hooked = {id(slot.parameter) for slot in self._slots}
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in hooked and p.numel():
+                raise ValueError(
+                    f"parameter {name} is not one that deepspeed.initialize saw, so its gradient would be lost: add, "
+                    "resize or replace parameters before deepspeed.initialize, and load weights without assign=True"
+                )
+
+    def _warn(self) -> None:
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        if self.settings.clip_grad_value is not None and max(lrs, default=0.0) >= _LARGE_LR_FOR_VALUE_CLIPPING:
+            logger.warning(
+                f"ds_zo: clipping by value turns the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
+                f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
+            )
+        if self.settings.adapter is not None and not any(
+            slot.parameter.requires_grad and not slot.is_adapter for slot in self._slots
+        ):
+            logger.warning(
+                "ds_zo: only adapters are trainable, because PEFT freezes the weights it wraps: to train those by "
+                f"{self.name}, call requires_grad_(True) on them before deepspeed.initialize"
+            )
+
+    # forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module.training and torch.is_grad_enabled():
+            self._check_parameters()
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """See [Note: two passes]."""
+        self._find_groups()
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        scaled = loss if self._scaler is None else loss.float() * scale
+        norm: float | Late | None = None
+        finite = True
+        if self._two_passes:
+            with self._in_pass(Phase.MEASURE):
+                scaled.backward(retain_graph=True)
+            norm = self._measured() / scale
+            finite = math.isfinite(norm)
+            self._coef = self._coefficient(norm, scale) if finite else None
+        for layer in self._layers:
+            layer.num_expected = sum(self._trains(slot) for slot in layer.slots)
+        with self._in_pass(Phase.UPDATE if finite else Phase.DISCARD):
+            scaled.backward(retain_graph=retain_graph)
+            for layer in self._layers:
+                self._update_layer(layer)  # those with parameters that this loss did not reach
+        if self._by_layer and self._norms:
+            norm = Late(torch.stack(self._norms).norm() / scale)
+            self._norms = []
+        self._num_updates += finite
+        self._settle(norm, applied=finite)
+
+    @contextmanager
+    def _in_pass(self, phase: Phase) -> Iterator[None]:
+        self._phase = phase
+        self._pass += 1
+        try:
+            yield
+        except BaseException:
+            self._norms = []
+            for slot in self._slots:
+                slot.parameter.grad = None
+            raise
+        finally:
+            self._phase = Phase.IDLE
+            for layer in self._layers:
+                layer.waiting = []
+
+    def _measured(self) -> float:
+        """The one host read of a step."""
+        norms, self._norms = self._norms, []
+        return torch.stack(norms).norm().item() if norms else 0.0
+
+    def _coefficient(self, norm: float, scale: float) -> torch.Tensor | None:
+        limit = 0.0 if self._by_layer else self.config.gradient_clipping
+        coef = (min(1.0, limit / (norm + _NORM_FLOOR)) if limit > 0 else 1.0) / scale
+        return None if coef == 1.0 else torch.tensor(coef, dtype=torch.float32, device=self.device)
+
+    def _trains(self, slot: Slot) -> bool:
+        return slot.parameter.requires_grad and id(slot.parameter) in self._group_of
+
+    def _arrived(self, slot: Slot) -> None:
+        """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
+        p, phase = slot.parameter, self._phase
+        if phase is Phase.IDLE:
+            self._check_bare(p)
+        elif slot.last_pass == self._pass:
+            raise RuntimeError(
+                f"the gradient of {slot.name} came in parts: reentrant checkpointing shares it between segments; pass "
+                'gradient_checkpointing_kwargs={"use_reentrant": False} (or use_reentrant=False to checkpoint)'
+            )
+        slot.last_pass = self._pass
+        grad = p.grad
+        if grad is None or phase is Phase.DISCARD or id(p) not in self._group_of:
+            p.grad = None
+            return
+        if self._world_size > 1:
+            dist.all_reduce(grad, group=self.process_group)
+            grad.div_(self._world_size)
+        if phase is Phase.MEASURE:
+            self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        elif slot.layer is not None:
+            slot.layer.waiting.append(slot)
+            if len(slot.layer.waiting) == slot.layer.num_expected:
+                self._update_layer(slot.layer)
+            return
+        else:
+            self._update(slot, grad, self._coef)
+        p.grad = None
+
+    def _check_bare(self, p: nn.Parameter) -> None:
+        if self._two_passes or self._by_layer:
+            p.grad = None
+            raise RuntimeError(
+                "loss.backward() cannot clip by norm nor scale the loss for fp16: call engine.backward(loss), or set "
+                '"gradient_clipping" to 0 and use bf16'
+            )
+        if not self._bare:
+            self._find_groups()
+            self._bare = True
+
+    def _update_layer(self, layer: Layer) -> None:
+        waiting, layer.waiting = layer.waiting, []
+        grads = [(slot, slot.parameter.grad) for slot in waiting]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in grads if grad is not None]
+        if not norms:
+            return
+        norm = torch.stack(norms).norm()
+        self._norms.append(norm)
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        coef = (self.config.gradient_clipping / (norm / scale + _NORM_FLOOR)).clamp_(max=1.0) / scale
+        for slot, grad in grads:
+            assert grad is not None
+            self._update(slot, grad, coef)
+            slot.parameter.grad = None
+
+    # Updates
+
+    def _update(self, slot: Slot, grad: torch.Tensor, coef: torch.Tensor | None) -> None:
+        p = slot.parameter
+        group = self._group_of[id(p)]
+        lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+        rounds = self._stochastic and p.dtype is not torch.float32
+        dither = Dither(step=self._num_updates, offset=slot.offset) if rounds else None
+        if slot.is_adapter:
+            assert self.settings.adapter is not None
+            lr = self.settings.adapter.lr * self._schedule_factor(group)
+            slot.moments = slot.moments or AdamMoments.zeros(p)
+            assert isinstance(slot.moments, AdamMoments)
+            adamw_update_(
+                p,
+                grad,
+                slot.moments,
+                lr=lr,
+                decay=1.0 - lr * self.settings.adapter.weight_decay,
+                betas=self.settings.adapter.betas,
+                coef=coef,
+                clip_value=self.settings.clip_grad_value,
+                dither=dither,
+            )
+            return
+        self._update_weight(slot, grad, lr=lr, decay=1.0 - lr * weight_decay, coef=coef, dither=dither)
+
+    def _update_weight(
+        self,
+        slot: Slot,
+        grad: torch.Tensor,
+        *,
+        lr: float,
+        decay: float,
+        coef: torch.Tensor | None,
+        dither: Dither | None,
+    ) -> None:
+        clip_value = self.settings.clip_grad_value
+        sgd_update_(slot.parameter, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither)
+
+    def _schedule_factor(self, group: Mapping[str, Any]) -> float:
+        """How far a schedule has moved the rate of the group that an adapter stands in: its own follows."""
+        index = next(i for i, other in enumerate(self.param_groups) if other is group)
+        initial = self._initial_lrs[index] if index < len(self._initial_lrs) else float(group["lr"])
+        return float(group["lr"]) / initial if initial else 1.0
+
+    # step
+
+    def _settle(self, norm: float | Late | None, *, applied: bool) -> None:
+        """What `step` will report; with sequential accumulation a step is skipped when all its micro-batches were."""
+        overflow = self._scaler is not None and not applied
+        if self._scaler is not None:
+            self._scaler.update(overflow=overflow)
+            self._show_scale(overflow=overflow)
+        made = applied or (self._pending and self._outcome.applied is True)
+        self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made or not overflow)
+        self._pending = True
+
+    def _show_scale(self, *, overflow: bool) -> None:
+        """Where DeepSpeed's monitors and Accelerate look for them."""
+        if self._scaler is not None:
+            self.optimizer.cur_scale = self._scaler.scale  # type: ignore[attr-defined]
+            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
+
+    def step(self) -> StepOutcome:
+        self._num_updates += self._bare
+        outcome = self._outcome if self._pending else StepOutcome(applied=True)
+        self._pending = self._bare = False
+        return outcome
+
+    def zero_grad(self) -> None:
+        """There is nothing to forget: `backward` has made the update."""
+
+    # Saving, loading, describing
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self._num_updates,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "moments": {s.name: s.moments.state_dict() for s in self._slots if s.moments is not None},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
+        kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}}
+        self._num_updates = int(kept["step"])
+        if self._scaler is not None:
+            self._scaler.restart()
+            if kept["scaler"] is not None:
+                self._scaler.load_state_dict(kept["scaler"])
+            self._show_scale(overflow=False)
+        for slot in self._slots:
+            saved = kept["moments"].get(slot.name)
+            kind = AdamMoments if slot.is_adapter else FactoredMoments
+            slot.moments = None if saved is None else kind.from_state_dict(saved, device=slot.parameter.device)
+
+    def describe(self) -> str:
+        if self._by_layer:
+            clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
+        elif self.config.gradient_clipping > 0:
+            clipping = (
+                f"gradients clipped to norm {self.config.gradient_clipping:g} (gradient_clipping 0 spares a pass)"
+            )
+        elif self.settings.clip_grad_value is not None:
+            clipping = f"gradients clipped to values within {self.settings.clip_grad_value:g}"
+        else:
+            clipping = "gradients not clipped"
+        scaling = f", loss scale {self._scaler.scale:g}" if self._scaler is not None else ""
+        num_adapters = sum(slot.is_adapter for slot in self._slots)
+        adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
+        passes = "two backward passes" if self._two_passes else "one backward pass"
+        return f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}"
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _dispatch(backend: weakref.ref[LOMOBackend], slot: Slot, parameter: torch.Tensor) -> None:
+    """A hook outlives an engine that was dropped without `destroy`; it then does nothing."""
+    alive = backend()
+    if alive is not None:
+        alive._arrived(slot)

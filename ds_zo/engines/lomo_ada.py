@@ -1,0 +1,46 @@
+"""AdaLOMO: LOMO with an adaptive rate for each row and column, at the cost of one vector for each."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ds_zo.config import AdaLOMOParams
+from ds_zo.engines.lomo import LOMOBackend, Slot
+from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
+
+
+class AdaLOMOBackend(LOMOBackend):
+    name: ClassVar[str] = "adalomo"
+    settings: AdaLOMOParams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.settings, AdaLOMOParams)
+
+    def _update_weight(
+        self,
+        slot: Slot,
+        grad: torch.Tensor,
+        *,
+        lr: float,
+        decay: float,
+        coef: torch.Tensor | None,
+        dither: Dither | None,
+    ) -> None:
+        slot.moments = slot.moments or FactoredMoments.zeros(slot.parameter)
+        assert isinstance(slot.moments, FactoredMoments)
+        adalomo_update_(
+            slot.parameter,
+            grad,
+            slot.moments,
+            lr=lr,
+            decay=decay,
+            decay_rate=self.settings.decay_rate,
+            eps=self.settings.adalomo_eps,
+            clip_threshold=self.settings.clip_threshold,
+            coef=coef,
+            clip_value=self.settings.clip_grad_value,
+            dither=dither,
+        )

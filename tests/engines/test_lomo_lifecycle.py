@@ -1,0 +1,179 @@
+"""What is alive when, and what may change under LOMO: frozen and thawed parameters, other backwards, other engines."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+from deepspeed.utils import logger
+from lomo_runs import assert_equal, batches, config_for, lively, start, train, train_plain, weights_of
+from tiny_models import tiny_model
+from torch import nn
+
+from ds_zo.config import ConfigError
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def most_live_gradients(module: nn.Module) -> list[int]:
+    """A list to which each arriving gradient adds how many there are; hooked after the engine, so what it leaves."""
+    counts: list[int] = []
+    parameters = list(module.parameters())
+
+    def count(_: torch.Tensor) -> None:
+        counts.append(sum(p.grad is not None for p in parameters))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(count)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_one_gradient_is_alive_at_a_time(kind: str, clipping: float) -> None:
+    model = lively("gpt2")
+    before = most_live_gradients(model)
+    engine = start(config_for(kind, clipping=clipping, lr=0.01), model)
+    after = most_live_gradients(model)
+    train(engine, batches("gpt2", 2))
+    passes = 2 if clipping else 1
+    assert len(before) == 2 * passes * len(list(model.parameters()))
+    assert max(before) == 1 and max(after) == 0
+
+
+def test_with_grouped_norms_one_layers_gradients_are() -> None:
+    model = lively("llama")
+    counts = most_live_gradients(model)
+    engine = start(config_for(clipping=0.1, params={"norm_scope": "group"}), model)
+    train(engine, batches("llama", 1))
+    assert max(counts) == len(list(model.model.layers[0].parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_frozen_parameters_stay_and_thawed_ones_train(clipping: float) -> None:
+    def frozen(model: nn.Module, value: bool) -> nn.Module:
+        model.model.layers[1].requires_grad_(not value)
+        return model
+
+    engine, reference = (
+        start(config_for(clipping=clipping), frozen(lively("llama"), True)),
+        frozen(lively("llama"), True),
+    )
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for thawed in (False, True, False):
+        frozen(engine.module, not thawed), frozen(reference, not thawed)
+        before = weights_of(engine.module.model.layers[1])
+        train(engine, batches("llama", 2))
+        train_plain(reference, batches("llama", 2), sgd, max_norm=clipping or None)
+        moved = any(not torch.equal(before[n], p) for n, p in engine.module.model.layers[1].named_parameters())
+        assert moved == thawed
+    for name, p in engine.module.named_parameters():
+        torch.testing.assert_close(p, reference.get_parameter(name), rtol=0, atol=0 if clipping == 0 else 1e-6)
+
+
+def test_parameters_outside_the_groups_stay_and_do_not_count() -> None:
+    model, reference = lively("llama"), lively("llama")
+    chosen = [p for p in model.parameters() if p.ndim < 2]
+    engine = start(config_for(clipping=0.01), model, model_parameters=chosen)
+    matrix = model.lm_head.weight.detach().clone()
+    train(engine, batches("llama", 1))
+    reference(**next(batches("llama", 1))).loss.backward()
+    norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.ndim < 2]).norm()
+    assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+    assert torch.equal(matrix, model.lm_head.weight) and model.lm_head.weight.grad is None
+
+
+def test_a_bare_backward_is_an_update_where_one_pass_is_enough() -> None:
+    engine, reference = start(config_for(), lively("opt")), lively("opt")
+    for batch in batches("opt", 3):
+        engine(**batch).loss.backward()
+        engine.step()
+    train_plain(reference, batches("opt", 3), torch.optim.SGD(reference.parameters(), lr=0.1))
+    assert_equal(weights_of(engine.module), weights_of(reference))
+
+
+def test_a_bare_backward_is_refused_where_two_are_needed() -> None:
+    model = lively("opt")
+    before = weights_of(model)
+    engine = start(config_for(clipping=1.0), model)
+    with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\).*gradient_clipping"):
+        engine(**next(batches("opt", 1))).loss.backward()
+    assert_equal(before, weights_of(model))
+
+
+def test_a_second_backward_through_updated_weights_is_an_error_not_garbage() -> None:
+    engine = start(config_for(), lively("opt"))
+    loss = engine(**next(batches("opt", 1))).loss
+    engine.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+
+
+def test_a_backward_that_raises_leaves_the_next_one_whole() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("on purpose")
+
+    engine = start(config_for(clipping=1.0), lively("llama"))
+    batch = next(batches("llama", 1))
+    handle = engine.module.model.layers[1].register_forward_hook(lambda m, i, out: Failing.apply(out))
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        train(engine, [batch])
+    handle.remove()
+    assert all(p.grad is None for p in engine.module.parameters())
+    reference = start(config_for(clipping=1.0), lively("llama"))
+    assert train(engine, [batch]) == train(reference, [batch])
+    assert_equal(weights_of(engine.module), weights_of(reference.module))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_new_engine_takes_the_place_of_the_old(closed: bool) -> None:
+    model, reference = lively("opt"), lively("opt")
+    old = start(config_for(lr=100.0), model)
+    if closed:
+        old.destroy()
+    engine = start(config_for(), model)
+    train(engine, batches("opt", 2))
+    train_plain(reference, batches("opt", 2), torch.optim.SGD(reference.parameters(), lr=0.1))
+    assert_equal(weights_of(model), weights_of(reference))
+    engine.destroy()
+    del engine
+    gc.collect()
+    model(**next(batches("opt", 1))).loss.backward()  # the module is the user's again
+    assert all(p.grad is not None for p in model.parameters())
+    assert_equal(weights_of(model), weights_of(reference))
+
+
+def test_a_replaced_parameter_is_refused() -> None:
+    engine = start(config_for(), lively("llama"))
+    engine.module.lm_head.weight = nn.Parameter(engine.module.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*before deepspeed\.initialize"):
+        train(engine, batches("llama", 1))
+
+
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+def test_streaming_is_refused_before_memory_is_taken(kind: str) -> None:
+    model = tiny_model("opt")
+    config = config_for(kind, zero_optimization={"stage": 0, "offload_param": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"not there yet.*remove offload_param.*\(zero_optimization\.offload_param"):
+        start(config, model)
+    assert all(p.dtype is torch.float32 and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(("lr", "warns"), [(1e-3, True), (5e-4, False)])
+def test_value_clipping_warns_at_large_rates(lr: float, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger=logger.name):
+            start(config_for(lr=lr, params={"clip_grad_value": 1.0}), tiny_model("opt"))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert ("prefer gradient_clipping" in caplog.text) == warns

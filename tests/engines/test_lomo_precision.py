@@ -1,0 +1,141 @@
+"""16-bit storage: rounding that keeps small updates in the mean, and fp16's loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+class Line(nn.Module):
+    """Its gradient is one for every weight, whatever the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+def test_stochastic_rounding_moves_weights_in_the_mean_where_nearest_does_not(half: str, kind: str) -> None:
+    lr, num_steps = 1e-4, 50  # a step is 1/40 (bf16) or 1/5 (fp16) of the spacing below 1
+    moved: dict[str, torch.Tensor] = {}
+    for rounding in ("stochastic", "nearest"):
+        more: dict[str, Any] = {half: {"enabled": True}, "ds_zo": {"rounding": rounding}}
+        if half == "fp16":
+            more[half]["initial_scale_power"] = 4  # the default, 2 ** 16, is more than fp16 holds
+        engine = start(config_for(kind, lr=lr, **more), Line())
+        for _ in range(num_steps):
+            engine.backward(engine())
+            engine.step()
+        assert engine.skipped_steps == 0
+        moved[rounding] = 1.0 - engine.module.weight.detach().float()
+    assert not moved["nearest"].any()
+    # AdaLOMO's update is lr times the weights' own scale, which is one here, and sinks by half a percent.
+    assert moved["stochastic"].mean().item() == pytest.approx(lr * num_steps, rel=0.1)
+    assert moved["stochastic"].unique().numel() > 1
+
+
+def test_rounding_is_the_same_run_after_run_and_differs_from_step_to_step() -> None:
+    runs = []
+    for _ in range(2):
+        engine = start(config_for(lr=1e-3, **BF16), lively("llama"))
+        train(engine, batches("llama", 3))
+        runs.append(weights_of(engine.module))
+    assert_equal(*runs)
+
+
+FP16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3}
+
+
+def run(engine: Any, overflows: list[bool]) -> list[float]:
+    """The loss scale that monitors see after each step."""
+    scales = []
+    for step, overflow in enumerate(overflows):
+        batch = next(batches("llama", 1, first=step))
+        engine.backward(engine(**batch).loss * (float("inf") if overflow else 1.0))
+        engine.step()
+        scales.append(engine._get_optimizer_loss_scale())
+    return scales
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_an_overflow_is_skipped_and_counted_and_halves_the_scale(clipping: float) -> None:
+    schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    engine = start(config_for(clipping=clipping, lr=0.01, fp16=FP16, scheduler=schedule), lively("llama"))
+    before = weights_of(engine.module)
+    assert run(engine, [True]) == [8.0]
+    assert_equal(before, weights_of(engine.module))
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.optimizer.overflow) == (1, False, True)
+    assert engine.get_lr() == [0.01]  # as DeepSpeed: a skipped step does not move the schedule
+    assert run(engine, [False, False, False, True, False]) == [8.0, 8.0, 16.0, 8.0, 8.0]
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.global_steps) == (2, True, 6)
+    assert any(not torch.equal(before[n], p) for n, p in engine.module.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({**FP16, "hysteresis": 2}, [16.0, 8.0, 8.0]),
+        ({**FP16, "min_loss_scale": 8}, [8.0, 8.0, 8.0]),
+        ({"enabled": True, "loss_scale": 32.0}, [32.0, 32.0, 32.0]),
+        ({**FP16, "loss_scale_window": 1}, [8.0, 4.0, 8.0]),
+    ],
+    ids=["hysteresis", "least", "static", "window"],
+)
+def test_the_jsons_loss_scale_keys_are_honoured(settings: dict[str, Any], expected: list[float]) -> None:
+    engine = start(config_for(fp16=settings), lively("llama"))
+    assert run(engine, [True, True, False]) == expected
+    assert engine.skipped_steps == 2
+
+
+def test_the_scale_does_not_alter_updates_or_norms() -> None:
+    """Powers of two cancel exactly while nothing overflows or underflows."""
+    runs = []
+    for power in (0, 6):
+        fp16 = {"enabled": True, "initial_scale_power": power}
+        engine = start(config_for(clipping=0.5, lr=0.05, fp16=fp16), lively("llama"))
+        losses = train(engine, batches("llama", 4))
+        runs.append((losses, engine.get_global_grad_norm(), weights_of(engine.module)))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-2)
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-2)
+
+
+def test_values_are_clipped_after_unscaling() -> None:
+    """Were they clipped before, a large scale would leave nothing of them."""
+    moved = []
+    for power in (0, 8):
+        fp16 = {"enabled": True, "initial_scale_power": power}
+        engine = start(config_for(lr=1e-2, params={"clip_grad_value": 0.5}, fp16=fp16), Line())
+        engine.backward(engine())
+        engine.step()
+        moved.append(1.0 - engine.module.weight.detach().float().mean().item())
+    assert moved[0] == moved[1] == pytest.approx(0.5e-2, rel=0.02)
+
+
+def test_a_nan_without_fp16_is_skipped_where_the_norm_is_known() -> None:
+    engine = start(config_for(clipping=1.0), lively("llama"))
+    before = weights_of(engine.module)
+    train(engine, batches("llama", 1), scale=lambda step: float("nan"))
+    assert_equal(before, weights_of(engine.module))
+    assert engine.skipped_steps == 1
+    train(engine, batches("llama", 1))
+    assert engine.skipped_steps == 1
+
+
+def test_autocast_trains_float32_weights() -> None:
+    engine = start(config_for(torch_autocast={"enabled": True, "dtype": "bfloat16"}, clipping=1.0), lively("llama"))
+    before = weights_of(engine.module)
+    losses = train(engine, [next(batches("llama", 1))] * 6)
+    assert losses[-1] < losses[0]
+    assert all(p.dtype is torch.float32 and not torch.equal(before[n], p) for n, p in engine.module.named_parameters())
