@@ -29,6 +29,7 @@ from ds_zo.config import Resolved
 from ds_zo.engines import Backend
 
 _T = TypeVar("_T")
+_NOTICED_S = 1.0
 
 
 class CheckpointingEngine(DeepSpeedEngine):
@@ -68,7 +69,12 @@ class CheckpointingEngine(DeepSpeedEngine):
         self, save_dir: Path, tag: str, client: dict[str, Any], latest: bool, omit_frozen: bool, ranks: list[Any]
     ) -> None:
         settings = self.resolved.section.checkpoint
-        self._background.wait()
+        waited_s = self._background.wait()
+        if waited_s > _NOTICED_S:
+            logger.warning(
+                f"ds_zo: training waited {waited_s:.1f} s for the last checkpoint to be written: save less often, or "
+                "to a faster disk"
+            )
         self._background.raise_error()
         recorder = self.backend.recorder
         if recorder is not None:

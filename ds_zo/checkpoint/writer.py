@@ -226,10 +226,6 @@ class Background:
         self.waited_s = 0.0
         """How long callers had to wait for a save that was still being written."""
 
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, save: Save) -> None:
         """Not before the last one is done: two at a time would hold two snapshots."""
         self.wait()
@@ -245,13 +241,15 @@ class Background:
         self._thread = threading.Thread(target=run, name="ds_zo-checkpoint", daemon=False)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until nothing is being written. Errors stay for `raise_error`."""
+    def wait(self) -> float:
+        """Until nothing is being written; returns for how long. Errors stay for `raise_error`."""
+        start = time.perf_counter()
         if self._thread is not None:
-            start = time.perf_counter()
             self._thread.join()
-            self.waited_s += time.perf_counter() - start
             self._thread = None
+        waited_s = time.perf_counter() - start
+        self.waited_s += waited_s
+        return waited_s
 
     def raise_error(self) -> None:
         """Raises what the last save failed with, once."""
