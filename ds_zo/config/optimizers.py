@@ -105,7 +105,7 @@ class AdapterParams(ConfigModel):
     """LoRA beside LOMO: adapters by AdamW, the rest by LOMO."""
 
     lr: float = Field(5e-4, ge=0, le=100)
-    """AdamW's learning rate for the adapter parameters."""
+    """AdamW's learning rate for the adapter parameters; a `scheduler` scales it as it scales LOMO's."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
     """AdamW's decay rates for the adapter parameters."""

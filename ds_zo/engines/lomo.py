@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -207,9 +208,12 @@ class LOMOBackend(Backend):
     # forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module.training and torch.is_grad_enabled():
-            self._check_parameters()
-        return self.module(*args, **kwargs)
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        self._check_parameters()
+        # Compiled code otherwise lets its first backward overwrite what the second needs, and refuses to be retained.
+        with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not self._two_passes):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
@@ -419,9 +423,7 @@ class LOMOBackend(Backend):
         if self._by_layer:
             clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
         elif self.config.gradient_clipping > 0:
-            clipping = (
-                f"gradients clipped to norm {self.config.gradient_clipping:g} (gradient_clipping 0 spares a pass)"
-            )
+            clipping = f"gradients clipped to norm {self.config.gradient_clipping:g} (0 would spare a pass)"
         elif self.settings.clip_grad_value is not None:
             clipping = f"gradients clipped to values within {self.settings.clip_grad_value:g}"
         else:

@@ -177,3 +177,13 @@ def test_value_clipping_warns_at_large_rates(lr: float, warns: bool, caplog: pyt
     finally:
         logger.removeHandler(caplog.handler)
     assert ("prefer gradient_clipping" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_compiled_model_trains_alike(clipping: float) -> None:
+    engine, reference = (start(config_for(clipping=clipping), lively("llama")) for _ in range(2))
+    torch._dynamo.reset()  # code that an engine with one pass compiled cannot be run backward twice
+    engine.module.compile(backend="aot_eager")
+    assert train(engine, batches("llama", 2)) == pytest.approx(train(reference, batches("llama", 2)), rel=1e-5)
+    for name, p in engine.module.named_parameters():
+        torch.testing.assert_close(p, reference.module.get_parameter(name), rtol=0, atol=1e-6)
