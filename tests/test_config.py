@@ -288,7 +288,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
 @pytest.mark.parametrize(
     ("kind", "edits", "words", "location"),
     MALFORMED,
-    ids=[f"{kind}-{json.dumps(e, default=repr)}" for kind, e, *_ in MALFORMED],
+    ids=[f"{kind}-{json.dumps(e, default=lambda left_out: 'DROP')}" for kind, e, *_ in MALFORMED],
 )
 def test_malformed_is_one_line_with_rule_value_remedy_and_place(
     kind: str, edits: dict[str, Any], words: list[str], location: str
@@ -467,7 +467,9 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "edits", "expected"), VALID, ids=[f"{k}-{json.dumps(e, default=repr)}" for k, e, _ in VALID]
+    ("kind", "edits", "expected"),
+    VALID,
+    ids=[f"{k}-{json.dumps(e, default=lambda left_out: 'DROP')}" for k, e, _ in VALID],
 )
 def test_valid(kind: str, edits: dict[str, Any], expected: dict[str, Any]) -> None:
     config = resolve(edited(base(kind), edits))
