@@ -139,3 +139,24 @@ def test_autocast_trains_float32_weights() -> None:
     losses = train(engine, [next(batches("llama", 1))] * 6)
     assert losses[-1] < losses[0]
     assert all(p.dtype is torch.float32 and not torch.equal(before[n], p) for n, p in engine.module.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+@pytest.mark.parametrize(
+    ("clipping", "params"), [(0.3, {"norm_scope": "group"}), (0.0, {"clip_grad_value": 0.01})], ids=["group", "value"]
+)
+def test_one_pass_clippings_unscale_under_fp16_and_skip_overflows(
+    kind: str, clipping: float, params: dict[str, Any]
+) -> None:
+    runs = []
+    for power in (0, 6):
+        fp16 = {"enabled": True, "initial_scale_power": power}
+        engine = start(config_for(kind, clipping=clipping, lr=0.05, params=params, fp16=fp16), lively("llama"))
+        before = weights_of(engine.module)
+        assert run(engine, [True]) == [max(1.0, 2.0 ** (power - 1))]
+        assert_equal(before, weights_of(engine.module))
+        run(engine, [False] * 3)
+        runs.append((before, weights_of(engine.module)))
+    moved = [torch.cat([(after[n] - before[n]).float().flatten() for n in before]) for before, after in runs]
+    assert moved[0].norm().item() == pytest.approx(moved[1].norm().item(), rel=0.05)
+    assert torch.nn.functional.cosine_similarity(moved[0], moved[1], dim=0) > 0.95
