@@ -232,9 +232,7 @@ class Trainer:
         self.dtype = model_dtype(config)
         self.task = make_task(args.task, DataSource(folder=args.data_dir, file=args.data))
         self.task.check()
-        model, self.tokenizer = load_model(
-            args.model, dtype=DTYPES[self.dtype], lazily=backend_of(config) == "zo"
-        )
+        model, self.tokenizer = load_model(args.model, dtype=DTYPES[self.dtype], lazily=backend_of(config) == "zo")
         self.max_length = min(
             args.max_length, getattr(model.config, "max_position_embeddings", None) or args.max_length
         )
