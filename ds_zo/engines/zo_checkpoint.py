@@ -41,7 +41,7 @@ class HomesCheckpoint:
         homes, units = self._homes, self._homes.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
         if self._homes.device.type == "cuda" and not hold:
-            torch.cuda.synchronize(homes.device)
+            torch.cuda.current_stream(homes.device).synchronize()  # downloads are waited for unit by unit
         state = {**self.facts(), "omitted": sorted(omitted), "rows": homes.log.rows.cpu().clone()}
         state["units"] = [{**describe(u), "version": u.version} for u in units]
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
