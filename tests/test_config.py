@@ -419,7 +419,7 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ZO", {"torch_autocast": {"enabled": False, "dtype": "nonsense"}}, {"autocast": None}),
     ("ZO", {"zero_optimization": {}}, {"stream": False, "pin_memory": False}),
     ("ZO", {"zero_optimization": True}, {"zero_stage": 1, "stream": False}),
-    ("ZO", {"zero_optimization.stage": 3}, {"zero_stage": 3, "stream": True, "warnings": ()}),
+    ("ZO", {"zero_optimization.stage": 3}, {"zero_stage": 3, "stream": True}),
     (
         "ZO",
         {"zero_optimization.offload_param": {"device": "cpu", "pin_memory": False}},
@@ -551,8 +551,10 @@ def test_a_scheduler_with_its_own_peak_is_warned_of(params: dict[str, Any], warn
     assert any("warmup_max_lr" in line for line in resolve(config).warnings) == warns
 
 
-def test_stage_3_without_streaming_and_serialising_clip_scope_are_warned_of() -> None:
-    assert "stage 3" in resolve(edited(base(stream=False), {"zero_optimization.stage": 3})).warnings[0]
+def test_stage_3_that_shards_nothing_and_serialising_clip_scope_are_warned_of() -> None:
+    for stream, where in ((True, "in its host memory"), (False, "on its device")):
+        (warning,) = resolve(edited(base(stream=stream), {"zero_optimization.stage": 3})).warnings
+        assert f"stage 3 shards nothing yet: every rank keeps the whole model {where}" in warning
     assert "clip_scope" in resolve(edited(base("LSP"), param("clip_scope", "global"))).warnings[0]
 
 

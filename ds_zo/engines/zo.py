@@ -326,21 +326,6 @@ class ZOBackend(Backend):
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.homes.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
-        """Called after the module's weights were loaded: those include every update, so nothing is pending."""
-        if not load_optimizer_states:
-            return
-        if state["noise_version"] != ops.NOISE_VERSION:
-            raise ValueError(
-                f"the checkpoint's noise is version {state['noise_version']}, this ds_zo makes version "
-                f"{ops.NOISE_VERSION}: resume with the ds_zo that wrote it, or load the weights alone "
-                "(load_optimizer_states=False)"
-            )
-        self.homes.log.length = int(state["step"])
-        for unit in self.homes.placement.units:
-            unit.version = self.homes.log.length
-        self.homes.runtime.forget()
-
     def describe(self) -> str:
         return (
             f"{self.homes.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "

@@ -150,7 +150,6 @@ def settle(
     *,
     resident: Callable[[Unit], bool],
     read: ReadParameter,
-    on_unit: Callable[[Unit], None] = lambda unit: None,
 ) -> None:
     """Gives every unit its home and fills it, one unit at a time, so that originals are freed as copies are made.
 
@@ -172,7 +171,6 @@ def settle(
         unit.store(read, via=device)
         unit.leave_meta()
         unit.bind_home()
-        on_unit(unit)
 
 
 def spread(num_blocks: int, num_resident: int) -> set[int]:
