@@ -1,7 +1,8 @@
 """ZO beside in-memory MeZO: one case a process, one JSON row a case.
 
 python -m ds_zo.bench.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
-python -m ds_zo.bench.zo_speed run --cases smoke --out rows.jsonl
+    python -m ds_zo.bench.zo_speed run cases.txt --out rows.jsonl
+    python -m ds_zo.bench.zo_speed link
 """
 
 from __future__ import annotations
@@ -176,10 +177,9 @@ def main() -> None:
     case.add_argument("--lr", type=float, default=1e-7)
     case.add_argument("--warmup", type=int, default=4)
     case.add_argument("--steps", type=int, default=12)
-    link = commands.add_parser("link", help="measure the link")
-    link.set_defaults(command="link")
+    commands.add_parser("link", help="measure the link")
     run = commands.add_parser("run", help="many cases, one subprocess each")
-    run.add_argument("file", type=Path, help="a case's arguments a line")
+    run.add_argument("file", type=Path, help="a JSON list of a case's arguments a line")
     run.add_argument("--out", type=Path, required=True)
     run.add_argument("--timeout-s", type=float, default=120)
     args = parser.parse_args()
