@@ -1,8 +1,8 @@
 """ZO beside in-memory MeZO: one case a process, one JSON row a case.
 
 python -m ds_zo.bench.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
-    python -m ds_zo.bench.zo_speed run cases.txt --out rows.jsonl
-    python -m ds_zo.bench.zo_speed link
+python -m ds_zo.bench.zo_speed run cases.txt --out rows.jsonl
+python -m ds_zo.bench.zo_speed link
 """
 
 from __future__ import annotations
