@@ -1,0 +1,1 @@
+"""Bytes and seconds of a training run, before anything is allocated."""

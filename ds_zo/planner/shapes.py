@@ -1,0 +1,127 @@
+"""Published model shapes by name, as transformers configs: what `random:opt-6.7b` means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OPT = {
+    # name: (layers, hidden size, heads, word_embed_proj_dim)
+    "opt-125m": (12, 768, 12, 768),
+    "opt-350m": (24, 1024, 16, 512),
+    "opt-1.3b": (24, 2048, 32, 2048),
+    "opt-2.7b": (32, 2560, 32, 2560),
+    "opt-6.7b": (32, 4096, 32, 4096),
+    "opt-13b": (40, 5120, 40, 5120),
+    "opt-30b": (48, 7168, 56, 7168),
+    "opt-66b": (64, 9216, 72, 9216),
+    "opt-175b": (96, 12288, 96, 12288),
+}
+
+LLAMA = {
+    # name: (layers, hidden size, intermediate size, heads, key and value heads, vocabulary)
+    "llama-125m": (12, 768, 2048, 12, 12, 32000),
+    "llama-1.1b": (22, 2048, 5632, 32, 4, 32000),
+    "llama-1.3b": (24, 2048, 5504, 16, 16, 32000),
+    "llama-3b": (26, 3200, 8640, 32, 32, 32000),
+    "llama-7b": (32, 4096, 11008, 32, 32, 32000),
+    "llama-8b": (32, 4096, 14336, 32, 8, 128256),
+    "llama-13b": (40, 5120, 13824, 40, 40, 32000),
+    "llama-30b": (60, 6656, 17920, 52, 52, 32000),
+    "llama-65b": (80, 8192, 22016, 64, 64, 32000),
+    "llama-70b": (80, 8192, 28672, 64, 8, 32000),
+}
+
+GPT2 = {
+    # name: (layers, hidden size, heads)
+    "gpt2-124m": (12, 768, 12),
+    "gpt2-355m": (24, 1024, 16),
+    "gpt2-774m": (36, 1280, 20),
+    "gpt2-1.3b": (40, 1600, 25),
+    "gpt2-1.5b": (48, 1600, 25),
+}
+
+BLOOM = {
+    # name: (layers, hidden size, heads)
+    "bloom-560m": (24, 1024, 16),
+    "bloom-7.1b": (30, 4096, 32),
+    "bloom-176b": (70, 14336, 112),
+}
+
+SHAPES = (*OPT, *LLAMA, *GPT2, *BLOOM)
+
+
+def config_of(shape: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:
+    """The transformers config of a shape such as `opt-6.7b` or `random:opt-6.7b`; `num_layers` cuts its depth."""
+    shape = shape.removeprefix("random:")
+    if shape in OPT:
+        return _opt(shape, num_layers, max_length)
+    if shape in LLAMA:
+        return _llama(shape, num_layers, max_length)
+    if shape in GPT2:
+        return _gpt2(shape, num_layers, max_length)
+    if shape in BLOOM:
+        return _bloom(shape, num_layers)
+    raise ValueError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
+
+
+def _opt(shape: str, num_layers: int | None, max_length: int) -> Any:
+    from transformers import OPTConfig
+
+    layers, hidden, heads, projected = OPT[shape]
+    return OPTConfig(
+        num_hidden_layers=num_layers or layers,
+        hidden_size=hidden,
+        ffn_dim=4 * hidden,
+        num_attention_heads=heads,
+        word_embed_proj_dim=projected,
+        max_position_embeddings=max_length,
+        do_layer_norm_before=shape != "opt-350m",
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        vocab_size=50272,
+    )
+
+
+def _llama(shape: str, num_layers: int | None, max_length: int) -> Any:
+    from transformers import LlamaConfig
+
+    layers, hidden, intermediate, heads, kv_heads, vocabulary = LLAMA[shape]
+    return LlamaConfig(
+        num_hidden_layers=num_layers or layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=max_length,
+    )
+
+
+def _gpt2(shape: str, num_layers: int | None, max_length: int) -> Any:
+    from transformers import GPT2Config
+
+    layers, hidden, heads = GPT2[shape]
+    return GPT2Config(
+        n_layer=num_layers or layers,
+        n_embd=hidden,
+        n_head=heads,
+        n_positions=max_length,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+
+
+def _bloom(shape: str, num_layers: int | None) -> Any:
+    from transformers import BloomConfig
+
+    layers, hidden, heads = BLOOM[shape]
+    return BloomConfig(
+        n_layer=num_layers or layers,
+        hidden_size=hidden,
+        n_head=heads,
+        vocab_size=250880,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
