@@ -71,11 +71,17 @@ class Runtime:
         self.finish()
 
     def start(
-        self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), wants_low: WantsLow | None = None
+        self,
+        order: Sequence[Unit],
+        *,
+        downloads: Collection[Unit] = (),
+        wants_low: WantsLow | None = None,
+        then: Sequence[Unit] | None = None,
     ) -> None:
         """Plans a pass over the streamed units of `order` and sets its first uploads going. `downloads` are sent back
-        after their visit."""
+        after their visit. `then` is what the next pass starts with (None: what this one does)."""
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
+        self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
         self._downloads = {self._number[id(unit)] for unit in downloads}
         self._wants_low = wants_low
         self._visited = set()
@@ -107,9 +113,10 @@ class Runtime:
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
-    def depart(self, unit: Unit, slot: Slot | None) -> None:
+    def depart(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
         """The last kernel that touches the unit's slots has been issued: downloads that the plan has, and uploads that
-        waited, go. A resident unit has no slot, but may have a low plane to send back."""
+        waited, go. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where the
+        plan cannot know: a block that is visited again before it is changed."""
         number = self._number[id(unit)]
         low = self._low_of.pop(number, None)
         for used in (slot, low):
@@ -117,7 +124,7 @@ class Runtime:
                 self._record(used.drained, self._compute)
         if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
             self._actions.popleft()
-        if number in self._downloads:
+        if number in self._downloads if send_back is None else send_back:
             self._send_back(unit, slot, low)
             self._downloads.discard(number)
         if slot is not None and slot.version != unit.version:
@@ -136,6 +143,7 @@ class Runtime:
         """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their
         unit's home."""
         self._order = self._standing_order
+        self._then: list[int] | None = None
         self._downloads = set()
         self._wants_low = self.standing_wants_low
         self._visited = set()
@@ -162,7 +170,7 @@ class Runtime:
             for i, slot in enumerate(self.slots)
             if slot.unit is not None and self._is_good(slot)
         }
-        ahead = self._order[: len(self.slots)] if self._overlap else ()
+        ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
             sweep(order, num_slots=len(self.slots), downloads=self._downloads, loaded=loaded, then=ahead)
             if self.slots
