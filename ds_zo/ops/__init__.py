@@ -46,6 +46,7 @@ def replay_perturb(
     num_directions: int = 1,
     dst: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    pair: torch.Tensor | None = None,
     low_in: torch.Tensor | None = None,
     low_out: torch.Tensor | None = None,
     exponents_in: torch.Tensor | None = None,
@@ -57,6 +58,7 @@ def replay_perturb(
     distribution: Distribution = "normal",
     fold: bool = False,
     rounding: Rounding = "stochastic",
+    as_stored: bool = False,
 ) -> None:
     """Replay pending updates onto stored parameters, store the result and write a perturbed copy, in one pass.
 
@@ -66,12 +68,15 @@ def replay_perturb(
         for each entry:  x = x * decay[group];  for each direction d:  x = x - coefficient[group, d] * z(its step, d)
         if dst:  dst, low_out, exponents_out = encode(x);  x = decode(dst) without low: twins perturb what was stored
         if out:  out = x + scale * z(step, direction)
+        if pair: pair = x - scale * z(step, direction)
 
     `log` is a ring of rows [step as int32 bits, decay of each group, coefficients of group 0 by direction, of group 1,
     ...]; entries first_entry .. first_entry + num_entries - 1 are taken modulo its length, without a host read.
     A store rounds to nearest with an exact residual where `low_out` is given, else stochastically: with 16 bits drawn
     for folding if `fold`, else with the bits that this step's noise leaves over. Perturbed copies round with those bits
     too, the same for +scale and -scale; unperturbed ones to nearest. `rounding="nearest"` switches all dithers off.
+    `as_stored` rounds x like a store without making one: a call with `out` and `pair` then gives the bits of a store
+    and two perturbing calls on what it stored.
 
     Frozen segments are copied and converted only. Padding is neither read into results nor written. dst may be src, and
     low_out may be low_in.
@@ -85,6 +90,7 @@ def replay_perturb(
         num_directions=num_directions,
         dst=dst,
         out=out,
+        pair=pair,
         low_in=low_in,
         low_out=low_out,
         exponents_in=exponents_in,
@@ -96,6 +102,7 @@ def replay_perturb(
         distribution=distribution,
         fold=fold,
         rounding=rounding,
+        as_stored=as_stored,
     )
     call.check()
     if src.device.type == "cuda":

@@ -137,19 +137,23 @@ def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) ->
             x -= z * entry.coefficient[piece.group, direction]
 
     perturbs = call.out is not None and call.scale != 0.0
-    if call.dst is not None:
+    if call.stores:
         x = _store(call, at, x, _dst_addend(call, draws, cut, perturbs))
     if call.out is None:
         return
     addend = None
     fmt = storage_format(call.out.dtype)
-    if perturbs:
-        z, dither = draws.noise_here()
-        x = z[cut] * np.float32(call.scale) + x
-        if call.rounds_out:
-            assert dither is not None
-            addend = _copy_addend(call, dither[cut], fmt)
-    store_(call.out[at], round_to(fmt, x, addend))
+    if not perturbs:
+        store_(call.out[at], round_to(fmt, x))
+        return
+    z, dither = draws.noise_here()
+    move = z[cut] * np.float32(call.scale)
+    if call.rounds_out:
+        assert dither is not None
+        addend = _copy_addend(call, dither[cut], fmt)
+    store_(call.out[at], round_to(fmt, x + move, addend))
+    if call.pair is not None:
+        store_(call.pair[at], round_to(fmt, x - move, addend))
 
 
 def _copy_frozen(call: Call, piece: Segment) -> None:
@@ -166,8 +170,9 @@ def _copy_frozen(call: Call, piece: Segment) -> None:
             to[where].zero_()
         else:
             to[where].copy_(source[where])
-    if call.out is not None and clean is not None:
-        store_(call.out[at], round_to(storage_format(call.out.dtype), clean))
+    for copy in (call.out, call.pair):
+        if copy is not None and clean is not None:
+            store_(copy[at], round_to(storage_format(copy.dtype), clean))
 
 
 def _scale_groups(at: slice) -> slice:
@@ -185,19 +190,20 @@ def _decode(call: Call, at: slice, *, with_low: bool) -> Floats:
 
 def _store(call: Call, at: slice, x: Floats, addend: Dither | None) -> Floats:
     """Write x to dst and return what a reader of dst alone will see."""
-    assert call.dst is not None
     exponents = None
-    if call.exponents_in is not None and call.exponents_out is not None:
+    if call.exponents_in is not None:
         groups = _scale_groups(at)
         exponents = np.maximum(call.exponents_in[groups].numpy(), fit_exponents(x))
-        call.exponents_out[groups].numpy()[:] = exponents
+        if call.exponents_out is not None:
+            call.exponents_out[groups].numpy()[:] = exponents
         x = scale_by(x, exponents, -1)
     if call.low_out is not None:
         x, low = split(call.format, x)
         call.low_out[at].numpy()[:] = low
     else:
         x = round_to(call.format, x, addend)
-    store_(call.dst[at], x)
+    if call.dst is not None:
+        store_(call.dst[at], x)
     return x if exponents is None else scale_by(x, exponents, 1)
 
 

@@ -28,6 +28,7 @@ class Call:
     num_directions: int
     dst: torch.Tensor | None
     out: torch.Tensor | None
+    pair: torch.Tensor | None
     low_in: torch.Tensor | None
     low_out: torch.Tensor | None
     exponents_in: torch.Tensor | None
@@ -39,6 +40,7 @@ class Call:
     distribution: Distribution
     fold: bool
     rounding: Rounding
+    as_stored: bool
 
     @property
     def format(self) -> Format:
@@ -47,6 +49,11 @@ class Call:
     @property
     def num_log_groups(self) -> int:
         return 0 if self.log is None else (self.log.shape[1] - 1) // (1 + self.num_directions)
+
+    @property
+    def stores(self) -> bool:
+        """Whether copies are made of what src's format keeps of x; it is written where there is a dst."""
+        return self.dst is not None or self.as_stored
 
     @property
     def rounds_dst_by_fold(self) -> bool:
@@ -65,7 +72,7 @@ class Call:
 
     @property
     def _rounds_dst(self) -> bool:
-        inexact = self.dst is not None and self.low_out is None and self.format.dropped_bits > 0
+        inexact = self.stores and self.low_out is None and self.format.dropped_bits > 0
         return inexact and self.rounding == "stochastic"
 
     @property
@@ -80,10 +87,13 @@ class Call:
         self._check_flat("src", self.src, None)
         self._check_flat("dst", self.dst, fmt.dtype)
         self._check_flat("out", self.out, None)
+        self._check_flat("pair", self.pair, None if self.out is None else self.out.dtype)
         self._check_flat("low_in", self.low_in, torch.int16)
         self._check_flat("low_out", self.low_out, torch.int16)
         if self.out is not None and self.out.dtype not in OUT_DTYPES:
             raise ValueError(f"out must be float32, bfloat16 or float16, got {self.out.dtype} (out)")
+        if self.pair is not None and (self.out is None or self.scale == 0.0):
+            raise ValueError("pair is the copy that out's mirror image makes: pass out and a scale with it (pair)")
         if fmt.dropped_bits == 0 and (self.low_in is not None or self.low_out is not None):
             raise ValueError("float32 storage is its own master: pass no low plane (low_in, low_out)")
         if is_fp8 != (self.exponents_in is not None):

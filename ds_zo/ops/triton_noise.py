@@ -22,6 +22,8 @@ _ONE_BITS = tl.constexpr(_rng.ONE_BITS)
 _SQRT_HALF_BITS = tl.constexpr(_rng.SQRT_HALF_BITS)
 _EXPONENT_FIELD = tl.constexpr(_rng.EXPONENT_FIELD)
 _ONE_LESS_HALF_STEP = tl.constexpr(_rng.ONE_LESS_HALF_STEP)
+_THREE_HALVES_LESS_HALF_STEP = tl.constexpr(_rng.THREE_HALVES_LESS_HALF_STEP)
+_DITHER_MULTIPLIER = tl.constexpr(_rng.DITHER_MULTIPLIER)
 _MINUS_TWO_LN2_SCALED = tl.constexpr(_rng.MINUS_TWO_LN2_SCALED)
 _LOG = tl.constexpr(_rng.LOG_COEFFICIENTS)
 _SIN = tl.constexpr(_rng.SIN_COEFFICIENTS)
@@ -54,18 +56,23 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def box_muller(word_even, word_odd):
-    u = ((word_even >> 9) | _ONE_BITS).to(tl.float32, bitcast=True) - _ONE_LESS_HALF_STEP
+def box_muller(word):
+    u = (((word >> 9) & 0x7FFF80) | _ONE_BITS).to(tl.float32, bitcast=True) - _ONE_LESS_HALF_STEP
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - _SQRT_HALF_BITS) & _EXPONENT_FIELD
     f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
     scaled = tl.full(f.shape, _MINUS_TWO_LN2_SCALED, tl.float32)
     radius = tl.sqrt(tl.fma(exponent.to(tl.float32), scaled, _polynomial(f, _LOG, _LOG_DEGREE) * f))
 
-    s = (((word_odd >> 8) & 0x7FFFFF) | _ONE_BITS).to(tl.float32, bitcast=True) - 1.5
+    s = (((word & 0x7FFF) << 8) | _ONE_BITS).to(tl.float32, bitcast=True) - _THREE_HALVES_LESS_HALF_STEP
     square = s * s
-    cosine = _polynomial(square, _COS, _TRIG_DEGREE).to(tl.uint32, bitcast=True) ^ (word_odd & 0x80000000)
+    cosine = _polynomial(square, _COS, _TRIG_DEGREE).to(tl.uint32, bitcast=True) ^ ((word << 16) & 0x80000000)
     return radius * cosine.to(tl.float32, bitcast=True), radius * (_polynomial(square, _SIN, _TRIG_DEGREE) * s)
+
+
+@triton.jit
+def _dither_word(word):
+    return word * tl.full((), _DITHER_MULTIPLIER, tl.uint32)
 
 
 @triton.jit
@@ -91,16 +98,15 @@ def draw_lanes(offset, step, direction, k0, k1, LANES: tl.constexpr, NORMAL: tl.
     """(z, dither) as [LANES, 8] for consecutive offsets from `offset`, a multiple of 8."""
     purpose = direction * _NUM_PURPOSES + _NOISE
     if NORMAL:
-        # Two calls on 1-D tensors: a [LANES, 2] tensor would be laid across threads and need shuffling to be joined.
-        low, high = _blocks(offset, LANES, 2, 4)
-        a0, a1, a2, a3 = philox(low, high, step, purpose, k0, k1)
-        b0, b1, b2, b3 = philox(low + 1, high, step, purpose, k0, k1)
-        z0, z1 = box_muller(a0, a1)
-        z2, z3 = box_muller(a2, a3)
-        z4, z5 = box_muller(b0, b1)
-        z6, z7 = box_muller(b2, b3)
+        low, high = _blocks(offset, LANES, 1, 8)
+        w0, w1, w2, w3 = philox(low, high, step, purpose, k0, k1)
+        z0, z1 = box_muller(w0)
+        z2, z3 = box_muller(w1)
+        z4, z5 = box_muller(w2)
+        z6, z7 = box_muller(w3)
         z = tl.join(_interleave4(z0, z2, z4, z6), _interleave4(z1, z3, z5, z7))
-        dither = tl.join(_interleave4(a0, a2, b0, b2), _interleave4(a1, a3, b1, b3)) & 255
+        products = _interleave4(_dither_word(w0), _dither_word(w1), _dither_word(w2), _dither_word(w3))
+        dither = tl.join(products >> 24, (products >> 16) & 255)
     else:
         halves = (offset // 8).to(tl.uint32) + tl.arange(0, LANES).to(tl.uint32)
         first = offset // 16
@@ -120,14 +126,14 @@ def draw_elements(offset, step, direction, k0, k1, NORMAL: tl.constexpr):
     """(z, dither) for any tensor of offsets, one Philox call an element."""
     purpose = direction * _NUM_PURPOSES + _NOISE
     if NORMAL:
-        block = offset // 4
+        block = offset // 8
         w0, w1, w2, w3 = philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), step, purpose, k0, k1)
-        second_pair = (offset & 2) != 0
-        word_even, word_odd = tl.where(second_pair, w2, w0), tl.where(second_pair, w3, w1)
-        z_even, z_odd = box_muller(word_even, word_odd)
+        word = _pick(offset // 2, w0, w1, w2, w3)
+        z_even, z_odd = box_muller(word)
         odd = (offset & 1) != 0
         z = tl.where(odd, z_odd, z_even)
-        dither = tl.where(odd, word_odd, word_even) & 255
+        product = _dither_word(word)
+        dither = tl.where(odd, (product >> 16) & 255, product >> 24)
     else:
         block = offset // 16
         w0, w1, w2, w3 = philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), step, purpose, k0, k1)

@@ -49,6 +49,7 @@ def _replay_perturb_kernel(
     src_ptr,
     dst_ptr,
     out_ptr,
+    pair_ptr,
     low_in_ptr,
     low_out_ptr,
     exponents_in_ptr,
@@ -74,7 +75,9 @@ def _replay_perturb_kernel(
     REPLAY: tl.constexpr,
     HAS_LOW_IN: tl.constexpr,
     STORE: tl.constexpr,
+    WRITE: tl.constexpr,
     HAS_OUT: tl.constexpr,
+    HAS_PAIR: tl.constexpr,
     PERTURB: tl.constexpr,
     DITHER_OUT: tl.constexpr,
     LANES: tl.constexpr,
@@ -131,11 +134,12 @@ def _replay_perturb_kernel(
             if DROPPED == FP8:
                 if TRAINABLE:
                     exponent = tl.maximum(exponent, _group_exponents(x, mask, LANES))
-                tl.store(
-                    exponents_out_ptr + at // 256 + group_lane,
-                    exponent.to(tl.int8),
-                    mask=(lane * _LANE < numel - skip) & (lane % _GROUP_LANES == 0),
-                )
+                if WRITE:
+                    tl.store(
+                        exponents_out_ptr + at // 256 + group_lane,
+                        exponent.to(tl.int8),
+                        mask=(lane * _LANE < numel - skip) & (lane % _GROUP_LANES == 0),
+                    )
                 x = x * power_of_two(-exponent)[:, None]
             if STORE == _SPLIT:
                 x, low = split(x, DROPPED)
@@ -153,20 +157,31 @@ def _replay_perturb_kernel(
                 else:
                     addend = nearest_addend(x, DROPPED)
                 x = round_to(x, addend, DROPPED)
-            store_values(dst_ptr + at, within, mask, x, DROPPED)
+            if WRITE:
+                store_values(dst_ptr + at, within, mask, x, DROPPED)
             if DROPPED == FP8:
                 x = x * power_of_two(exponent)[:, None]
 
         if HAS_OUT:
+            y = x
             if TRAINABLE and PERTURB:
-                x = tl.fma(tl.full(x.shape, scale, tl.float32), z, x)
+                y = tl.fma(tl.full(x.shape, scale, tl.float32), z, x)
             if OUT_DROPPED > 0:
                 if TRAINABLE and DITHER_OUT:
                     addend = dither_addend(dither, COPY_BITS, OUT_DROPPED)
                 else:
-                    addend = nearest_addend(x, OUT_DROPPED)
-                x = round_to(x, addend, OUT_DROPPED)
-            store_values(out_ptr + at, within, mask, x, OUT_DROPPED)
+                    addend = nearest_addend(y, OUT_DROPPED)
+                y = round_to(y, addend, OUT_DROPPED)
+            store_values(out_ptr + at, within, mask, y, OUT_DROPPED)
+            if HAS_PAIR:
+                y = x
+                if TRAINABLE:
+                    y = tl.fma(tl.full(x.shape, -scale, tl.float32), z, x)
+                if OUT_DROPPED > 0:
+                    if not (TRAINABLE and DITHER_OUT):
+                        addend = nearest_addend(y, OUT_DROPPED)
+                    y = round_to(y, addend, OUT_DROPPED)
+                store_values(pair_ptr + at, within, mask, y, OUT_DROPPED)
 
 
 @triton.jit
@@ -192,6 +207,7 @@ def replay_perturb_triton(call: Call) -> None:
             _raw(call.src),
             unused if call.dst is None else _raw(call.dst),
             unused if call.out is None else _raw(call.out),
+            unused if call.pair is None else _raw(call.pair),
             unused if call.low_in is None else call.low_in,
             unused if call.low_out is None else call.low_out,
             unused if call.exponents_in is None else call.exponents_in,
@@ -217,7 +233,9 @@ def replay_perturb_triton(call: Call) -> None:
             REPLAY=call.num_entries > 0,
             HAS_LOW_IN=call.low_in is not None and (chunks.trainable or store in (_KEEP.value, _SPLIT.value)),
             STORE=store,
+            WRITE=call.dst is not None,
             HAS_OUT=call.out is not None,
+            HAS_PAIR=call.pair is not None,
             PERTURB=call.out is not None and call.scale != 0.0,
             DITHER_OUT=call.rounds_out,
             LANES=LANES,
@@ -227,7 +245,7 @@ def replay_perturb_triton(call: Call) -> None:
 
 
 def _store_kind(call: Call, trainable: bool) -> int:
-    if call.dst is None:
+    if not call.stores or (not trainable and call.dst is None):
         kind = _KEEP
     elif call.low_out is not None:
         kind = _SPLIT

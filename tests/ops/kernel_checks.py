@@ -36,10 +36,11 @@ ENTRIES: dict[str, Any] = {"num_entries": 2, "first_entry": 2}
 
 def call_of(src: torch.Tensor, **arguments: Any) -> Call:
     defaults: dict[str, Any] = dict.fromkeys(
-        ["log", "dst", "out", "low_in", "low_out", "exponents_in", "exponents_out"], None
+        ["log", "dst", "out", "pair", "low_in", "low_out", "exponents_in", "exponents_out"], None
     )
     defaults |= {"num_entries": 0, "first_entry": 0, "num_directions": 1, "direction": 0, "scale": 0.0}
     defaults |= {"seed": SEED, "step": 9, "distribution": "normal", "fold": False, "rounding": "stochastic"}
+    defaults |= {"as_stored": False}
     call = Call(src=src, **(defaults | arguments))
     call.check()
     return call
@@ -237,6 +238,29 @@ def check_replay_equals_folds(device: str) -> None:
         )
     )
     assert torch.equal(copy, only_copy)
+
+
+def check_pair(device: str) -> None:
+    """Both copies at once, stored or as if stored, are a store and two perturbing calls on it, bit for bit."""
+    for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
+        for dtype, distribution in product(STORAGE_DTYPES, DISTRIBUTIONS):
+            flat = Flat.make(dtype, device=where, segments=SMALL_SEGMENTS)
+            out = torch.float32 if dtype == torch.float32 else torch.bfloat16
+            copies = [torch.full_like(flat.storage, CANARY, dtype=out) for _ in range(6)]
+            pending: dict[str, Any] = {"log": LOG.to(where), **ENTRIES, "distribution": distribution}
+            unstored = {"as_stored": True, "out": copies[0], "pair": copies[1], "scale": 1e-3}
+            run(call_of(flat.storage, **flat.planes(), **pending, **unstored))
+            apart, at_once = flat.clone(), flat.clone()
+            run(
+                call_of(
+                    at_once.storage, **at_once.planes(at_once), **pending, out=copies[2], pair=copies[3], scale=1e-3
+                )
+            )
+            run(call_of(apart.storage, **apart.planes(apart), **pending, out=copies[4], scale=1e-3))
+            run(call_of(apart.storage, **apart.planes(), out=copies[5], scale=-1e-3, distribution=distribution))
+            assert torch.equal(at_once.storage.float(), apart.storage.float()), f"{dtype} {where}"
+            for first, second in ((0, 4), (1, 5), (2, 4), (3, 5)):
+                assert torch.equal(copies[first], copies[second]), f"{dtype} {distribution} {where} {first} {second}"
 
 
 def check_frozen(device: str) -> None:
