@@ -143,7 +143,7 @@ class Runtime:
         """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their
         unit's home."""
         self._order = self._standing_order
-        self._then: list[int] | None = None
+        self._then = None
         self._downloads = set()
         self._wants_low = self.standing_wants_low
         self._visited = set()
