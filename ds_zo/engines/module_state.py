@@ -7,8 +7,9 @@ Hooks on the modules that own parameters, so that a submodule's `state_dict()` i
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,16 +20,12 @@ from ds_zo.engines.homes import Homes
 from ds_zo.streaming.units import Placed, Unit
 
 
-class ModuleState:
+class ModuleState(ABC):
     """Makes reading and writing a module's weights by name mean the weights of the current step."""
 
-    def __init__(self, homes: Homes, module: nn.Module) -> None:
-        self._homes = homes
-        self._where: dict[int, tuple[Unit, Placed]] = {
-            id(p.parameter): (u, p) for u in homes.placement.units for p in u.placed
-        }
-        self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
-        """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
+    def __init__(self, units: Iterable[Unit], module: nn.Module, *, device: torch.device) -> None:
+        self.device = device
+        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in units for p in u.placed}
         names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
@@ -49,9 +46,21 @@ class ModuleState:
         """False once another engine has been made of the same module: its weights are no longer ours to touch."""
         return all(getattr(placed.parameter, "_hp_mapping", None) is self for _, placed in self._where.values())
 
-    def forget(self) -> None:
-        """Stored weights were rewritten."""
-        self._cached = None
+    @abstractmethod
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of the current weights in host memory; the parameter itself where it holds them already."""
+
+    @abstractmethod
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Stores a weight, in whatever form."""
+
+    @abstractmethod
+    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+        """A copy of the current weights in float32."""
+
+    @abstractmethod
+    def _before_load(self, unit: Unit) -> None:
+        """Weights of `unit` are about to be written."""
 
     def close(self) -> None:
         for handle in self._handles:
@@ -60,27 +69,6 @@ class ModuleState:
             if getattr(placed.parameter, "_hp_mapping", None) is self:
                 for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
                     delattr(placed.parameter, name)
-
-    @torch.no_grad()
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the current weights in host memory; the parameter itself where it holds them already."""
-        unit, _ = self._where[id(parameter)]
-        if not unit.streamed and not self._homes.visits.pending(unit) and all(part.viewable for part in unit.parts):
-            return parameter.detach()
-        key = (id(unit), self._homes.visits.log.length)
-        if self._cached is None or self._cached[:2] != key:
-            with torch.inference_mode(False):
-                views = self._homes.visits.clean(unit, scratch=self._homes.visits.scratch_for(unit))
-                copies = {
-                    id(p.parameter): view.to("cpu", copy=True) for p, view in zip(unit.placed, views, strict=True)
-                }
-                self._homes.visits.leave_clean(unit)
-            self._cached = (*key, copies)
-        copy = self._cached[2].pop(id(parameter), None)
-        if copy is None:  # a tied weight's second name, or a second reader
-            self._cached = None
-            return self.read(parameter)
-        return copy
 
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
@@ -107,7 +95,7 @@ class ModuleState:
             if p is not None and prefix + name in state_dict and id(p) in self._where
         ]
         for p in staged:
-            self._homes.visits.fold_now(self._where[id(p)][0])
+            self._before_load(self._where[id(p)][0])
         # Read first: a read binds the whole unit to its home again.
         values = [torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p)) for p in staged]
         for p, value in zip(staged, values, strict=True):
@@ -121,6 +109,47 @@ class ModuleState:
         for p, value in values:
             self.write(p, value)
 
+    def return_home(self, parameter: nn.Parameter) -> None:
+        """After somebody pointed it at memory of their own."""
+        self._where[id(parameter)][0].bind_home()
+
+    def _set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        self.write(parameter, value)
+
+
+class ReplayedState(ModuleState):
+    """ZO's: updates may be pending, and the stored form another."""
+
+    def __init__(self, homes: Homes, module: nn.Module) -> None:
+        self._homes = homes
+        self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
+        """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
+        super().__init__(homes.placement.units, module, device=homes.device)
+
+    def forget(self) -> None:
+        """Stored weights were rewritten."""
+        self._cached = None
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        unit, _ = self._where[id(parameter)]
+        if not unit.streamed and not self._homes.visits.pending(unit) and all(part.viewable for part in unit.parts):
+            return parameter.detach()
+        key = (id(unit), self._homes.visits.log.length)
+        if self._cached is None or self._cached[:2] != key:
+            with torch.inference_mode(False):
+                views = self._homes.visits.clean(unit, scratch=self._homes.visits.scratch_for(unit))
+                copies = {
+                    id(p.parameter): view.to("cpu", copy=True) for p, view in zip(unit.placed, views, strict=True)
+                }
+                self._homes.visits.leave_clean(unit)
+            self._cached = (*key, copies)
+        copy = self._cached[2].pop(id(parameter), None)
+        if copy is None:  # a tied weight's second name, or a second reader
+            self._cached = None
+            return self.read(parameter)
+        return copy
+
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
@@ -132,13 +161,8 @@ class ModuleState:
         self._homes.visits.runtime.forget()
         self._cached = None
 
-    @property
-    def device(self) -> torch.device:
-        return self._homes.visits.device
-
-    def return_home(self, parameter: nn.Parameter) -> None:
-        """After somebody pointed it at memory of their own."""
-        self._where[id(parameter)][0].bind_home()
+    def _before_load(self, unit: Unit) -> None:
+        self._homes.visits.fold_now(unit)
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
@@ -146,6 +170,3 @@ class ModuleState:
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
         self._homes.visits.leave_clean(unit)
         return found
-
-    def _set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self.write(parameter, value)

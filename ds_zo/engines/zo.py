@@ -30,7 +30,7 @@ from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
-from ds_zo.engines.module_state import ModuleState
+from ds_zo.engines.module_state import ReplayedState
 from ds_zo.engines.outputs import floats_of, loss_of, tie, with_floats, with_loss
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.engines.twins import CannotInterleave, Lockstep
@@ -57,7 +57,7 @@ class ZOBackend(Backend):
         self.homes = Homes(module, config, param_groups=self.param_groups, device=device)
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
-        self.state = ModuleState(self.homes, module)
+        self.state = ReplayedState(self.homes, module)
         self._pretrained = PretrainedSaving(module, self.state.read)
         self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
