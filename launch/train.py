@@ -274,9 +274,9 @@ class Trainer:
             evaluator, split, self.tokenizer, max_length=self.max_length, num_examples=self.args.num_eval
         )
         self.engine.train()
-        sums = torch.tensor([score.total, score.count], dtype=torch.float64, device=self.engine.device)
+        sums = torch.tensor(score.sums, dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(sums)
-        return Score(score.metric, *sums.tolist())
+        return score.with_sums(sums.tolist())
 
     def train_step(self) -> torch.Tensor:
         """One optimizer step; the mean loss of its micro-batches, still on the device."""

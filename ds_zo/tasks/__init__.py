@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from ds_zo.tasks.base import Choice, ChoiceTask, LanguageTask, Score, Task
+from ds_zo.tasks.base import Choice, ChoiceTask, LabelledTask, LanguageTask, Task
 from ds_zo.tasks.data import DataSource
 from ds_zo.tasks.encoding import Encoded, collate, pad_token_id
 from ds_zo.tasks.errors import TaskError
+from ds_zo.tasks.heads import HeadTask
+from ds_zo.tasks.hub import HubName
 from ds_zo.tasks.order import SeededOrder
-from ds_zo.tasks.registry import TASKS, make_task
+from ds_zo.tasks.registry import TASKS, make_task, register
+from ds_zo.tasks.sampling import Draw
+from ds_zo.tasks.score import Score
 from ds_zo.tasks.scoring import Evaluator
 
 __all__ = [
@@ -15,8 +19,12 @@ __all__ = [
     "Choice",
     "ChoiceTask",
     "DataSource",
+    "Draw",
     "Encoded",
     "Evaluator",
+    "HeadTask",
+    "HubName",
+    "LabelledTask",
     "LanguageTask",
     "Score",
     "SeededOrder",
@@ -25,4 +33,5 @@ __all__ = [
     "collate",
     "make_task",
     "pad_token_id",
+    "register",
 ]

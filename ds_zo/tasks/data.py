@@ -1,4 +1,4 @@
-"""Rows of a task from local files: a folder with one JSONL file a split, or one file cut into splits."""
+"""Rows of a task: a folder with one JSONL file a split, one file cut into splits, or the Hub's official splits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_zo.tasks.errors import TaskError
+from ds_zo.tasks.hub import HubName, read_official_split
+from ds_zo.tasks.sampling import Draw
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
@@ -18,22 +20,32 @@ _CUT_PERIOD = 20
 """A single file gives two rows in twenty away: one to dev, one to test."""
 
 
+OFFICIAL_TEST = "validation.jsonl"
+"""In a folder without dev.jsonl: the suites' own splits, from which train, dev and test are drawn."""
+
+
 @dataclass(frozen=True)
 class DataSource:
-    """Where a task's rows come from; exactly one of the two is set, or none for a task that makes its own."""
+    """Where a task's rows come from; one of the first three is set, or none for a task that makes its own."""
 
     folder: Path | None = None
-    """Holds train.jsonl, dev.jsonl and test.jsonl."""
+    """Holds train.jsonl, dev.jsonl and test.jsonl; or the official train.jsonl and validation.jsonl."""
     file: Path | None = None
     """One .jsonl file, or plain text, cut into the three splits by `cut`."""
+    from_hub: bool = False
+    """The official splits, through `datasets`."""
+    draw: Draw | None = None
+    """Which subset; None: all rows of splits that are ready, `Draw()` of official ones."""
 
     def __post_init__(self) -> None:
-        if self.folder is not None and self.file is not None:
-            raise TaskError(f"give a folder or a file of data, not both: got {self.folder} and {self.file}")
+        given = [str(place) for place in (self.folder, self.file) if place is not None]
+        given += ["the Hub"] * self.from_hub
+        if len(given) > 1:
+            raise TaskError(f"give a folder or a file of data or the Hub, not both: got {' and '.join(given)}")
 
     @property
     def is_empty(self) -> bool:
-        return self.folder is None and self.file is None
+        return self.folder is None and self.file is None and not self.from_hub
 
 
 def read_jsonl(path: Path) -> list[Row]:
@@ -83,23 +95,50 @@ def cut(rows: Sequence[Row], split: Split, *, place: str) -> list[Row]:
     return [row for i, row in enumerate(rows) if part.get(i % _CUT_PERIOD, "train") == split]
 
 
-def read_rows(source: DataSource, split: Split, *, fields: Sequence[str], task: str) -> list[Row]:
-    """One split of a JSONL task, its fields checked."""
+def read_rows(
+    source: DataSource, split: Split, *, fields: Sequence[str], task: str, hub: HubName | None = None
+) -> list[Row]:
+    """One split of a task, its fields checked."""
+
+    def read(path: Path) -> list[Row]:
+        rows = read_jsonl(path)
+        check_fields(rows, fields, task=task, place=str(path))
+        return rows
+
+    if source.from_hub:
+        if hub is None:
+            raise TaskError(f"task {task} has no public copy on the Hub: give its data (--data-dir or --data)")
+        rows = read_official_split(hub, hub.test if split == "test" else "train", task=task)
+        check_fields(rows, fields, task=task, place=f"{hub.dataset} on the Hub")
+        return _draw_official(rows, split, draw=source.draw or Draw())
     if source.folder is not None:
         if not source.folder.is_dir():
             raise TaskError(
                 f"task {task} reads train.jsonl, dev.jsonl and test.jsonl from a folder; "
                 f"looked for {source.folder}: not a folder"
             )
-        path = source.folder / f"{split}.jsonl"
-        rows = read_jsonl(path)
-        check_fields(rows, fields, task=task, place=str(path))
-        return rows
+        if (source.folder / OFFICIAL_TEST).is_file() and not (source.folder / "dev.jsonl").is_file():
+            name = OFFICIAL_TEST if split == "test" else "train.jsonl"
+            return _draw_official(read(source.folder / name), split, draw=source.draw or Draw())
+        return draw_ready(read(source.folder / f"{split}.jsonl"), split, draw=source.draw)
     if source.file is not None:
-        rows = read_jsonl(source.file)
-        check_fields(rows, fields, task=task, place=str(source.file))
-        return cut(rows, split, place=str(source.file))
+        return draw_ready(cut(read(source.file), split, place=str(source.file)), split, draw=source.draw)
+    public = ", or the Hub's copy (--hub)" if hub is not None else ""
     raise TaskError(
         f"task {task} needs data: a folder with train.jsonl, dev.jsonl and test.jsonl (--data-dir), "
-        f"or one .jsonl file (--data), with the fields {', '.join(fields)}"
+        f"or one .jsonl file (--data), with the fields {', '.join(fields)}{public}"
     )
+
+
+def draw_ready(rows: list[Row], split: Split, *, draw: Draw | None) -> list[Row]:
+    """A subset of a split that is one already."""
+    if draw is None:
+        return rows
+    return draw.pick(rows, {"train": draw.num_train, "dev": draw.num_dev, "test": draw.num_test}[split])
+
+
+def _draw_official(rows: list[Row], split: Split, *, draw: Draw) -> list[Row]:
+    if split == "test":
+        return draw.pick(rows, draw.num_test)
+    train, dev = draw.cut_train(rows)
+    return train if split == "train" else dev

@@ -22,11 +22,12 @@ class CodeOrText(ChoiceTask):
 
     name = "code_or_text"
     fields = ("line", "label")
+    text_fields = ("line",)
 
     def __init__(self, source: DataSource | None = None) -> None:
         super().__init__(source)
         if not self.source.is_empty:
-            given = self.source.folder or self.source.file
+            given = self.source.folder or self.source.file or "a request for the Hub's copy"
             raise TaskError(f"task {self.name} is made from Python's standard library and reads no data; got {given}")
 
     def rows(self, split: Split) -> list[Row]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """The label that transformers' losses skip."""
+
+
+Side = Literal["right", "left"]
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,34 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length
     return [Encoded(row, row) for row in rows if len(row) > 1]
 
 
-def collate(sequences: Sequence[Encoded], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """A right-padded batch for a causal model: padding is masked, carries no label, and shifts no position."""
-    length = max(len(sequence.input_ids) for sequence in sequences)
-    shape = (len(sequences), length)
-    batch = {
-        "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-        "labels": torch.full(shape, IGNORED, dtype=torch.long),
-    }
-    for row, sequence in enumerate(sequences):
-        num_tokens = len(sequence.input_ids)
-        batch["input_ids"][row, :num_tokens] = torch.tensor(sequence.input_ids)
-        batch["attention_mask"][row, :num_tokens] = 1
-        batch["labels"][row, :num_tokens] = torch.tensor(sequence.labels)
+def collate(sequences: Sequence[Encoded], *, pad_token_id: int, side: Side = "right") -> dict[str, torch.Tensor]:
+    """A padded batch for a causal model: padding is masked and carries no label. On the left it shifts positions,
+    which `position_ids` then has to put right for models that count them from the first column."""
+    return pad(
+        {
+            "input_ids": ([s.input_ids for s in sequences], pad_token_id),
+            "attention_mask": ([[1] * len(s.input_ids) for s in sequences], 0),
+            "labels": ([s.labels for s in sequences], IGNORED),
+        },
+        side=side,
+    )
+
+
+def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side) -> dict[str, torch.Tensor]:
+    """Tensors from (rows, filler)s whose rows are equally long in all columns."""
+    batch = {}
+    for name, (rows, filler) in columns.items():
+        length = max(map(len, rows))
+        batch[name] = torch.full((len(rows), length), filler, dtype=torch.long)
+        for i, row in enumerate(rows):
+            at = slice(0, len(row)) if side == "right" else slice(length - len(row), length)
+            batch[name][i, at] = torch.tensor(row, dtype=torch.long)
     return batch
+
+
+def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Positions counted from each row's first real token; any valid one for padding."""
+    return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from ds_zo.tasks.base import LanguageTask
-from ds_zo.tasks.data import Row, Split, cut
+from ds_zo.tasks.data import Row, Split, cut, draw_ready
 from ds_zo.tasks.encoding import Encoded, encode_answer, pack
 from ds_zo.tasks.errors import TaskError
 
@@ -23,7 +23,8 @@ class Text(LanguageTask):
         if not file.is_file():
             raise TaskError(f"looked for the text file {file}: not found")
         paragraphs = [p for p in file.read_text(encoding="utf-8").split("\n\n") if p.strip()]
-        return cut([{"text": paragraph} for paragraph in paragraphs], split, place=f"{file} (rows are paragraphs)")
+        rows = cut([{"text": paragraph} for paragraph in paragraphs], split, place=f"{file} (rows are paragraphs)")
+        return draw_ready(rows, split, draw=self.source.draw)
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
         return pack(tokenizer, [row["text"] for row in self.rows(split)], max_length=max_length)

@@ -1,14 +1,15 @@
-"""How likely a causal model finds the labelled tokens of sequences, batched, on one rank or several."""
+"""How a model answers: log-likelihoods of labelled tokens, or a head's outputs; batched, on one rank or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_zo.tasks.encoding import IGNORED, Encoded, collate
+from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, position_ids
 
 Model = Callable[..., Any]
 """A model or an engine around one: called with a batch's tensors, returns an object with `.logits`."""
@@ -24,6 +25,7 @@ class Evaluator:
     batch_size: int = 16
     rank: int = 0
     world_size: int = 1
+    padding_side: Side = "right"
 
     def share(self, num_items: int) -> list[tuple[int, int]]:
         """(index, weight) of this rank's items. All ranks get equally many, because a partitioned model needs every
@@ -35,15 +37,35 @@ class Evaluator:
     @torch.no_grad()
     def log_likelihoods(self, sequences: Sequence[Encoded]) -> list[tuple[float, int]]:
         """(sum of log-probabilities, number of tokens) over the labelled tokens of each sequence."""
-        results: list[tuple[float, int]] = []
-        for start in range(0, len(sequences), self.batch_size):
-            batch = collate(sequences[start : start + self.batch_size], pad_token_id=self.pad_token_id)
+        results: list[tuple[float, int]] = [(0.0, 0)] * len(sequences)
+        for indices in self.batches([len(sequence.input_ids) for sequence in sequences]):
+            batch = collate([sequences[i] for i in indices], pad_token_id=self.pad_token_id, side=self.padding_side)
             labels = batch.pop("labels").to(self.device)
-            inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            logits = self.model(**inputs, use_cache=False).logits
-            sums, counts = label_log_likelihood(logits, labels)
-            results += zip(sums.tolist(), counts.tolist(), strict=True)
+            sums, counts = label_log_likelihood(self.logits(batch, use_cache=False), labels)
+            for index, total, count in zip(indices, sums.tolist(), counts.tolist(), strict=True):
+                results[index] = (total, count)
         return results
+
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indices of like lengths together, so that little is padding; the longest first, so that memory that does not
+        suffice is found out at once."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        return (order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size))
+
+    @torch.no_grad()
+    def logits(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        if self.padding_side == "left" and takes_positions(self.model):
+            inputs["position_ids"] = position_ids(inputs["attention_mask"])
+        found: torch.Tensor = self.model(**inputs, **options).logits
+        return found
+
+
+def takes_positions(model: Model) -> bool:
+    """Some models count positions from the mask themselves (OPT, BLOOM), or have none: they take no `position_ids`."""
+    inner: Any = getattr(model, "module", model)  # an engine's
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT's
+    return "position_ids" in inspect.signature(getattr(inner, "forward", inner)).parameters
 
 
 def label_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ds_zo.tasks import Encoded, collate, make_task
 from ds_zo.tasks.embedded_model import FOLDER
-from ds_zo.tasks.encoding import IGNORED, encode_answer, pack
+from ds_zo.tasks.encoding import IGNORED, encode_answer, pack, position_ids
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +79,10 @@ def test_collate_pads_on_the_right_without_labels() -> None:
     assert torch.equal(batch["input_ids"], torch.tensor([[5, 6, 7], [8, 3, 3]]))
     assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 1], [1, 0, 0]]))
     assert torch.equal(batch["labels"], torch.tensor([[IGNORED, 6, 7], [8, IGNORED, IGNORED]]))
+
+
+def test_collate_pads_on_the_left_and_positions_start_at_the_first_token() -> None:
+    batch = collate([Encoded([5, 6, 7], [IGNORED, 6, 7]), Encoded([8], [8])], pad_token_id=3, side="left")
+    assert torch.equal(batch["input_ids"], torch.tensor([[5, 6, 7], [3, 3, 8]]))
+    assert torch.equal(batch["labels"], torch.tensor([[IGNORED, 6, 7], [IGNORED, IGNORED, 8]]))
+    assert torch.equal(position_ids(batch["attention_mask"]), torch.tensor([[0, 1, 2], [0, 0, 0]]))

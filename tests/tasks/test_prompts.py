@@ -52,6 +52,77 @@ CASES = [
         ["The cup fell because the cat jumped.", "The cup fell because it broke."],
         1,
     ),
+    (
+        "cb",
+        {"premise": "They left early.", "hypothesis": "they stayed", "label": "contradiction"},
+        [
+            f'Suppose They left early. Can we infer that "they stayed"? Yes, No, or Maybe?\n{word}'
+            for word in ("Yes", "No", "Maybe")
+        ],
+        1,
+    ),
+    (
+        "wsc",
+        {"text": "Ann thanked Sue because She had helped.", "span1_text": "Sue", "span2_text": "She", "label": True},
+        [
+            "Ann thanked Sue because She had helped.\n"
+            f'In the previous sentence, does the pronoun "she" refer to Sue? Yes or No?\n{word}'
+            for word in ("No", "Yes")
+        ],
+        1,
+    ),
+    (
+        "wic",
+        {"word": "bank", "sentence1": "The bank was green.", "sentence2": "The bank was shut.", "label": 0},
+        [
+            'Does the word "bank" have the same meaning in these two sentences? Yes, No?\n'
+            f"The bank was green.\nThe bank was shut.\n{word}"
+            for word in ("No", "Yes")
+        ],
+        0,
+    ),
+    (
+        "multirc",
+        {"paragraph": "Bo has a cat.", "question": "What has Bo?", "answer": "a cat", "idx": {"answer": 0}, "label": 1},
+        [
+            f'Bo has a cat.\nQuestion: What has Bo?\nI found this answer "a cat". Is that correct? Yes or No?\n{word}'
+            for word in ("No", "Yes")
+        ],
+        1,
+    ),
+    (
+        "cola",
+        {"sentence": "Him slept.", "label": 0},
+        [f"Him slept.\nIs this sentence good English? Yes or No?\n{word}" for word in ("No", "Yes")],
+        0,
+    ),
+    (
+        "mrpc",
+        {"sentence1": "It fell.", "sentence2": "It dropped.", "label": "equivalent"},
+        [f"It fell.\nIt dropped.\nDo these two sentences mean the same? Yes or No?\n{word}" for word in ("No", "Yes")],
+        1,
+    ),
+    (
+        "qqp",
+        {"question1": "Why?", "question2": "How so?", "label": 1},
+        [f"Why?\nHow so?\nDo these two questions ask the same? Yes or No?\n{word}" for word in ("No", "Yes")],
+        1,
+    ),
+    (
+        "qnli",
+        {"question": "Who won?", "sentence": "It rained.", "label": "not_entailment"},
+        [f'It rained.\nDoes this answer the question "Who won?" Yes or No?\n{word}' for word in ("Yes", "No")],
+        1,
+    ),
+    (
+        "mnli",
+        {"premise": "A dog ran.", "hypothesis": "It was brown.", "label": 1},
+        [
+            f'Suppose A dog ran. Can we infer that "It was brown."? Yes, No, or Maybe?\n{word}'
+            for word in ("Yes", "Maybe", "No")
+        ],
+        1,
+    ),
     ("code_or_text", {"line": "x = 1", "label": "code"}, ["x = 1\nis_code = True", "x = 1\nis_code = False"], 0),
 ]
 

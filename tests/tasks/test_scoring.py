@@ -6,7 +6,13 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ds_zo.tasks import ChoiceTask, Evaluator, make_task
 from ds_zo.tasks.base import Choice
@@ -43,8 +49,39 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
 
 
-def evaluator(model: PreTrainedModel, **options: int) -> Evaluator:
-    return Evaluator(model, device=torch.device("cpu"), pad_token_id=0, **options)
+def evaluator(model: PreTrainedModel, **options: object) -> Evaluator:
+    return Evaluator(model, device=torch.device("cpu"), pad_token_id=0, **options)  # type: ignore[arg-type]
+
+
+SMALL = {
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 32,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
+}
+"""Rotary positions, learned ones counted from the first column, learned ones counted from the mask, none."""
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("architecture", list(SMALL))
+def test_padding_on_either_side_equals_no_padding(
+    architecture: str, side: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, vocab_size=len(tokenizer), **SMALL[architecture])
+    random = AutoModelForCausalLM.from_config(config).eval()
+    pairs = [(choice.prompt, option) for choice in CHOICES for option in choice.options]
+    sequences = [encode_answer(tokenizer, prompt, option, max_length=64) for prompt, option in pairs]
+    alone = evaluator(random, batch_size=1).log_likelihoods(sequences)
+    padded = evaluator(random, batch_size=64, padding_side=side).log_likelihoods(sequences)
+    assert [total for total, _ in padded] == pytest.approx([total for total, _ in alone], abs=1e-4)
+    assert [count for _, count in padded] == [count for _, count in alone]
 
 
 @torch.no_grad()
@@ -76,7 +113,7 @@ def test_accuracy_is_that_of_one_by_one_ranking(model: PreTrainedModel, tokenize
         scores = [one_by_one(model, tokenizer, choice.prompt, option) for option in choice.options]
         num_right += scores.index(max(scores)) == choice.answer
     score = FixedChoices().evaluate(evaluator(model), "test", tokenizer, max_length=64)
-    assert (score.total, score.count) == (num_right, len(CHOICES))
+    assert score.value == num_right / len(CHOICES)
     assert 0 < num_right < len(CHOICES)
 
 
@@ -85,8 +122,9 @@ def test_ranks_sum_to_the_whole(model: PreTrainedModel, tokenizer: PreTrainedTok
     whole = FixedChoices().evaluate(evaluator(model), "test", tokenizer, max_length=64)
     ranks = [evaluator(model, rank=rank, world_size=world_size) for rank in range(world_size)]
     parts = [FixedChoices().evaluate(rank, "test", tokenizer, max_length=64) for rank in ranks]
-    assert sum(part.total for part in parts) == whole.total
-    assert sum(part.count for part in parts) == whole.count
+    sums = [sum(each) for each in zip(*(part.sums for part in parts), strict=True)]
+    assert parts[0].with_sums(sums).values == whole.values
+    assert any(part.sums != whole.sums for part in parts)
     assert len({len(rank.share(len(CHOICES))) for rank in ranks}) == 1
 
 
@@ -99,4 +137,4 @@ def test_perplexity_is_that_of_the_models_own_loss(model: PreTrainedModel, token
     loss = model(input_ids=ids, labels=ids).loss.item()
     score = task.evaluate(evaluator(model), "test", tokenizer, max_length=512)
     assert score.value == pytest.approx(math.exp(loss), rel=1e-4)
-    assert score.count == ids.numel() - 1
+    assert score.sums[1] == ids.numel() - 1

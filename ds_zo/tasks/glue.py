@@ -1,0 +1,156 @@
+"""GLUE. SST-2 has the MeZO paper's prompt; the others, which it runs on masked models only, have prompts of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ds_zo.tasks import metrics
+from ds_zo.tasks.base import Choice, ChoiceTask, LabelledTask
+from ds_zo.tasks.data import Row, Split
+from ds_zo.tasks.errors import TaskError
+from ds_zo.tasks.hub import HubName
+from ds_zo.tasks.score import Score
+from ds_zo.tasks.scoring import Evaluator
+
+GLUE = "nyu-mll/glue"
+NO_YES: dict[object, int] = {0: 0, 1: 1, "0": 0, "1": 1}
+
+
+class SST2(ChoiceTask):
+    """Sentiment of a sentence from a film review."""
+
+    name = "sst2"
+    fields = ("sentence", "label")
+    text_fields = ("sentence",)
+    hub = HubName(GLUE, "sst2")
+
+    def choice(self, row: Row) -> Choice:
+        answer = self.answer_index(row, {**NO_YES, "negative": 0, "positive": 1})
+        return Choice(f"{row['sentence'].strip()} It was", (" terrible", " great"), answer)
+
+
+class CoLA(ChoiceTask):
+    """Would a native speaker say this sentence?"""
+
+    name = "cola"
+    fields = ("sentence", "label")
+    text_fields = ("sentence",)
+    hub = HubName(GLUE, "cola")
+    metric = "matthews"
+
+    def choice(self, row: Row) -> Choice:
+        answer = self.answer_index(row, {**NO_YES, "unacceptable": 0, "acceptable": 1})
+        return Choice(f"{row['sentence'].strip()}\nIs this sentence good English? Yes or No?\n", ("No", "Yes"), answer)
+
+    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
+        labels = [self.label(row) for row in rows]
+        return {
+            "matthews": metrics.matthews(predictions, labels),
+            "accuracy": metrics.accuracy(predictions, labels),
+        }
+
+
+class _Paraphrase(ChoiceTask):
+    """Accuracy and the F1 of "they say the same", which is the rarer label."""
+
+    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
+        labels = [self.label(row) for row in rows]
+        return {"accuracy": metrics.accuracy(predictions, labels), "f1": metrics.f1(predictions, labels)}
+
+
+class MRPC(_Paraphrase):
+    """Do two sentences from the news say the same?"""
+
+    name = "mrpc"
+    fields = ("sentence1", "sentence2", "label")
+    text_fields = ("sentence1", "sentence2")
+    hub = HubName(GLUE, "mrpc")
+
+    def choice(self, row: Row) -> Choice:
+        answer = self.answer_index(row, {**NO_YES, "not_equivalent": 0, "equivalent": 1})
+        prompt = f"{row['sentence1']}\n{row['sentence2']}\nDo these two sentences mean the same? Yes or No?\n"
+        return Choice(prompt, ("No", "Yes"), answer)
+
+
+class QQP(_Paraphrase):
+    """Do two questions of a forum's users ask for the same?"""
+
+    name = "qqp"
+    fields = ("question1", "question2", "label")
+    text_fields = ("question1", "question2")
+    hub = HubName(GLUE, "qqp")
+
+    def choice(self, row: Row) -> Choice:
+        answer = self.answer_index(row, {**NO_YES, "not_duplicate": 0, "duplicate": 1})
+        prompt = f"{row['question1']}\n{row['question2']}\nDo these two questions ask the same? Yes or No?\n"
+        return Choice(prompt, ("No", "Yes"), answer)
+
+
+class QNLI(ChoiceTask):
+    """Does a sentence hold the answer to a question?"""
+
+    name = "qnli"
+    fields = ("question", "sentence", "label")
+    text_fields = ("question", "sentence")
+    hub = HubName(GLUE, "qnli")
+
+    def choice(self, row: Row) -> Choice:
+        answer = self.answer_index(row, {**NO_YES, "entailment": 0, "not_entailment": 1})
+        prompt = f'{row["sentence"]}\nDoes this answer the question "{row["question"]}" Yes or No?\n'
+        return Choice(prompt, ("Yes", "No"), answer)
+
+
+class MNLI(ChoiceTask):
+    """Does the premise entail the hypothesis, leave it open, or exclude it?"""
+
+    name = "mnli"
+    fields = ("premise", "hypothesis", "label")
+    text_fields = ("premise", "hypothesis")
+    hub = HubName(GLUE, "mnli", test="validation_matched")
+    num_labels = 3
+
+    def choice(self, row: Row) -> Choice:
+        answer = self.answer_index(row, {0: 0, 1: 1, 2: 2, "entailment": 0, "neutral": 1, "contradiction": 2})
+        prompt = f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n'
+        return Choice(prompt, ("Yes", "Maybe", "No"), answer)
+
+
+class STSB(LabelledTask):
+    """How alike are two sentences, from 0 to 5? A number: learned by regression, so a classification head is needed."""
+
+    name = "stsb"
+    fields = ("sentence1", "sentence2", "label")
+    text_fields = ("sentence1", "sentence2")
+    hub = HubName(GLUE, "stsb")
+    num_labels = 1
+    metric = "pearson"
+
+    def label(self, row: Row) -> float:
+        try:
+            return float(row["label"])
+        except (TypeError, ValueError):
+            raise TaskError(f"task stsb: label must be a number, got {row['label']!r} in the row {row}") from None
+
+    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
+        labels = [self.label(row) for row in rows]
+        return {"pearson": metrics.pearson(predictions, labels), "spearman": metrics.spearman(predictions, labels)}
+
+    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
+        raise self._without_prompt()
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        split: Split,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        num_examples: int | None = None,
+    ) -> Score:
+        raise self._without_prompt()
+
+    def _without_prompt(self) -> TaskError:
+        return TaskError("task stsb asks for a number, not for one of a few words: it needs a head (--head classifier)")

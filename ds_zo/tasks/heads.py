@@ -1,0 +1,100 @@
+"""A labelled task for a model with a classification head: text in, label (or number) out, no prompt and no words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ds_zo.tasks.base import LabelledTask, Task
+from ds_zo.tasks.data import Row, Split
+from ds_zo.tasks.encoding import Side, pad
+from ds_zo.tasks.errors import TaskError
+from ds_zo.tasks.score import Score
+from ds_zo.tasks.scoring import Evaluator
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """One text, or pair of texts, and its label."""
+
+    input_ids: list[int]
+    token_type_ids: list[int] | None
+    """Which of two texts a token belongs to, for the models that are told (BERT's kin)."""
+    label: float
+
+
+class HeadTask(Task):
+    """The same rows, labels and metrics as the task it is made from; models come from
+    `AutoModelForSequenceClassification` with `num_labels` outputs (one: regression by squared error)."""
+
+    name = "head"
+    fields = ()
+
+    def __init__(self, task: LabelledTask) -> None:
+        super().__init__(task.source)
+        self.task = task
+
+    @property
+    def num_labels(self) -> int:
+        return self.task.num_labels
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return self.task.rows(split)
+
+    def check(self) -> None:
+        self.task.check()
+        if not self.task.texts(self.rows("train")[0]):
+            raise TaskError(
+                f"task {self.task.name} has no form for a classification head: its options are part of the text "
+                f"(--head lm)"
+            )
+
+    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Labelled]:
+        return [self.encode(tokenizer, row, max_length=max_length) for row in self.rows(split)]
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int) -> Labelled:
+        texts = self.task.texts(row)
+        if tokenizer.sep_token_id is None:  # a decoder's tokenizer would put a pair together without a border
+            texts = ("\n".join(texts),)
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+        return Labelled(encoded["input_ids"], encoded.get("token_type_ids"), self.task.label(row))
+
+    def collate(
+        self, sequences: Sequence[Labelled], *, pad_token_id: int, side: Side = "right"
+    ) -> dict[str, torch.Tensor]:
+        columns = {
+            "input_ids": ([s.input_ids for s in sequences], pad_token_id),
+            "attention_mask": ([[1] * len(s.input_ids) for s in sequences], 0),
+        }
+        if sequences[0].token_type_ids is not None:
+            columns["token_type_ids"] = ([s.token_type_ids or [] for s in sequences], 0)
+        dtype = torch.float32 if self.num_labels == 1 else torch.long
+        return {**pad(columns, side=side), "labels": torch.tensor([s.label for s in sequences], dtype=dtype)}
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        split: Split,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        num_examples: int | None = None,
+    ) -> Score:
+        rows = list(self.rows(split))[:num_examples]
+        share = evaluator.share(len(rows))
+        mine = [self.encode(tokenizer, rows[index], max_length=max_length) for index, _ in share]
+        predictions = [0.0] * len(mine)
+        for indices in evaluator.batches([len(s.input_ids) for s in mine]):
+            batch = self.collate(
+                [mine[i] for i in indices], pad_token_id=evaluator.pad_token_id, side=evaluator.padding_side
+            )
+            del batch["labels"]
+            logits = evaluator.logits(batch).float()
+            answers = logits[:, 0] if self.num_labels == 1 else logits.argmax(dim=-1)
+            for index, answer in zip(indices, answers.tolist(), strict=True):
+                predictions[index] = answer
+        triples = [(index, weight, p) for (index, weight), p in zip(share, predictions, strict=True)]
+        return self.task.score(rows, triples)

@@ -1,0 +1,89 @@
+"""Tasks for models with a classification head: what they are given, and the suites' metrics on what they answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from ds_zo.tasks import Evaluator, HeadTask, TaskError, make_task
+from ds_zo.tasks.embedded_model import FOLDER
+
+PAIRS = [
+    {"sentence1": "It fell.", "sentence2": "It dropped to the floor and broke.", "label": 4.5},
+    {"sentence1": "A man who walks along the road sings.", "sentence2": "No.", "label": 0.5},
+    {"sentence1": "One two.", "sentence2": "Two one.", "label": 3.0},
+    {"sentence1": "return self", "sentence2": "return", "label": 2.0},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def head_task(name: str, rows: list[dict]) -> HeadTask:
+    task = make_task(name, head="classifier")
+    assert isinstance(task, HeadTask)
+    task.task.rows = lambda split: rows  # type: ignore[method-assign]
+    return task
+
+
+def model(num_labels: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(FOLDER, num_labels=num_labels, pad_token_id=0)
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("name", "num_labels"), [("stsb", 1), ("mrpc", 2)])
+def test_score_of_a_padded_batch_is_that_of_single_rows(
+    name: str, num_labels: int, side: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = PAIRS if num_labels == 1 else [{**row, "label": i % 2} for i, row in enumerate(PAIRS)]
+    task, head = head_task(name, rows), model(num_labels)
+    evaluator = Evaluator(head, torch.device("cpu"), pad_token_id=0, padding_side=side)  # type: ignore[arg-type]
+    score = task.evaluate(evaluator, "test", tokenizer, max_length=64)
+    expected = []
+    for row in rows:
+        ids = torch.tensor([tokenizer(f"{row['sentence1']}\n{row['sentence2']}")["input_ids"]])
+        with torch.no_grad():
+            logits = head(input_ids=ids).logits[0]
+        expected.append(logits[0].item() if num_labels == 1 else float(logits.argmax()))
+    assert list(score.sums) == pytest.approx(expected, abs=1e-5)
+    assert set(score.values) == ({"pearson", "spearman"} if num_labels == 1 else {"accuracy", "f1"})
+
+
+def test_regression_labels_are_numbers_and_the_loss_is_squared_error(tokenizer: PreTrainedTokenizerBase) -> None:
+    task, head = head_task("stsb", PAIRS), model(1)
+    batch = task.collate(task.sequences("train", tokenizer, max_length=64), pad_token_id=0)
+    assert batch["labels"].dtype == torch.float32 and batch["labels"].tolist() == [4.5, 0.5, 3.0, 2.0]
+    out = head(**batch)
+    assert out.loss.item() == pytest.approx(((out.logits[:, 0] - batch["labels"]) ** 2).mean().item(), rel=1e-5)
+
+
+def test_multirc_is_scored_by_question() -> None:
+    rows = [
+        {"paragraph": "p", "question": q, "answer": str(i), "label": y}
+        for i, (q, y) in enumerate([("a", 1), ("a", 0), ("b", 1), ("b", 0)])
+    ]
+    task = make_task("multirc")
+    values = task.measure([1, 0, 1, 1], rows)  # type: ignore[attr-defined]
+    assert values == pytest.approx({"f1": 0.8, "f1_by_question": (1 + 2 / 3) / 2, "exact_match": 0.5, "accuracy": 0.75})
+
+
+def test_what_has_no_head_and_what_has_no_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(TaskError, match=r"stsb asks for a number.*--head classifier"):
+        make_task("stsb").sequences("train", tokenizer, max_length=8)
+    with pytest.raises(TaskError, match=r"alpaca has no labels.*--head lm"):
+        make_task("alpaca", head="classifier")
+    copa = {"premise": "a", "choice1": "b", "choice2": "c", "question": "cause", "label": 0}
+    with pytest.raises(TaskError, match=r"copa has no form for a classification head"):
+        head_task("copa", [copa]).check()
+    with pytest.raises(TaskError, match=r"label must be a number, got 'high'"):
+        make_task("stsb").label({"label": "high"})  # type: ignore[attr-defined]

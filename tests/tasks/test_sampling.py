@@ -1,0 +1,61 @@
+"""Seeded subsets: which rows, how many, the same ones again; official splits from a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_zo.tasks import DataSource, Draw, TaskError, make_task
+
+
+def test_train_then_dev_of_one_permutation() -> None:
+    rows = list(range(3000))
+    order = np.random.RandomState(0).permutation(3000).tolist()
+    train, dev = Draw().cut_train(rows)
+    assert train == order[:1000] and dev == order[1000:1500]
+    assert Draw().pick(list(range(872)), 1000) == np.random.RandomState(0).permutation(872).tolist()
+    assert Draw(seed=1).cut_train(rows)[0] != train
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(400, (300, 100)), (250, (150, 100)), (40, (20, 20))])
+def test_small_training_splits_keep_most_rows_for_training(num_rows: int, expected: tuple[int, int]) -> None:
+    train, dev = Draw().cut_train(range(num_rows))
+    assert (len(train), len(dev)) == expected
+    assert not {*train} & {*dev}
+
+
+def write(path: Path, prefix: str, num: int) -> None:
+    path.write_text("".join(json.dumps({"sentence": f"{prefix}{i}", "label": i % 2}) + "\n" for i in range(num)))
+
+
+def test_a_folder_with_the_suites_own_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", "t", 50)
+    write(tmp_path / "validation.jsonl", "v", 30)
+    task = make_task("sst2", DataSource(folder=tmp_path, draw=Draw(num_train=8, num_dev=4, num_test=5)))
+    parts = {split: [row["sentence"] for row in task.rows(split)] for split in ("train", "dev", "test")}
+    assert {split: len(part) for split, part in parts.items()} == {"train": 8, "dev": 4, "test": 5}
+    assert all(name.startswith("t") for name in parts["train"] + parts["dev"])
+    assert all(name.startswith("v") for name in parts["test"])
+    assert not {*parts["train"]} & {*parts["dev"]}
+
+
+def test_ready_splits_are_taken_whole_unless_a_draw_is_asked_for(tmp_path: Path) -> None:
+    for split in ("train", "dev", "test"):
+        write(tmp_path / f"{split}.jsonl", split, 30)
+    assert len(make_task("sst2", DataSource(folder=tmp_path)).rows("train")) == 30
+    drawn = make_task("sst2", DataSource(folder=tmp_path, draw=Draw(num_train=3))).rows("train")
+    assert len(drawn) == 3 and drawn == make_task("sst2", DataSource(folder=tmp_path, draw=Draw(num_train=3))).rows(
+        "train"
+    )
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(TaskError, match="num_dev = 0"):
+        Draw(num_dev=0)
+    with pytest.raises(TaskError, match="text has no public copy"):
+        make_task("text", DataSource(from_hub=True)).rows("train")
+    with pytest.raises(TaskError, match="not both"):
+        DataSource(folder=Path("a"), from_hub=True)
