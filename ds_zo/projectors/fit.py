@@ -1,0 +1,219 @@
+"""Fitting projectors to a gradient, carrying Adam's moments from one subspace to the next, choosing its size."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ds_zo.projectors.products import product, relative_bias, transpose_product
+from ds_zo.projectors.sparse import SparseProjector
+
+CHECK_EVERY = 5
+"""Steps of a fit between looks at its bias and the clock, each of which waits for the device."""
+SLAB_COLUMNS = 256
+BETAS, EPS = (0.9, 0.99), 1e-12
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit did to one matrix's projectors. Biases are relative to the gradient it was fitted on."""
+
+    bias_before: float
+    bias_after: float
+    steps: int
+    seconds: float
+    reason: Literal["threshold", "steps", "timeout", "degenerate"]
+    """Why it ended; `degenerate`: the gradient is zero or not finite, and nothing was changed."""
+
+
+@torch.no_grad()
+def fit(
+    G_mn: torch.Tensor,
+    P: SparseProjector,
+    Q: SparseProjector,
+    *,
+    steps: int,
+    lr: float,
+    beta: float = 0.0,
+    threshold: float = 0.0,
+    timeout_s: float = float("inf"),
+) -> FitReport:
+    """Change the values of P and Q (not their positions) to minimise, by Adam,
+
+        ||P P^T G Q Q^T - G||_F / ||G||_F  +  beta (||P||_F + ||Q||_F)
+
+    until the first term is at most `threshold`. The best values seen are kept, so the bias never rises. Dividing by
+    ||G|| makes beta mean the same for every matrix. The descent starts at the best common scale of the given values:
+    as drawn they overshoot by (1 + m/d)(1 + n/d), which Adam would need many steps to unlearn.
+    """
+    begin = time.perf_counter()
+    before = float(relative_bias(G_mn, P, Q))
+    norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
+    if not 0.0 < float(norm) < float("inf"):
+        return FitReport(before, before, 0, time.perf_counter() - begin, "degenerate")
+    if before <= threshold or steps == 0:
+        reason: Literal["threshold", "steps"] = "threshold" if before <= threshold else "steps"
+        return FitReport(before, before, 0, time.perf_counter() - begin, reason)
+    descent = _Descent(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
+    num_steps, why = descent.run(steps, threshold=threshold, deadline=begin + timeout_s)
+    descent.keep_best_()
+    after = float(relative_bias(G_mn, P, Q))
+    return FitReport(before, after, num_steps, time.perf_counter() - begin, why)
+
+
+def carry_moments(
+    M_dd: torch.Tensor,
+    V_dd: torch.Tensor,
+    P0: SparseProjector,
+    Q0: SparseProjector,
+    P: SparseProjector,
+    Q: SparseProjector,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adam's moments of the subspace (P0, Q0) as those of (P, Q):
+
+        M <- (P^T P0) M (Q0^T Q),    V <- (P^T P0)^2 V (Q0^T Q)^2    (squares element by element, V >= 0)
+
+    Computed where the projectors are, returned where the moments were.
+    """
+    left, right = overlap(P, P0), overlap(Q0, Q)
+    M, V = (x.to(left.device, torch.float32) for x in (M_dd, V_dd))
+    M = left @ M @ right
+    V = (left.square() @ V @ right.square()).clamp_(min=0.0)
+    return M.to(M_dd), V.to(V_dd)
+
+
+def overlap(P: SparseProjector, P0: SparseProjector) -> torch.Tensor:
+    """P^T P0 (dim x dim of P0), made a slab of P0's columns at a time."""
+    result = torch.empty(P.dim, P0.dim, device=P.device)
+    for first in range(0, P0.dim, SLAB_COLUMNS):
+        width = min(SLAB_COLUMNS, P0.dim - first)
+        unit = torch.zeros(P0.dim, width, device=P.device)
+        unit[first : first + width].fill_diagonal_(1.0)
+        result[:, first : first + width] = transpose_product(P, product(P0, unit))
+    return result
+
+
+def choose_dims(m: int, n: int, subspace_dim: int) -> tuple[int, int] | None:
+    """(d_p, d_q) for an m x n weight, or None where d x d is no smaller than the weight: then dense Adam is."""
+    if m * n <= subspace_dim**2:
+        return None
+    dim = min(subspace_dim, m, n)
+    return dim, dim
+
+
+class _Descent:
+    """Adam on the values of P and Q.
+
+    [Note: gradient of the bias]
+    With Y = G Q, Z = G^T P, S = P^T Y, K_P = P^T P, K_Q = Q^T Q and E = K_P S K_Q - S, all of ||G|| = 1:
+        bias^2              = <E, S> - <S, S> + 1
+        d(bias^2 / 2) / dP  = (P S K_Q - Y) S^T + Y E^T      at P's positions only
+        d(bias^2 / 2) / dQ  = (Q S^T K_P - Z) S + Z E        at Q's
+    K_P and K_Q are never formed: K_Q X = Q^T (Q X) is two gathers.
+    """
+
+    def __init__(
+        self,
+        G_mn: torch.Tensor,
+        P: SparseProjector,
+        Q: SparseProjector,
+        *,
+        norm: torch.Tensor,
+        lr: float,
+        beta: float,
+        bias: float,
+    ) -> None:
+        self.G_mn, self.G_nm = G_mn.contiguous(), G_mn.t().contiguous()
+        self.projectors = P, Q
+        self.norm, self.lr, self.beta = norm, lr, beta
+        self.best_bias = torch.tensor(bias, device=P.device)
+        self.best = [p.values.clone() for p in self.projectors]
+        self.means = [torch.zeros_like(p.values) for p in self.projectors]
+        self.squares = [torch.zeros_like(p.values) for p in self.projectors]
+
+    def run(
+        self, steps: int, *, threshold: float, deadline: float
+    ) -> tuple[int, Literal["threshold", "steps", "timeout"]]:
+        """(steps taken, why no more). One bias more than steps is evaluated: the last step's result counts too."""
+        self._rescale_()
+        for step in range(steps + 1):
+            gradients = self._evaluate()
+            if step % CHECK_EVERY == 0 or step == steps:
+                if float(self.best_bias) <= threshold:
+                    return step, "threshold"
+                if time.perf_counter() > deadline:
+                    return step, "timeout"
+            if step < steps:
+                self._step_(gradients, step + 1)
+        return steps, "steps"
+
+    def keep_best_(self) -> None:
+        for projector, values in zip(self.projectors, self.best, strict=True):
+            projector.set_values_(values)
+
+    def _rescale_(self) -> None:
+        """The factor c of c P S Q^T nearest to G is <S, S> / <K_P S K_Q, S>; each of the four projectors takes its
+        fourth root."""
+        P, Q = self.projectors
+        S = transpose_product(P, self._times_Q())
+        KSK = transpose_product(P, product(P, _times_gram(S, Q)))
+        factor = (S.square().sum() / (KSK * S).sum()).pow(0.25)
+        factor = torch.where(factor.isfinite() & (factor > 0), factor, 1.0)
+        for projector in self.projectors:
+            projector.set_values_(projector.values * factor)
+
+    def _times_Q(self) -> torch.Tensor:
+        return transpose_product(self.projectors[1], self.G_nm).t().contiguous().div_(self.norm)
+
+    def _times_P(self) -> torch.Tensor:
+        return transpose_product(self.projectors[0], self.G_mn).t().contiguous().div_(self.norm)
+
+    def _evaluate(self) -> list[torch.Tensor]:
+        """Gradients at the present values, which become the best ones where their bias is the lowest so far."""
+        P, Q = self.projectors
+        Y, Z = self._times_Q(), self._times_P()
+        S = transpose_product(P, Y)
+        S_t = S.t().contiguous()
+        PSK = product(P, _times_gram(S, Q))
+        E = transpose_product(P, PSK) - S
+        QSK = product(Q, _times_gram(S_t, P))
+        bias = ((E * S).sum() - S.square().sum() + 1.0).clamp_(min=1e-12).sqrt_()
+        self._note(bias)
+        return [
+            _at_positions(P, (PSK.sub_(Y), S), (Y, E)).div_(bias) + self.beta * P.values / _norm(P.values),
+            _at_positions(Q, (QSK.sub_(Z), S_t), (Z, E.t())).div_(bias) + self.beta * Q.values / _norm(Q.values),
+        ]
+
+    def _note(self, bias: torch.Tensor) -> None:
+        """On the device: nobody waits to learn whether these values are the best."""
+        better = bias < self.best_bias  # False where the descent diverged to NaN
+        self.best_bias = torch.where(better, bias, self.best_bias)
+        for best, projector in zip(self.best, self.projectors, strict=True):
+            best.copy_(torch.where(better, projector.values, best))
+
+    def _step_(self, gradients: list[torch.Tensor], count: int) -> None:
+        for projector, g, mean, square in zip(self.projectors, gradients, self.means, self.squares, strict=True):
+            mean.lerp_(g, 1 - BETAS[0])
+            square.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
+            denominator = (square / (1 - BETAS[1] ** count)).sqrt_().add_(EPS)
+            projector.set_values_(projector.values - self.lr / (1 - BETAS[0] ** count) * mean / denominator)
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values).clamp(min=1e-30)
+
+
+def _times_gram(S: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
+    """S Q^T Q."""
+    return transpose_product(Q, product(Q, S.t().contiguous())).t().contiguous()
+
+
+def _at_positions(P: SparseProjector, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Sum over pairs of (left right^T) at P's positions: a dot product for each, never the whole matrix."""
+    left = torch.cat([pair[0] for pair in pairs], dim=1)
+    right = torch.cat([pair[1] for pair in pairs], dim=1)
+    dots = [(left * right[columns.int()]).sum(dim=1) for columns in P.indices.t()]
+    return torch.stack(dots, dim=1)

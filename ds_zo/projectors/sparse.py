@@ -1,0 +1,135 @@
+"""Sparse projectors: P is num_rows x dim with the same few non-zeros in every row, never stored densely."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_zo.ops import noise, philox4x32
+from ds_zo.ops.philox import split_seed
+
+POSITIONS = 3
+"""Purpose of the words that positions are drawn from: apart from noise and rounding of the same seed."""
+
+
+class SparseProjector:
+    """Positions and values of P, by row and by column.
+
+    [Note: two views of one projector]
+    P X gathers rows of X by `indices` and `values`, both (num_rows, nonzeros). P^T Y gathers rows of Y by the same
+    entries sorted by column: `column_rows` and `column_values`, both (depth, dim), where column c's entries stand at
+    [:, c] in order of rows and shorter columns are filled up with value 0 at row 0. Either product is a gather in a
+    fixed order: no atomics, the same bits every time. Drawn positions are balanced, so that little is filled up.
+    """
+
+    def __init__(self, indices: torch.Tensor, values: torch.Tensor, dim: int) -> None:
+        if indices.shape != values.shape or indices.ndim != 2:
+            raise ValueError(
+                "a projector's indices and values must both be (rows, non-zeros), "
+                f"got {tuple(indices.shape)} and {tuple(values.shape)}: pass one column index for each value"
+            )
+        self.dim = dim
+        self.num_rows, self.nonzeros = indices.shape
+        self.indices = indices.to(_index_dtype(dim))
+        self.values = values.to(torch.float32).contiguous()
+        entries = _entries_by_column(self.indices.cpu().numpy(), dim)
+        self._column_entries = torch.from_numpy(entries).to(values.device)
+        rows = np.where(entries < indices.numel(), entries // self.nonzeros, 0)
+        self.column_rows = torch.from_numpy(rows).to(values.device, _index_dtype(self.num_rows))
+        self.column_values = torch.empty(rows.shape, dtype=torch.float32, device=values.device)
+        self._refresh_columns()
+
+    @classmethod
+    def draw(
+        cls, num_rows: int, dim: int, nonzeros: int, *, seed: int, stream: int, device: torch.device | str = "cpu"
+    ) -> SparseProjector:
+        """Random positions without repetition in a row, normal values of standard deviation 1 / sqrt(nonzeros).
+
+        The same on every device and rank: drawn on the CPU. P and Q of a matrix, and every refit, take streams of
+        their own.
+        """
+        if not 1 <= nonzeros <= dim:
+            raise ValueError(
+                f"a projector row needs 1 <= non-zeros <= its dimension {dim}, got {nonzeros}: "
+                "lower nonzeros_per_row or raise subspace_dim (optimizer.params.nonzeros_per_row)"
+            )
+        positions = _draw_positions(num_rows, dim, nonzeros, seed=seed, stream=stream)
+        values = noise(seed, stream, 0, 0, num_rows * nonzeros).view(num_rows, nonzeros) / math.sqrt(nonzeros)
+        return cls(torch.from_numpy(positions).to(device), values.to(device), dim)
+
+    @classmethod
+    def identity(cls, n: int, device: torch.device | str = "cpu") -> SparseProjector:
+        """P = I: nothing is projected."""
+        return cls(torch.arange(n, device=device)[:, None], torch.ones(n, 1, device=device), n)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def depth(self) -> int:
+        """Entries of the fullest column."""
+        return self.column_rows.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.indices, self.values, self.column_rows, self.column_values, self._column_entries)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def set_values_(self, values: torch.Tensor) -> None:
+        """Take other values at the same positions."""
+        self.values.copy_(values)
+        self._refresh_columns()
+
+    def dense(self) -> torch.Tensor:
+        """P as a matrix: for tests."""
+        dense = torch.zeros(self.num_rows, self.dim, device=self.device)
+        return dense.scatter_(1, self.indices.long(), self.values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dim": self.dim, "indices": self.indices, "values": self.values}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> SparseProjector:
+        """A copy: it shares no memory with `state`."""
+        return cls(state["indices"].to(device, copy=True), state["values"].to(device, copy=True), state["dim"])
+
+    def _refresh_columns(self) -> None:
+        flat = torch.cat([self.values.view(-1), self.values.new_zeros(1)])
+        torch.index_select(flat, 0, self._column_entries.view(-1), out=self.column_values.view(-1))
+
+
+def _index_dtype(size: int) -> torch.dtype:
+    return torch.int16 if size <= 2**15 else torch.int32
+
+
+def _draw_positions(num_rows: int, dim: int, nonzeros: int, *, seed: int, stream: int) -> NDArray[np.int32]:
+    """Columns dealt like cards: each deck is a permutation of all columns, cut into hands of `nonzeros`, one a row.
+
+    So no row has a column twice, and after every deck all columns have been used equally often (but for the few that
+    do not make up a hand).
+    """
+    hands_per_deck = dim // nonzeros
+    num_decks = -(-num_rows // hands_per_deck)
+    num_blocks = -(-num_decks * dim // 4)
+    words = philox4x32((np.arange(num_blocks), 0, stream, POSITIONS), split_seed(seed))
+    keys = np.stack(words, axis=1).reshape(-1)[: num_decks * dim].reshape(num_decks, dim)
+    decks = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
+    return decks[:, : hands_per_deck * nonzeros].reshape(-1, nonzeros)[:num_rows].copy()
+
+
+def _entries_by_column(indices: NDArray[Any], dim: int) -> NDArray[np.int32]:
+    """(depth, dim): flat positions of each column's entries in order, the total count where a column has no more."""
+    columns = indices.reshape(-1).astype(np.int64)
+    order = np.argsort(columns, kind="stable")
+    counts = np.bincount(columns, minlength=dim)
+    starts = np.cumsum(counts) - counts
+    sorted_columns = columns[order]
+    entries = np.full((int(counts.max(initial=1)), dim), len(columns), dtype=np.int32)
+    entries[np.arange(len(columns)) - starts[sorted_columns], sorted_columns] = order
+    return entries
