@@ -69,13 +69,19 @@ class Homes:
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self, num_resident: int) -> dict[str, Any]:
+        """Of the shared buffers. Copies are made in pairs where blocks stay on the device, for then memory is not what
+        is scarce, and where slots are narrower than copies, so that computing and not the link sets the pace."""
         num_slots = self._stream.device_slots if self._stream.overlap else 1
+        blocks = self.placement.blocks
+        narrow = any(u.nbytes < u.scratch_nbytes for u in blocks)
+        pairs = self._stream.fuse_update and bool(blocks) and (num_resident > 0 or narrow)
         return {
             "num_slots": num_slots,
             "num_low_slots": 1 if self.interval > num_slots else num_slots,
             "num_passes": self._num_passes,
-            "num_benches": int(self.interval > 1),
+            "num_benches": int(self.interval > 1 and not (pairs and self._num_passes == 2)),
+            "pairs": pairs,
         }
 
     def _check_budget(self, num_resident: int) -> None:
@@ -83,7 +89,7 @@ class Homes:
         budget_gb = self._stream.device_memory_gb
         if budget_gb is None:
             return
-        least = device_bytes(self.placement, num_resident=num_resident, **self._sizes())
+        least = device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident))
         if least.total > budget_gb * 1e9:
             raise ValueError(
                 f"this model needs at least {least.total / 1e9:.3g} GB on the device besides activations (edges "
@@ -94,7 +100,7 @@ class Homes:
             )
 
     def _make_visits(self) -> None:
-        sizes = self._sizes()
+        sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
         self.runtime = Runtime(
             self.placement.blocks,
             self.device,
@@ -105,7 +111,14 @@ class Homes:
             before_overwrite=self.claims.before_overwrite,
         )
         self.visits = Visits(
-            self.placement, self.runtime, self.log, noise=self.noise, interval=self.interval, device=self.device
+            self.placement,
+            self.runtime,
+            self.log,
+            noise=self.noise,
+            interval=self.interval,
+            num_passes=self._num_passes,
+            pairs=sizes["pairs"],
+            device=self.device,
         )
 
     def fill_device(self) -> None:
@@ -114,13 +127,13 @@ class Homes:
         self.may_fill_device = False
         blocks = self.placement.blocks
         peak = torch.cuda.max_memory_allocated(self.device)
-        activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes()).total)
+        activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
         if self._stream.device_memory_gb is not None:
             budget = int(self._stream.device_memory_gb * 1e9)
         else:
             budget = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         num_resident = most_resident(
-            self.placement, budget_nbytes=budget, activations_nbytes=activations, **self._sizes()
+            self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
         )
         if num_resident <= 0:
             return
@@ -158,7 +171,7 @@ class Homes:
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
             f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
-            f"scratch {self.placement.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
+            f"scratch {self.visits.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
             f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
             f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",

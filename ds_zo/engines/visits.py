@@ -4,6 +4,9 @@ copies.
 [Note: clean weights stay clean] Stored weights are never perturbed in place. A visit reads them once and writes
 perturbed copies to one scratch buffer that all units share. What a visit stores back (its slot, or at a fold the home)
 is what every pass of that visit starts from, so the passes differ by the perturbation and nothing else.
+
+[Note: copies in pairs] Where there is room for a second scratch, one launch makes the copies of both signs: one reading
+and one draw less, and with one direction nothing to store but folds. The copies have the same bits either way.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Visits:
         *,
         noise: Noise,
         interval: int,
+        num_passes: int,
+        pairs: bool,
         device: torch.device,
     ) -> None:
         self.placement = placement
@@ -56,21 +61,31 @@ class Visits:
         self.interval = interval
         self.device = device
         self.scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
-        bench_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if interval > 1 else 0
+        pair_nbytes = placement.block_scratch_nbytes if pairs else 0
+        self._pair = torch.empty(pair_nbytes, dtype=torch.uint8, device=device) if pairs else None
+        """Copies with the other sign; see [Note: copies in pairs]."""
+        self._one_launch = pairs and num_passes == 2
+        benched = interval > 1 and not self._one_launch
+        bench_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if benched else 0
         self._bench = Slot(bench_nbytes, device)
         """Where a resident block that does not fold puts its replayed weights: its home must keep the last folded
         ones."""
         self._open: tuple[Unit, Slot | None] | None = None
+        """The unit that is being visited, and its slot until that may be filled again."""
         self._folding: set[int] = set()
         self._kept_planes: dict[Any, list[Planes]] = {}
         self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
         self._kept_views: dict[Any, list[torch.Tensor]] = {}
         runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
 
+    @property
+    def scratch_nbytes(self) -> int:
+        return self.scratch.numel() + (0 if self._pair is None else self._pair.numel())
+
     def close(self) -> None:
         """Lets go of device buffers."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.scratch, self._bench.buffer = empty, empty
+        self.scratch, self._bench.buffer, self._pair = empty, empty, None
         for slot in self.runtime.slots:
             slot.buffer = empty
         for kept in (self._kept_planes, self._kept_outs, self._kept_views):
@@ -115,16 +130,21 @@ class Visits:
             self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
         assert self._open is not None
         slot = self._open[1]
+        pair = None if first and last else self._pair
+        is_mirror = pair is not None and index % 2 == 1
         if first:
-            self._bring_up_to_date(unit, slot, scratch=self.scratch, index=index)
-        else:
+            self._bring_up_to_date(unit, slot, scratch=self.scratch, pair=pair, index=index, last=last)
+        elif not is_mirror:
             on_bench = slot is None and self._bench.unit is unit
             base = self._bench.buffer if on_bench else unit.home if slot is None else slot.buffer
-            self._apply(unit, self._planes(unit, base), outs=self._outs(unit, self.scratch), index=index)
+            outs = self._outs(unit, self.scratch)
+            self._apply(unit, self._planes(unit, base), outs=outs, pair=pair, index=index)
         source = unit.home if slot is None else slot.buffer
-        if last and not _has_direct(unit):
-            self._depart(unit)
-        return self._views(unit, source, self.scratch) if first else None
+        if (last or (pair is not None and self._one_launch)) and not _has_direct(unit):
+            self._release(unit)
+        if pair is None:
+            return self._views(unit, source, self.scratch) if first else None
+        return self._views(unit, source, pair if is_mirror else self.scratch)
 
     def leave_block(self, unit: Unit) -> None:
         """The last pass has run the block."""
@@ -138,27 +158,35 @@ class Visits:
         return self._views(unit, unit.home, scratch)
 
     def _bring_up_to_date(
-        self, unit: Unit, slot: Slot | None, *, scratch: torch.Tensor | None = None, index: int | None = None
+        self,
+        unit: Unit,
+        slot: Slot | None,
+        *,
+        scratch: torch.Tensor | None = None,
+        pair: torch.Tensor | None = None,
+        index: int | None = None,
+        last: bool = False,
     ) -> None:
         """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy in
-        `scratch` on the way."""
+        `scratch` on the way. Where no other pass starts from it and no fold is due, nothing is stored."""
         pending = self.pending(unit)
         source = unit.home if slot is None else slot.buffer
         outs = None if scratch is None else self._outs(unit, scratch)
         if slot is None and unit.is_block:  # an edge may come between two passes' visits of the block on the bench
             self._bench.give_up()
-        if not pending:
-            self._apply(unit, self._planes(unit, source), outs=outs, index=index)
+        fold = id(unit) in self._folding if unit.is_block else True
+        alone = index is not None and (self._one_launch or last)
+        if not pending or (alone and not fold):
+            self._apply(unit, self._planes(unit, source), outs=outs, pair=pair, index=index, pending=pending)
             return
         step = self.log.length
-        fold = id(unit) in self._folding if unit.is_block else True
         low = self.runtime.arrive_low(unit) if fold and unit.low_nbytes else None
         target = source
         if slot is None and not fold:
             self._bench.unit, self._bench.version = unit, step
             target = self._bench.buffer
         brought, stored = self._planes(unit, source, low), self._planes(unit, target, low)
-        self._apply(unit, brought, stored=stored, outs=outs, index=index, pending=pending, fold=fold)
+        self._apply(unit, brought, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
         if slot is not None:
             slot.version = step  # the home follows when the slot is sent back
         elif fold:
@@ -166,12 +194,17 @@ class Visits:
             if unit.low_streamed:
                 self.runtime.depart(unit, None)
 
-    def _depart(self, unit: Unit) -> None:
+    def _release(self, unit: Unit) -> None:
+        """Nothing that is issued from here on reads the slot."""
         assert self._open is not None
         slot = self._open[1]
-        self._open = None
+        self._open = (unit, None)
         if slot is not None:
             self.runtime.depart(unit, slot)
+
+    def _depart(self, unit: Unit) -> None:
+        self._release(unit)
+        self._open = None
 
     # Visits that change nothing: evaluation, saving
 
@@ -272,12 +305,14 @@ class Visits:
         *,
         stored: Sequence[Planes] | None = None,
         outs: Sequence[torch.Tensor | None] | None = None,
+        pair: torch.Tensor | None = None,
         index: int | None = None,
         pending: int = 0,
         fold: bool = False,
     ) -> None:
         """One launch a part, none where there is nothing to do. `index` is the pass (2 a direction, + then -); None
         makes a clean copy."""
+        mirrors = None if pair is None else self._outs(unit, pair)
         step = self.log.length
         direction, sign = (0, 0.0) if index is None else (index // 2, 1.0 - 2.0 * (index % 2))
         for i, part in enumerate(unit.parts):
@@ -296,6 +331,8 @@ class Visits:
                 num_directions=self.log.num_directions,
                 dst=None if dst is None else dst.storage,
                 out=out,
+                pair=None if mirrors is None else mirrors[i],
+                as_stored=index is not None and dst is None and pending > 0,
                 low_in=source[i].low,
                 low_out=None if dst is None else dst.low,
                 exponents_in=source[i].exponents,

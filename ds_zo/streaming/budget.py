@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ds_zo.streaming.placement import Placement
 
@@ -26,10 +30,17 @@ class DeviceBytes:
 
 
 def device_bytes(
-    placement: Placement, *, num_resident: int, num_slots: int, num_low_slots: int, num_passes: int, num_benches: int
+    placement: Placement,
+    *,
+    num_resident: int,
+    num_slots: int,
+    num_low_slots: int,
+    num_passes: int,
+    num_benches: int,
+    pairs: bool,
 ) -> DeviceBytes:
     """Before anything is allocated. `num_benches`: resident blocks that do not fold every step need a working slot
-    more."""
+    more; `pairs`: copies of both signs are made at once."""
     edges = sum(u.nbytes + u.low_nbytes for u in (*placement.edges, *placement.ambient))
     edges += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
     largest = max((u.nbytes for u in placement.blocks), default=0)
@@ -40,17 +51,38 @@ def device_bytes(
     )
     return DeviceBytes(
         edges=edges,
-        scratch=placement.scratch_nbytes,
+        scratch=placement.scratch_nbytes + (placement.block_scratch_nbytes if pairs else 0),
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,
         blocks=blocks + (num_benches * largest if num_resident else 0),
     )
 
 
-def most_resident(placement: Placement, *, budget_nbytes: int, activations_nbytes: int, **sizes: int) -> int:
-    """How many blocks may stay on the device within a budget; -1 where it doesn't even hold a streamed model."""
+def check_fits(needed: DeviceBytes, *, budget_gb: float | None, remedy: str) -> None:
+    """Refuses a model that can't run within `device_memory_gb` before memory is taken."""
+    if budget_gb is not None and needed.total > budget_gb * 1e9:
+        raise ValueError(
+            f"this model needs at least {needed.total / 1e9:.3g} GB on the device besides activations (edges "
+            f"{needed.edges / 1e9:.3g}, slots {(needed.slots + needed.low_slots) / 1e9:.3g}, scratch "
+            f"{needed.scratch / 1e9:.3g}, resident blocks {needed.blocks / 1e9:.3g}), got {budget_gb:g}: {remedy} "
+            "(ds_zo.stream.device_memory_gb)"
+        )
+
+
+def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:
+    """The budget that the user gave, or what is free on the device, counting what this process could give back."""
+    if budget_gb is not None:
+        return int(budget_gb * 1e9)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def most_resident(
+    placement: Placement, *, budget_nbytes: int, activations_nbytes: int, sizes: Callable[[int], dict[str, Any]]
+) -> int:
+    """How many blocks may stay on the device within a budget; -1 where it doesn't even hold a streamed model. `sizes`
+    gives the other arguments of `device_bytes` for a number of resident blocks."""
     for num_resident in range(len(placement.blocks), -1, -1):
-        needed = device_bytes(placement, num_resident=num_resident, **sizes).total
+        needed = device_bytes(placement, num_resident=num_resident, **sizes(num_resident)).total
         if needed + activations_nbytes + MARGIN_NBYTES <= budget_nbytes:
             return num_resident
     return -1

@@ -39,6 +39,11 @@ class Placement:
         return [*self.blocks, *self.edges, *self.ambient]
 
     @property
+    def block_scratch_nbytes(self) -> int:
+        """A working copy of the largest block."""
+        return max((u.scratch_nbytes for u in self.blocks), default=0)
+
+    @property
     def numel(self) -> int:
         return sum(placed.numel for unit in self.units for placed in unit.placed)
 
@@ -171,6 +176,26 @@ def settle(
         unit.store(read, via=device)
         unit.leave_meta()
         unit.bind_home()
+
+
+def keep_on_device(unit: Unit, store: HostStore, device: torch.device, *, low: bool) -> None:
+    """Moves a streamed unit's home to the device for good, its low plane too if `low`. Only after its last copy."""
+    home, low_home = unit.home, unit.low_home
+    low_moves = low and low_home is not None
+    new_low = low_home.to(device) if low_home is not None and low_moves else low_home
+    unit.settle(home.to(device), new_low, streamed=False, low_streamed=not low_moves)
+    unit.bind_home()
+    store.give_back(home)
+    if low_home is not None and low_moves:
+        store.give_back(low_home)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers never stream."""
+    for m in module.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.device != device:
+                m._buffers[name] = buffer.to(device)
 
 
 def spread(num_blocks: int, num_resident: int) -> set[int]:
