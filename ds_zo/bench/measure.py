@@ -1,0 +1,203 @@
+"""What a case measures: steps, memory, the link, the CPU's Adam, and the machine it ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_REPO = Path(__file__).resolve().parents[2]
+_PACKAGES = ("ds_zo", "deepspeed", "torch", "transformers", "accelerate", "triton")
+
+
+def measure_steps(step: Callable[[], Any], *, warmup: int, steps: int, device: torch.device | str) -> dict[str, Any]:
+    """Median, fastest and slowest of `steps` calls after `warmup` untimed ones, with the peaks of memory.
+
+    A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
+    timed by events on the current stream, so that nothing waits between steps.
+    """
+    device = torch.device(device)
+    for _ in range(warmup):
+        step()
+    returned: list[Any] = []
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        start = time.perf_counter()
+        events[0].record()
+        for event in events[1:]:
+            returned.append(_detached(step()))
+            event.record()
+        synchronize(device)
+        wall_s = time.perf_counter() - start
+        seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+    else:
+        stamps = [time.perf_counter()]
+        for _ in range(steps):
+            returned.append(_detached(step()))
+            stamps.append(time.perf_counter())
+        wall_s = stamps[-1] - stamps[0]
+        seconds = [after - before for before, after in pairwise(stamps)]
+    losses = [float(loss) for loss in returned if loss is not None]
+    return {
+        "step_s": statistics.median(seconds),
+        "step_s_min": min(seconds),
+        "step_s_max": max(seconds),
+        "step_wall_s": wall_s / steps,
+        "seconds": [round(s, 6) for s in seconds],
+        "losses": losses,
+        "loss": losses[-1] if losses else None,
+        **memory_peaks(device),
+    }
+
+
+def _detached(loss: Any) -> Any:
+    return loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_peaks(device: torch.device | str) -> dict[str, float]:
+    """GB (10**9 bytes) on the device since the last reset, and the largest this process's host memory ever was."""
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else 0.0,
+        "peak_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9 if on_gpu else 0.0,
+        "host_peak_gb": host_peak_gb(),
+    }
+
+
+def host_peak_gb() -> float:
+    """VmHWM: resident pages at their most, pinned ones included. `ru_maxrss` would report a larger parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e9
+    return 0.0
+
+
+def host_free_bytes() -> int:
+    """What may still be allocated on the host: the kernel's estimate, or less where a container's limit is nearer."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    folder = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            ceiling = int((folder / limit).read_text())
+            cached = _file_cache_bytes((folder / limit).parent / "memory.stat")
+            free = min(free, ceiling - int((folder / used).read_text()) + cached)
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return free
+
+
+def _file_cache_bytes(stat: Path) -> int:
+    """File pages that the kernel drops when memory runs short: a limit counts them as used."""
+    fields = dict(line.split() for line in stat.read_text().splitlines() if len(line.split()) == 2)
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
+    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card.
+
+    The limit binds PyTorch's allocator, cached blocks included; CUDA's own context (about 0.5 GB) is outside of it.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gb * 1e9 > total:
+        raise ValueError(f"a cap must be within the card's {total / 1e9:.1f} GB, got {gb} (--device-memory-gb)")
+    torch.cuda.set_per_process_memory_fraction(gb * 1e9 / total, device)
+
+
+def link_gbps(device: torch.device | str = "cuda", *, nbytes: int = 2**30) -> dict[str, float]:
+    """Copy bandwidth between pinned host memory and the device: up, down, and both at once."""
+    device = torch.device(device)
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def timed(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for stream, (to, source) in zip(streams, copies, strict=False):
+            with torch.cuda.stream(stream):
+                for _ in range(4):
+                    to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return 4 * nbytes * len(copies) / (time.perf_counter() - start) / 1e9
+
+    up, down = (there[0], host[0]), (host[1], there[1])
+    timed([up, down])
+    return {"up": timed([up]), "down": timed([down]), "both": timed([up, down])}
+
+
+def cpu_adam_gparams_per_s(*, numel: int = 2**27, steps: int = 4) -> float:
+    """Speed of DeepSpeed's AdamW on the CPU in G parameters/s, float32, the step ZeRO-Offload waits for."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    parameter = torch.nn.Parameter(torch.zeros(numel))
+    parameter.grad = torch.full((numel,), 1e-3)
+    adam = DeepSpeedCPUAdam([parameter], lr=1e-4)
+    adam.step()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        adam.step()
+        seconds.append(time.perf_counter() - start)
+    return numel / statistics.median(seconds) / 1e9
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the software, found without initialising CUDA."""
+    return {"gpu": gpu_name(), "cpus": os.cpu_count(), "commit": commit(), "versions": versions()}
+
+
+@lru_cache(maxsize=1)
+def gpu_name() -> str | None:
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").partition("\n")[0] or None
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """Of the working tree, marked where it was changed; `DS_ZO_COMMIT` says it where there is no repository."""
+    return _output("git", "-C", str(_REPO), "describe", "--always", "--dirty") or os.environ.get("DS_ZO_COMMIT")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        loaded = getattr(sys.modules.get(name), "__version__", None)
+        try:
+            found[name] = str(loaded or metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,375 @@
+"""Cases, each in a process of its own, as rows: whatever happens to a case is a result.
+
+[Note: fork from a warm parent] Importing torch, transformers and DeepSpeed takes tens of seconds on a cold machine,
+more than most cases compute. The parent imports them once, never touches CUDA, and forks a child a case: the child
+starts at once and initialises CUDA itself. PyTorch asks the driver whether there is a GPU, which would spoil every
+fork, unless PYTORCH_NVML_BASED_CUDA_CHECK is set before it is imported. A parent that did touch CUDA, and a case whose
+variables are read when libraries load, get a fresh interpreter instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import hashlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NoReturn
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+from tqdm import tqdm
+
+Row = dict[str, Any]
+"""One case's outcome: the harness's keys (`HARNESS_KEYS`) and, beside them, what its target returned."""
+
+HARNESS_KEYS = (
+    *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "host_drop_gb"),
+    *("last_words", "error", "started", "gpu", "cpus", "commit", "versions"),
+)
+_READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
+_POLL_S = 0.1
+_LAST_WORDS = 2000
+_LAST_WORDS_S = 0.3
+_NUM_FRAMES = 12
+_BAD_FORK = 97
+"""Exit status of a forked child that found CUDA initialised by its parent."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function to call in a child of its own."""
+
+    name: str
+    target: str
+    """`package.module:function`, called with `params`; returns what JSON can hold."""
+    params: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 120.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    planned_host_gb: float | None = None
+    """Host memory it is expected to need: a case that cannot have it is recorded as skipped, not run."""
+
+    @property
+    def config_hash(self) -> str:
+        """Of everything that decides what is measured."""
+        text = json.dumps([self.target, self.params, dict(self.env)], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def run_cases(
+    cases: Sequence[Case],
+    *,
+    out: Path | None,
+    run_id: str | None = None,
+    only: str | None = None,
+    resume: bool = False,
+    min_free_host_gib: float = 4.0,
+    warm: Sequence[str] = ("torch", "transformers", "deepspeed", "ds_zo"),
+    device: str = "cuda",
+    spawn: bool = False,
+) -> list[Row]:
+    """One row a case, appended to `out` as it comes. Tables compare rows of one `run_id`.
+
+    `only` names cases by a glob or a part of the name. `resume` goes on with the last run of `out`: cases that have a
+    row there keep it. A child is stopped when the host has less than `min_free_host_gib` left.
+    """
+    chosen = [case for case in cases if only is None or fnmatch(case.name, only) or only in case.name]
+    if not chosen:
+        raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
+    done: list[Row] = []
+    if resume and out is not None and out.exists():
+        rows = read_rows(out)
+        run_id = run_id or (rows[-1]["run_id"] if rows else None)
+        done = [row for row in rows if row["run_id"] == run_id and row["status"] != "skipped"]
+    run_id = run_id or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    known = {(row["case"], row["config_hash"]): row for row in done}
+
+    for name in warm if not spawn else ():
+        importlib.import_module(name)
+    from ds_zo.bench.measure import environment
+
+    common = {"run_id": run_id, "device": device, **environment()}
+    harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
+    results: list[Row] = []
+    bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True)
+    with bar:
+        for case in chosen:
+            bar.set_description(case.name)
+            row = known.get((case.name, case.config_hash))
+            if row is None:
+                row = common | harness.run(case)
+                if out is not None:
+                    _append(out, row)
+            results.append(row)
+            bar.update()
+            bar.set_postfix_str(f"{case.name}: {row['status']}", refresh=True)
+    return results
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a JSONL file; a last line that a killed run left half-written is dropped."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _append(out: Path, row: Row) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _Bar(tqdm):
+    monitor_interval = 0  # its monitor is a thread, and threads do not survive a fork
+
+
+class _Harness:
+    """Starts children, watches them, and says how each ended."""
+
+    def __init__(self, *, min_free_bytes: int, spawn: bool) -> None:
+        self._min_free_bytes = min_free_bytes
+        self._spawn = spawn
+
+    def run(self, case: Case) -> Row:
+        from ds_zo.bench.measure import host_free_bytes
+
+        row: Row = {
+            "case": case.name,
+            "target": case.target,
+            "params": case.params,
+            "env": dict(case.env),
+            "config_hash": case.config_hash,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        free = host_free_bytes()
+        room_gb = (free - self._min_free_bytes) / 1e9
+        if case.planned_host_gb is not None and case.planned_host_gb > room_gb:
+            reason = f"needs about {case.planned_host_gb:.1f} GB of host memory, and {room_gb:.1f} GB may be used"
+            return row | {"status": "skipped", "error": reason, "wall_s": 0.0}
+        with tempfile.TemporaryDirectory(prefix="ds_zo_bench_") as folder:
+            (Path(folder) / "log").touch()
+            start = time.perf_counter()
+            outcome = self._one(case, Path(folder), free)
+            outcome["wall_s"] = round(time.perf_counter() - start, 3)
+        return row | outcome
+
+    def _one(self, case: Case, folder: Path, free_bytes: int) -> Row:
+        env = {**_single_process(), **case.env}
+        forks = not self._spawn and not any(name.startswith(_READ_AT_LOAD) for name in case.env)
+        start = _fork if forks and not _cuda_was_touched() else _start_interpreter
+        pid = start(case, folder, env)
+        with _ended(pid):
+            watched = self._watch(pid, case, free_bytes)
+        if watched.exit_status == _BAD_FORK and forks:
+            self._spawn = True
+            return self._one(case, folder, free_bytes)
+        outcome: Row = {
+            "last_words": _last_words(folder / "log"),
+            "host_drop_gb": round(watched.host_drop_bytes / 1e9, 3),
+        }
+        if watched.stopped is not None:
+            status, reason = watched.stopped
+            return outcome | {"status": status, "error": reason}
+        with suppress(OSError, json.JSONDecodeError):
+            return outcome | json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        if watched.exit_status == -signal.SIGKILL:
+            return outcome | {"status": "killed", "error": "killed from outside, as the kernel does out of memory"}
+        return outcome | {"status": "crash", "error": f"ended without a result, exit status {watched.exit_status}"}
+
+    def _watch(self, pid: int, case: Case, free_bytes: int) -> _Watched:
+        from ds_zo.bench.measure import host_free_bytes
+
+        deadline = time.monotonic() + case.timeout_s
+        least = free_bytes
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return _Watched(os.waitstatus_to_exitcode(status), None, max(0, free_bytes - least))
+            free = host_free_bytes()
+            least = min(least, free)
+            stopped = None
+            if free < self._min_free_bytes:
+                stopped = ("killed", f"stopped with {free / 2**30:.1f} GiB of host memory left")
+            elif time.monotonic() > deadline:
+                stopped = ("timeout", f"no answer within {case.timeout_s:g} s")
+            if stopped is not None:
+                if stopped[0] == "timeout":
+                    os.kill(pid, signal.SIGUSR1)  # it writes where it stands into its log
+                    time.sleep(_LAST_WORDS_S)
+                _end(pid)
+                return _Watched(None, stopped, max(0, free_bytes - least))
+            time.sleep(_POLL_S)
+
+
+def _last_words(log: Path) -> str:
+    """The end of what a child wrote. Of a stack dump only the innermost frames: a forked child's stack goes on into
+    its parent's."""
+    kept: list[str] = []
+    num_frames = 0
+    for line in log.read_bytes().decode(errors="replace").splitlines():
+        num_frames = num_frames + 1 if line.startswith("  File ") and num_frames else 0
+        if line.endswith("(most recent call first):"):
+            num_frames = 1
+        if num_frames <= _NUM_FRAMES and not line.startswith("Extension modules:"):
+            kept.append(line)
+    return "\n".join(kept)[-_LAST_WORDS:]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    exit_status: int | None
+    """As `subprocess` gives it: negative for a signal. None where we stopped the child."""
+    stopped: tuple[str, str] | None
+    """(status, reason) where we did."""
+    host_drop_bytes: int
+    """By how much the host's free memory fell meanwhile, whoever took it."""
+
+
+@contextmanager
+def _ended(pid: int) -> Iterator[None]:
+    """Whatever happens, the child's whole group is gone afterwards."""
+    try:
+        yield
+    finally:
+        _end(pid)
+
+
+def _end(pid: int) -> None:
+    """A child leads its own session, so that those it started go with it; right after a fork it does not yet."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # waited for already
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _cuda_was_touched() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and (torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork())
+
+
+def _single_process() -> dict[str, str]:
+    """What a launcher would set for the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _fork(case: Case, folder: Path, env: Mapping[str, str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        # A test runner's capture replaces these objects: what the child says must reach the log.
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        os.environ.update(env)
+        _child(case, folder)
+    return pid
+
+
+def _start_interpreter(case: Case, folder: Path, env: Mapping[str, str]) -> int:
+    spec = {"name": case.name, "target": case.target, "params": case.params}
+    (folder / "case.json").write_text(json.dumps(spec), encoding="utf-8")
+    code = "import sys; from ds_zo.bench.runner import _child_of_file; _child_of_file(sys.argv[1])"
+    path = os.pathsep.join(filter(None, (*sys.path, os.environ.get("PYTHONPATH"))))
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(folder)],
+            env={**os.environ, "PYTHONPATH": path, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    child.returncode = 0  # we wait for the process ourselves
+    return child.pid
+
+
+def _child_of_file(folder: str) -> NoReturn:
+    _child(Case(**json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))), Path(folder))
+
+
+def _child(case: Case, folder: Path) -> NoReturn:
+    """Calls the target and leaves its answer in a file. Ends without interpreter shutdown, which can hang or abort
+    in libraries whose answer is already written."""
+    status = 1
+    try:
+        _die_with_parent()
+        faulthandler.enable(file=sys.stderr)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if sys.modules.get("torch") is not None and sys.modules["torch"].cuda._is_in_bad_fork():
+            os._exit(_BAD_FORK)
+        outcome = _outcome(case)
+        part = folder / "result.json.part"
+        part.write_text(json.dumps(outcome), encoding="utf-8")
+        part.rename(folder / "result.json")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _outcome(case: Case) -> Row:
+    module, _, function = case.target.partition(":")
+    try:
+        result = dict(getattr(importlib.import_module(module), function)(**case.params))
+        taken = sorted(result.keys() & set(HARNESS_KEYS))
+        if taken:
+            raise ValueError(f"{case.target} returned keys that the harness writes: {', '.join(taken)}; rename them")
+        json.dumps(result)
+        return {"status": "ok", **result, **_gpu()}
+    except BaseException as error:
+        traceback.print_exc()
+        status = "oom" if is_out_of_memory(error) else "crash"
+        return {"status": status, "error": f"{type(error).__name__}: {error}"[:_LAST_WORDS], **_gpu()}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On the device or on the host, said by PyTorch, by CUDA's runtime or by Python."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return any(sign.lower() in str(error).lower() for sign in signs)
+
+
+def _gpu() -> Row:
+    torch = sys.modules.get("torch")
+    known = torch is not None and torch.cuda.is_initialized()
+    return {"gpu": torch.cuda.get_device_name()} if torch is not None and known else {}
+
+
+def _die_with_parent() -> None:
+    """A killed harness leaves no child behind holding the GPU (Linux)."""
+    pr_set_pdeathsig = 1
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

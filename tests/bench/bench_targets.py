@@ -1,0 +1,56 @@
+"""What test cases run in their children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add(*, a: int, b: int) -> dict[str, Any]:
+    print("adding")
+    return {"sum": a + b, "pid": os.getpid(), "rank": os.environ["RANK"], "word": os.environ.get("BENCH_WORD")}
+
+
+def multiply_in_threads() -> dict[str, Any]:
+    """Hangs in a child whose parent had started OpenMP's threads."""
+    import torch
+
+    torch.set_num_threads(2)
+    square = torch.ones(400, 400)
+    return {"total": float((square @ square).sum()), "cuda": torch.cuda.is_initialized()}
+
+
+def run_out_of_memory() -> dict[str, Any]:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+
+def abort() -> dict[str, Any]:
+    print("about to abort", flush=True)
+    os.abort()
+
+
+def die_as_if_killed() -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def hang_with_grandchild(*, pid_file: str) -> dict[str, Any]:
+    grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(pid_file).write_text(str(grandchild.pid))
+    wait_for_ever()
+    return {}
+
+
+def wait_for_ever() -> None:
+    time.sleep(600)
+
+
+def take_a_harness_key() -> dict[str, Any]:
+    return {"status": "fine"}

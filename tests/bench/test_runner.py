@@ -1,0 +1,103 @@
+"""Whatever happens to a case is a row, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_zo.bench.runner import Case, Row, read_rows, run_cases
+
+HERE = "bench_targets"
+
+
+def run(*cases: Case, out: Path | None = None, **options: Any) -> list[Row]:
+    return run_cases(cases, out=out, device="cpu", warm=("torch",), **{"min_free_host_gib": 0.1} | options)
+
+
+def case(function: str, *, name: str | None = None, **options: Any) -> Case:
+    return Case(name=name or function, target=f"{HERE}:{function}", **options)
+
+
+@pytest.mark.parametrize("spawn", [False, True], ids=["forked", "fresh interpreter"])
+def test_a_row_holds_what_the_target_returned_and_where_it_ran(spawn: bool, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "rows.jsonl"
+    [row] = run(case("add", params={"a": 1, "b": 2}, env={"BENCH_WORD": "hi"}), out=out, spawn=spawn, run_id="r1")
+    assert (row["status"], row["sum"], row["rank"], row["word"]) == ("ok", 3, "0", "hi")
+    assert row["pid"] != os.getpid()
+    assert "adding" in row["last_words"]
+    assert row["run_id"] == "r1" and row["versions"]["torch"] and row["cpus"] and row["wall_s"] > 0
+    assert read_rows(out) == [row]
+
+
+def test_a_forked_child_may_use_threads_and_finds_cuda_untouched() -> None:
+    [row] = run(case("multiply_in_threads", timeout_s=30))
+    assert (row["status"], row["total"], row["cuda"]) == ("ok", 400.0**3, False)
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "words"),
+    [
+        ("run_out_of_memory", "oom", "Tried to allocate"),
+        ("abort", "crash", "about to abort"),
+        ("die_as_if_killed", "killed", ""),
+        ("take_a_harness_key", "crash", "status"),
+        ("no_such_function", "crash", "no_such_function"),
+    ],
+)
+def test_failures_are_rows_with_their_last_words(function: str, status: str, words: str) -> None:
+    [row] = run(case(function))
+    assert row["status"] == status
+    assert words in row["last_words"]
+    assert row["error"]
+
+
+def test_a_hanging_case_says_where_and_its_grandchildren_go_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    hanging = case("hang_with_grandchild", params={"pid_file": str(pid_file)}, timeout_s=1.5)
+    start = time.monotonic()
+    rows = run(hanging, case("add", params={"a": 1, "b": 1}))
+    assert time.monotonic() - start < 20
+    assert [row["status"] for row in rows] == ["timeout", "ok"]
+    assert "wait_for_ever" in rows[0]["last_words"]
+    grandchild = Path("/proc") / pid_file.read_text()
+    assert not grandchild.exists() or "Z" in (grandchild / "stat").read_text().rpartition(")")[2].split()[:1]
+
+
+def test_a_host_short_of_memory_stops_the_child() -> None:
+    [row] = run(case("wait_for_ever", timeout_s=60), min_free_host_gib=1e6)
+    assert row["status"] == "killed" and "host memory left" in row["error"]
+
+
+def test_a_case_over_the_hosts_memory_is_recorded_and_not_run() -> None:
+    [row] = run(case("wait_for_ever", planned_host_gb=1e6, timeout_s=60))
+    assert row["status"] == "skipped" and "1000000.0 GB" in row["error"]
+
+
+def test_resuming_keeps_the_runs_rows_and_makes_what_is_missing(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    first, second = (case("add", name=f"add{i}", params={"a": i, "b": 0}) for i in (1, 2))
+    [done] = run(first, second, out=out, only="add1")
+    with out.open("a") as file:
+        file.write('{"run_id": "half a li')
+    rows = run(first, second, out=out, resume=True)
+    assert rows[0] == done and rows[1]["sum"] == 2
+    assert {row["run_id"] for row in rows} == {done["run_id"]}
+    changed = case("add", name="add1", params={"a": 5, "b": 0})
+    assert run(changed, out=out, resume=True)[0]["sum"] == 5
+
+
+def test_only_names_cases_by_glob_or_part_and_says_what_there_is() -> None:
+    with pytest.raises(ValueError, match="add"):
+        run(case("add"), only="lomo*")
+
+
+def test_the_hash_is_of_what_is_measured() -> None:
+    one = case("add", params={"a": 1, "b": 2})
+    assert one.config_hash == case("add", name="other", params={"b": 2, "a": 1}, timeout_s=9).config_hash
+    assert one.config_hash != case("add", params={"a": 1, "b": 3}).config_hash
+    json.dumps(one.params)
