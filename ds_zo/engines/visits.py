@@ -189,10 +189,12 @@ class Visits:
         self._apply(unit, brought, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
         if slot is not None:
             slot.version = step  # the home follows when the slot is sent back
+            if fold:
+                self.runtime.written(unit, slot)
         elif fold:
             unit.version = step
             if unit.low_streamed:
-                self.runtime.depart(unit, None)
+                self.runtime.written(unit, None)
 
     def _release(self, unit: Unit) -> None:
         """Nothing that is issued from here on reads the slot."""

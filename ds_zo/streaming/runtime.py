@@ -113,25 +113,30 @@ class Runtime:
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
-    def depart(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
-        """The last kernel that touches the unit's slots has been issued: downloads that the plan has, and uploads that
-        waited, go. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where the
-        plan cannot know: a block that is visited again before it is changed."""
+    def written(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
+        """The last kernel that writes to the unit's slots has been issued: what the plan sends back goes, while others
+        may still read it. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where
+        the plan cannot know: a block that is visited again before it is changed."""
         number = self._number[id(unit)]
         low = self._low_of.pop(number, None)
         for used in (slot, low):
             if used is not None:
                 self._record(used.drained, self._compute)
-        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
-            self._actions.popleft()
         if number in self._downloads if send_back is None else send_back:
             self._send_back(unit, slot, low)
             self._downloads.discard(number)
-        if slot is not None and slot.version != unit.version:
-            slot.give_up()
         if low is not None:
             self._low_pool.append(low)
-        self._visited.add(number)
+
+    def depart(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
+        """The last kernel that touches the unit's slots has been issued: it is `written`, if that was not said before,
+        and uploads that waited go."""
+        self.written(unit, slot, send_back=send_back)
+        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
+            self._actions.popleft()
+        if slot is not None and slot.version != unit.version:
+            slot.give_up()
+        self._visited.add(self._number[id(unit)])
         self._issue_uploads()
 
     def abandon(self, slot: Slot) -> None:
@@ -184,11 +189,11 @@ class Runtime:
 
     def _upload(self, number: int, slot: Slot) -> None:
         unit = self.units[number]
-        for event in (slot.drained, slot.saved, unit.landed):
+        for event in (slot.drained, unit.landed):
             self._wait(self._up, event)
         with self._on(self._up):
             slot.take(unit)
-            slot.buffer[: unit.nbytes].copy_(unit.home, non_blocking=True)
+            self._copy_up(slot, unit.home)
         self._record(slot.filled, self._up)
         self.bytes_up += unit.nbytes
         wanted = self._wants_low is not None and self._wants_low(unit, number in self._visited)
@@ -200,15 +205,25 @@ class Runtime:
         if not self._low_pool:  # all were filled ahead for units that come later: the one that is here goes first
             self._low_pool.append(self._low_of.popitem()[1])
         slot = self._low_pool.popleft()
-        for event in (slot.drained, slot.saved, unit.landed):
+        for event in (slot.drained, unit.landed):
             self._wait(self._up, event)
         with self._on(self._up):
-            slot.buffer[: unit.low_nbytes].copy_(unit.low_home, non_blocking=True)
+            self._copy_up(slot, unit.low_home)
         self._record(slot.filled, self._up)
         self.bytes_up += unit.low_nbytes
         slot.unit, slot.version = unit, unit.version
         self._low_of[self._number[id(unit)]] = slot
         return slot
+
+    def _copy_up(self, slot: Slot, home: torch.Tensor) -> None:
+        """Piece by piece behind a download that may still be under way; at once where there was none."""
+        if not slot.is_saving:
+            slot.buffer[: home.numel()].copy_(home, non_blocking=True)
+            return
+        for piece, saved in slot.pieces(home.numel()):
+            self._wait(self._up, saved)
+            slot.buffer[piece].copy_(home[piece], non_blocking=True)
+        slot.is_saving = False
 
     def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:
@@ -218,9 +233,11 @@ class Runtime:
                 if used is None or home is None:
                     continue
                 self._wait(self._down, used.drained)
-                home.copy_(used.buffer[: home.numel()], non_blocking=True)
+                for piece, saved in used.pieces(home.numel()):
+                    home[piece].copy_(used.buffer[piece], non_blocking=True)
+                    self._record(saved, self._down)
+                used.is_saving = True
                 self.bytes_down += home.numel()
-                self._record(used.saved, self._down)
         if slot is not None:
             unit.version = slot.version
         if self._down is not None:

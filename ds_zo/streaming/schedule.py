@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+NUM_PIECES = 4
+"""An upload follows the download out of its slot by one of so many pieces."""
+
 
 class Kind(Enum):
     UPLOAD = "H"
@@ -113,12 +116,17 @@ def price(
     *,
     seconds: Mapping[Kind, float] | None = None,
     seconds_of: Mapping[tuple[int, Kind], float] | None = None,
+    writes_first: bool = False,
 ) -> Timeline:
     """Runs the schedule on paper: three engines, each first come first served, with the waits that `runtime` issues:
-    a compute waits for its upload, a download for its compute, an upload for its slot's last compute and download."""
+    a compute waits for its upload, a download for its compute (with `writes_first`, as in ZO, for its first kernel
+    alone), an upload for its slot's last compute, following the slot's last download by a piece."""
+    num_pieces = NUM_PIECES if any(action.slot for action in actions) else 1  # one slot: one thing at a time
     engine_free = dict.fromkeys(Kind, 0.0)
     filled: dict[int, float] = {}
+    written: dict[int, float] = {}
     drained: dict[int, float] = {}
+    saved: dict[int, tuple[float, float]] = {}
     busy = dict.fromkeys(Kind, 0.0)
     spans = []
     for action in actions:
@@ -127,18 +135,25 @@ def price(
         else:
             assert seconds is not None
             duration = seconds[action.kind]
+        slot = action.slot
+        saving_from, saving_to = saved.get(slot, (0.0, 0.0))
+        piece = (saving_to - saving_from) / num_pieces
         ready = {
-            Kind.UPLOAD: drained.get(action.slot, 0.0),
-            Kind.COMPUTE: filled.get(action.slot, 0.0),
-            Kind.DOWNLOAD: drained.get(action.slot, 0.0),
+            Kind.UPLOAD: max(drained.get(slot, 0.0), saving_from + piece),
+            Kind.COMPUTE: filled.get(slot, 0.0),
+            Kind.DOWNLOAD: written.get(slot, 0.0),
         }[action.kind]
         start = max(engine_free[action.kind], ready)
         end = start + duration
+        if action.kind is Kind.UPLOAD:
+            end = max(end, saving_to + duration / num_pieces)
+            saved.pop(slot, None)
+            filled[slot] = end
+        elif action.kind is Kind.COMPUTE:
+            written[slot], drained[slot] = (start if writes_first else end), end
+        else:
+            saved[slot] = (start, end)
         engine_free[action.kind] = end
         busy[action.kind] += duration
-        if action.kind is Kind.UPLOAD:
-            filled[action.slot] = end
-        else:
-            drained[action.slot] = end
         spans.append((action, start, end))
     return Timeline(tuple(spans), max((end for _, _, end in spans), default=0.0), busy)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ds_zo.streaming.schedule import NUM_PIECES
 from ds_zo.streaming.units import Unit
 
 
 class Slot:
-    """One buffer on the device. The object that owns the buffer owns its events:
-    `filled` when its upload is done, `drained` when the last kernel has read it, `saved` when its download is done."""
+    """One buffer on the device. The object that owns the buffer owns its events: `filled` when its upload is done,
+    `drained` when the last kernel has read it, `saved` when each piece of its download is done."""
 
     def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
         self.device = device
@@ -23,11 +25,20 @@ class Slot:
         cuda = device.type == "cuda"
         self.filled: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
-        self.saved: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
+        self.is_saving = False
+        """A download out of it was issued after its last upload."""
         self.unit: Unit | None = None
         """Whose bytes it holds or awaits."""
         self.version = -1
         """How many updates those bytes include. Differs from `unit.version` once a visit has replayed into it."""
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
+        """The pieces that the first `nbytes` reach into, the same for every unit, and the events of their downloads."""
+        length = -(-self._nbytes // NUM_PIECES)
+        for i, saved in enumerate(self.saved):
+            if i * length < nbytes:
+                yield slice(i * length, min((i + 1) * length, nbytes)), saved
 
     def take(self, unit: Unit) -> None:
         """An upload is about to fill it."""

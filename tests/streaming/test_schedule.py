@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_zo.streaming.schedule import Action, Kind, Timeline, price, sweep, validate
+from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, Timeline, price, sweep, validate
 
 
 def read(text: str) -> list[Action]:
@@ -129,14 +129,24 @@ def test_three_slots_keep_the_papers_dependencies_and_no_others() -> None:
     assert spans[f"D{num_blocks - 1}"][1] == num_blocks + 2
 
 
-def test_two_slots_make_an_upload_wait_for_the_download_before_it() -> None:
+def test_an_upload_follows_the_download_out_of_its_slot_by_a_piece() -> None:
     num_blocks = 8
     actions = sweep(range(num_blocks), num_slots=2, downloads=range(num_blocks))
-    spans = spans_of(price(actions, seconds=dict.fromkeys(Kind, 1.0)))
+    two = price(actions, seconds=dict.fromkeys(Kind, 1.0))
+    spans = spans_of(two)
     for i in range(1, num_blocks - 1):
-        assert spans[f"H{i + 1}"][0] == spans[f"D{i - 1}"][1]
+        assert spans[f"H{i + 1}"][0] == spans[f"D{i - 1}"][0] + 1 / NUM_PIECES
+        assert spans[f"H{i + 1}"][1] >= spans[f"D{i - 1}"][1] + 1 / NUM_PIECES
     three = price(sweep(range(num_blocks), num_slots=3, downloads=range(num_blocks)), seconds=dict.fromkeys(Kind, 1.0))
-    assert max(end for _, end in spans.values()) > three.total_s
+    assert three.total_s < two.total_s < three.total_s + num_blocks / NUM_PIECES
+
+
+def test_a_download_goes_when_its_block_is_written() -> None:
+    actions = sweep(range(3), num_slots=2, downloads=range(3))
+    late = spans_of(price(actions, seconds=dict.fromkeys(Kind, 1.0)))
+    early = spans_of(price(actions, seconds=dict.fromkeys(Kind, 1.0), writes_first=True))
+    assert late["D0"][0] == late["C0"][1]
+    assert early["D0"][0] == early["C0"][0]
 
 
 def test_two_slots_cost_nothing_where_nothing_is_sent_back() -> None:
