@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tune a causal language model through DeepSpeed, with whatever update path the JSON names.
+"""Fine-tune a language model, or one with a classification head, through DeepSpeed, by what the JSON names.
 
 With nothing but a JSON, the embedded model learns the embedded task, offline, on CPU or GPU:
 
@@ -11,6 +11,9 @@ A real job names its model and data:
         --model facebook/opt-1.3b --task sst2 --data-dir DIR
     deepspeed launch/train.py --deepspeed ds_configs/lomo.json --model ./folder --task text --data notes.txt
 
+With `--eval-every`, the state that is best on dev is the one that is tested and saved. `--max-seconds` ends training
+by the clock (evaluation and saving not counted), and `--results FILE` adds the run's row to a JSONL file.
+
 The learning rates in ds_configs suit the embedded model, which has a million parameters. A real one wants its own:
 with ZO, 1e-7 to 1e-5, and thousands of steps.
 """
@@ -18,13 +21,14 @@ with ZO, 1e-7 to 1e-5, and thousands of steps.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +39,19 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
+from ds_zo.bench.mezo_engine import MeZOEngine
+from ds_zo.bench.run_summary import Best, Point, Summary, append_row, commit, versions
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import backend_of
-from ds_zo.tasks import TASKS, DataSource, Evaluator, Score, SeededOrder, TaskError, collate, make_task, pad_token_id
+from ds_zo.tasks import TASKS, DataSource, Draw, Evaluator, HeadTask, Score, SeededOrder, TaskError, make_task
+from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+from ds_zo.tasks.encoding import position_ids
+from ds_zo.tasks.scoring import takes_positions
 
 EMBEDDED = "embedded"
 EMBEDDED_TASK = "code_or_text"
@@ -50,33 +59,12 @@ EMBEDDED_STEPS = 200
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_EVERY = 10
 """Steps between two readings of the loss: each reading waits for the device."""
+REFERENCE = "mezo"
+"""An optimizer.type of this script's own: in-memory MeZO, which ZO is compared with."""
 
 
 class UserError(ValueError):
     """Shown as one line, without a traceback."""
-
-
-@dataclass
-class Summary:
-    """What a run came to; printed, and written beside the model as summary.json."""
-
-    model: str
-    task: str
-    config: str
-    device: str
-    dtype: str
-    steps: int
-    train_s: float
-    tokens_per_s: float
-    loss_first: float | None
-    loss_last: float | None
-    metric: str
-    before: float | None
-    after: float | None
-    peak_device_gb: float
-    peak_host_gb: float
-    model_folder: str
-    checkpoint_folder: str | None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,8 +80,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--task", metavar="NAME", help=f"one of {', '.join(TASKS)} (default: {EMBEDDED_TASK}; with --data, text)"
     )
-    what.add_argument("--data-dir", type=Path, metavar="DIR", help="folder with train.jsonl, dev.jsonl and test.jsonl")
+    what.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder with train.jsonl, dev.jsonl and test.jsonl, or a suite's own train.jsonl and validation.jsonl",
+    )
     what.add_argument("--data", type=Path, metavar="FILE", help="one .jsonl or text file, cut into train, dev and test")
+    what.add_argument("--hub", action="store_true", help="the task's public copy, through the package datasets")
+    for split, number in (("train", Draw.num_train), ("dev", Draw.num_dev), ("test", Draw.num_test)):
+        what.add_argument(
+            f"--num-{split}",
+            type=int,
+            metavar="N",
+            help=f"rows drawn for {split} (default: {number} of a suite's own splits, all of splits that are ready)",
+        )
+    what.add_argument("--data-seed", type=int, default=0, metavar="N", help="seed of that draw (default: %(default)s)")
+    what.add_argument(
+        "--head",
+        choices=["lm", "classifier"],
+        default="lm",
+        help="lm: words after a prompt; classifier: a new head on the model, and regression for STS-B",
+    )
+    what.add_argument(
+        "--padding-side", choices=["right", "left"], default="right", help="of batches (default: %(default)s)"
+    )
     what.add_argument(
         "--max-length",
         type=int,
@@ -112,9 +123,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     length = how.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=int, help=f"optimizer steps (default: {EMBEDDED_STEPS} for the embedded task, else one epoch)"
+        "--steps",
+        type=int,
+        help=f"optimizer steps (default: {EMBEDDED_STEPS} for the embedded task, else one epoch; 0: zero-shot only)",
     )
     length.add_argument("--epochs", type=float, help="passes over the training data")
+    how.add_argument(
+        "--max-seconds", type=float, metavar="S", help="stop training after so long, evaluations and saves not counted"
+    )
     how.add_argument("--lr", type=float, help="instead of the JSON's optimizer.params.lr")
     how.add_argument(
         "--dtype",
@@ -123,13 +139,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="auto: what the JSON enables; on a CPU float32, where 16 bit is emulated",
     )
     how.add_argument("--seed", type=int, default=0, help="of the data order and of torch (default: %(default)s)")
+    how.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank (needs peft)")
+    how.add_argument("--lora-alpha", type=float, default=16.0, metavar="A", help="their scale (default: %(default)s)")
+    how.add_argument(
+        "--lora-targets",
+        default="q_proj,v_proj",
+        metavar="NAMES",
+        help="modules that get one, or all-linear (default: %(default)s)",
+    )
+    how.add_argument("--train-base", action="store_true", help="with LoRA: train the base weights beside the adapters")
 
     when = parser.add_argument_group("evaluating, saving, resuming")
     when.add_argument("--num-eval", type=int, metavar="N", help="evaluate on the first N examples (default: all)")
     when.add_argument("--eval-batch-size", type=int, default=16, help="sequences a forward pass (default: %(default)s)")
     when.add_argument(
-        "--eval-every", type=int, default=0, metavar="STEPS", help="score the dev split on the way (default: never)"
+        "--eval-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="score the dev split on the way and keep the best (default: never)",
     )
+    when.add_argument("--skip-zero-shot", action="store_true", help="do not score the model before training")
+    when.add_argument("--no-save", action="store_true", help="do not write the trained model")
+    when.add_argument("--results", type=Path, metavar="FILE", help="add the run's row to this JSONL file")
     when.add_argument(
         "--save-every", type=int, default=0, metavar="STEPS", help="write a checkpoint on the way (default: never)"
     )
@@ -142,7 +174,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.task is None:
         args.task = EMBEDDED_TASK if args.data is None and args.data_dir is None else "text"
-    for name in ("max_length", "steps", "epochs", "num_eval", "eval_batch_size"):
+    if args.steps is not None and args.steps < 0:
+        parser.error(f"--steps must not be negative, got {args.steps}")
+    if args.train_base and args.lora_rank is None:
+        parser.error("--train-base says what LoRA does with the base: it needs --lora-rank")
+    counts = ("max_length", "epochs", "num_eval", "eval_batch_size", "max_seconds", "lora_rank")
+    for name in (*counts, "num_train", "num_dev", "num_test"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -181,26 +218,61 @@ def model_dtype(config: dict[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), "fp32")
 
 
-def load_model(name: str, *, dtype: torch.dtype, lazily: bool) -> tuple[Any, Any]:
+def data_source(args: argparse.Namespace) -> DataSource:
+    asked = {"num_train": args.num_train, "num_dev": args.num_dev, "num_test": args.num_test}
+    given = {name: number for name, number in asked.items() if number is not None}
+    draw = Draw(seed=args.data_seed, **given) if given or args.data_seed else None
+    return DataSource(folder=args.data_dir, file=args.data, from_hub=args.hub, draw=draw)
+
+
+def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int | None = None) -> tuple[Any, Any]:
     """(model, tokenizer) of a Hub name, a folder, or the embedded model. `lazily`: the engine reads the weights itself,
-    block by block, so that a model larger than the GPU is never whole in host memory twice."""
+    block by block, so that a model larger than the GPU is never whole in host memory twice. `num_labels`: with a new
+    classification head of so many outputs."""
     path = str(EMBEDDED_MODEL) if name == EMBEDDED else name
     looks_local = Path(path).is_absolute() or path.startswith((".", "~"))
     if looks_local and not Path(path).is_dir():
         raise UserError(f"looked for a model folder at {path}: not found (--model)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        if lazily:
-            model: Any = ds_zo.load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
+        if num_labels is not None:
+            model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=num_labels)
+            model.config.pad_token_id = padding_token(tokenizer)  # a decoder's head reads the last real token
+        elif lazily:
+            model = ds_zo.load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         where = f"the folder {path}" if Path(path).is_dir() else f"a folder named {path}, then a Hub model of that name"
         first_line = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"could not load a causal language model; looked for {where}: {first_line} (--model)"
-        ) from error
+        raise UserError(f"could not load a language model; looked for {where}: {first_line} (--model)") from error
     return model, tokenizer
+
+
+def add_lora(model: Any, args: argparse.Namespace) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise UserError("--lora-rank needs the package peft: pip install peft") from None
+    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    kind = "CAUSAL_LM" if args.head == "lm" else "SEQ_CLS"
+    lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=kind)
+    try:
+        model = get_peft_model(model, lora)
+    except ValueError as error:
+        raise UserError(f"{str(error).splitlines()[0]} (--lora-targets)") from error
+    if args.train_base:
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())
+    return model
+
+
+def make_engine(model: Any, config: dict[str, Any]) -> Any:
+    if str((config.get("optimizer") or {}).get("type", "")).lower() == REFERENCE:
+        deepspeed.init_distributed()
+        return MeZOEngine(model, config, device=torch.device(get_accelerator().current_device_name()))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trainable, config=config)[0]
 
 
 def ensure_distributed_environment() -> None:
@@ -229,24 +301,35 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, config: dict[str, Any]) -> None:
         self.args = args
+        self.config = config
         self.dtype = model_dtype(config)
-        self.task = make_task(args.task, DataSource(folder=args.data_dir, file=args.data))
+        self.task = make_task(args.task, data_source(args), head=args.head)
         self.task.check()
-        model, self.tokenizer = load_model(args.model, dtype=DTYPES[self.dtype], lazily=backend_of(config) == "zo")
+        model, self.tokenizer = load_model(
+            args.model,
+            dtype=DTYPES[self.dtype],
+            lazily=backend_of(config) == "zo" and args.lora_rank is None,
+            num_labels=self.task.num_labels if isinstance(self.task, HeadTask) else None,
+        )
+        self.pad_token_id = padding_token(self.tokenizer)
         self.max_length = min(
             args.max_length, getattr(model.config, "max_position_embeddings", None) or args.max_length
         )
+        if args.lora_rank is not None:
+            model = add_lora(model, args)
         self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
         self.order = SeededOrder(len(self.sequences), seed=args.seed)
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        self.engine = make_engine(model, config)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.checkpoints = args.output_dir / "checkpoints"
+        self.model_folder: Path | None = None
         self.step = 0
         self.num_seen = 0
         """Examples consumed over all ranks: the position in the data order."""
         self.num_tokens = 0
         self.train_s = 0.0
-        self.losses: list[float] = []
+        self.curve: list[Point] = []
+        self.best: Best | None = None
 
     @property
     def samples_per_step(self) -> int:
@@ -264,10 +347,11 @@ class Trainer:
         evaluator = Evaluator(
             self.engine,
             device=self.engine.device,
-            pad_token_id=pad_token_id(self.tokenizer),
+            pad_token_id=self.pad_token_id,
             batch_size=self.args.eval_batch_size,
             rank=self.rank,
             world_size=self.world_size,
+            padding_side=self.args.padding_side,
         )
         self.engine.eval()
         score = self.task.evaluate(
@@ -284,12 +368,16 @@ class Trainer:
         losses = []
         for _ in range(self.engine.gradient_accumulation_steps()):
             indices = self.order.batch(self.num_seen + self.rank * size, size)
-            batch = collate([self.sequences[i] for i in indices], pad_token_id=pad_token_id(self.tokenizer))
+            batch = self.task.collate(
+                [self.sequences[i] for i in indices], pad_token_id=self.pad_token_id, side=self.args.padding_side
+            )
             self.num_seen += size * self.world_size
             self.num_tokens += int(batch["attention_mask"].sum()) * self.world_size
-            loss = self.engine(
-                **{name: tensor.to(self.engine.device) for name, tensor in batch.items()}, use_cache=False
-            ).loss
+            inputs = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
+            if self.args.padding_side == "left" and takes_positions(self.engine):
+                inputs["position_ids"] = position_ids(inputs["attention_mask"])
+            options = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
+            loss = self.engine(**inputs, **options).loss
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach())
@@ -302,29 +390,60 @@ class Trainer:
         bar = tqdm(
             total=num_steps, initial=self.step, desc="train", unit="step", disable=self.rank != 0, mininterval=0.5
         )
+        finished = True
         while self.step < num_steps:
             start = time.perf_counter()
             loss = self.train_step()
             if self.step % LOSS_EVERY == 0 or self.step in (1, num_steps):
-                self.losses.append(loss.item())
-                bar.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
+                self.curve.append(Point(self.step, 0.0, loss.item()))
+                bar.set_postfix(loss=f"{self.curve[-1].loss:.3f}", refresh=False)
             self.train_s += time.perf_counter() - start
+            if self.curve and self.curve[-1].step == self.step:
+                self.curve[-1].train_s = round(self.train_s, 3)
             bar.update()
-            if args.eval_every and self.step % args.eval_every == 0:
-                score = self.evaluate("dev")
-                if self.rank == 0:
-                    bar.write(f"step {self.step}: dev {score}")
+            over = args.max_seconds is not None and self.any_rank(self.train_s >= args.max_seconds)
+            if args.eval_every and (self.step % args.eval_every == 0 or over or self.step == num_steps):
+                self.keep_best(bar)
             preempted = preemption.requested()
             if preempted or (args.save_every and self.step % args.save_every == 0):
                 self.save_checkpoint()
-            if preempted:
-                bar.close()
-                return False
+            if preempted or over:
+                finished = not preempted
+                break
         bar.close()
-        return True
+        return finished
+
+    def any_rank(self, flag: bool) -> bool:
+        """Clocks differ: one rank past the limit stops all."""
+        if self.world_size == 1:
+            return flag
+        found = torch.tensor(int(flag), device=self.engine.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def keep_best(self, bar: Any) -> None:
+        score = self.evaluate("dev")
+        self.curve.append(Point(self.step, round(self.train_s, 3), dev=score.values))
+        better = score.is_better_than(self.best.value if self.best else None)
+        if better:
+            test = self.evaluate("test")
+            self.best = Best(self.step, score.metric, score.values, test.values)
+            if not self.args.no_save:
+                self.model_folder = self.save_model()
+        if self.rank == 0:
+            bar.write(f"step {self.step}: dev {score}{', the best so far' if better else ''}")
 
     def client_state(self) -> dict[str, Any]:
-        return {"task": self.args.task, "seed": self.args.seed, "step": self.step, "num_seen": self.num_seen}
+        return {
+            "task": self.args.task,
+            "seed": self.args.seed,
+            "step": self.step,
+            "num_seen": self.num_seen,
+            "num_tokens": self.num_tokens,
+            "train_s": self.train_s,
+            "best": asdict(self.best) if self.best else None,
+            "curve": [asdict(point) for point in self.curve],
+        }
 
     def save_checkpoint(self) -> None:
         self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{self.step}", client_state=self.client_state())
@@ -344,6 +463,12 @@ class Trainer:
         further = self.engine.global_steps - state.get("global_steps", self.engine.global_steps)
         self.step = state["step"] + further
         self.num_seen = state["num_seen"] + further * self.samples_per_step
+        self.num_tokens = state.get("num_tokens", 0)
+        self.train_s = state.get("train_s", 0.0)
+        self.best = Best(**state["best"]) if state.get("best") else None
+        self.curve = [Point(**point) for point in state.get("curve", [])]
+        if self.best is not None and not self.args.no_save:
+            self.model_folder = self.args.output_dir / "model"
 
     def save_model(self) -> Path:
         """A folder that `from_pretrained` loads; weights that ZeRO-3 partitioned are gathered for it."""
@@ -357,48 +482,47 @@ class Trainer:
         return folder
 
 
-def summarise(trainer: Trainer, before: Score | None, after: Score | None, model_folder: Path) -> Summary:
+def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Summary:
+    """`after` is the last step's, and None where a best was kept."""
     accelerator = get_accelerator()
     on_device = accelerator.device_name() != "cpu"
-    score = after or before
-    args = trainer.args
+    args, config, best = trainer.args, trainer.config, trainer.best
+    optimizer = config.get("optimizer") or {}
+    losses = [point.loss for point in trainer.curve if point.loss is not None]
+    after_values = best.test if best else after.values if after else None
+    metric = next((found.metric for found in (best, after, before) if found is not None), None)
     return Summary(
         model=args.model,
         task=args.task,
+        head=args.head,
         config=str(args.deepspeed),
+        config_hash=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
+        optimizer=str(optimizer.get("type", (config.get("ds_zo") or {}).get("backend", ""))),
+        lr=(optimizer.get("params") or {}).get("lr"),
+        seed=args.seed,
+        batch_size=trainer.samples_per_step,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else accelerator.device_name(),
         dtype=trainer.dtype,
         steps=trainer.step,
         train_s=round(trainer.train_s, 2),
         tokens_per_s=round(trainer.num_tokens / trainer.train_s, 1) if trainer.train_s else 0.0,
-        loss_first=trainer.losses[0] if trainer.losses else None,
-        loss_last=trainer.losses[-1] if trainer.losses else None,
-        metric=score.metric if score else "",
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        metric=metric or "",
         before=before.value if before else None,
-        after=after.value if after else None,
+        after=after_values[metric] if after_values is not None and metric is not None else None,
+        before_values=before.values if before else None,
+        after_values=after_values,
+        dev=best.value if best else None,
+        best_step=best.step if best else None,
         peak_device_gb=round(accelerator.max_memory_allocated() / 1e9, 3) if on_device else 0.0,
         peak_host_gb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3),
-        model_folder=str(model_folder),
+        model_folder=str(trainer.model_folder) if trainer.model_folder else None,
         checkpoint_folder=str(trainer.checkpoints) if trainer.checkpoints.is_dir() else None,
+        versions=versions(),
+        commit=commit(),
+        curve=trainer.curve,
     )
-
-
-def show(summary: Summary, before: Score, after: Score) -> None:
-    loss = (
-        f"{summary.loss_first:.3f} -> {summary.loss_last:.3f}" if summary.loss_first is not None else "no steps taken"
-    )
-    lines = {
-        "model, task": f"{summary.model}, {summary.task}",
-        "config": f"{summary.config} ({summary.device}, {summary.dtype})",
-        "test": f"{before} -> {str(after).split()[-1]}",
-        "loss": loss,
-        "speed": f"{summary.steps} steps in {summary.train_s:.1f} s, {summary.tokens_per_s:,.0f} tokens/s",
-        "peak memory": f"device {summary.peak_device_gb:.2f} GB, host {summary.peak_host_gb:.2f} GB",
-        "model saved in": summary.model_folder,
-        "checkpoints in": summary.checkpoint_folder or "none (--save-every STEPS writes them)",
-    }
-    width = max(map(len, lines))
-    print("\n" + "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()), flush=True)
 
 
 def run(args: argparse.Namespace) -> Summary | None:
@@ -410,8 +534,8 @@ def run(args: argparse.Namespace) -> Summary | None:
     trainer = Trainer(args, config)
     if checkpoints is not None:
         trainer.resume(checkpoints)
-    before = trainer.evaluate("test")
-    if trainer.rank == 0:
+    before = None if args.skip_zero_shot else trainer.evaluate("test")
+    if trainer.rank == 0 and before is not None:
         print(f"before: test {before}", flush=True)
     with Preemption() as preemption:
         finished = trainer.train(preemption)
@@ -420,11 +544,18 @@ def run(args: argparse.Namespace) -> Summary | None:
             where = f"--output-dir {args.output_dir} --resume latest"
             print(f"stopped by SIGTERM after step {trainer.step}; go on with {where}", flush=True)
         return None
-    after = trainer.evaluate("test")
-    summary = summarise(trainer, before, after, trainer.save_model())
+    after = None
+    if trainer.best is None:
+        after = trainer.evaluate("test") if trainer.step else before
+        if not args.no_save:
+            trainer.model_folder = trainer.save_model()
+    summary = summarise(trainer, before, after)
     if trainer.rank == 0:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-        show(summary, before, after)
+        if args.results is not None:
+            append_row(args.results, asdict(summary))
+        print(f"\n{summary}", flush=True)
     return summary
 
 

@@ -174,5 +174,5 @@ def test_help_names_every_task(script: ModuleType, capsys: pytest.CaptureFixture
 
 def test_counts_must_be_positive(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        script.parse_args(["--steps", "0"])
-    assert "--steps must be positive, got 0" in capsys.readouterr().err
+        script.parse_args(["--epochs", "0"])
+    assert "--epochs must be positive, got 0" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def head_task(name: str, rows: list[dict]) -> HeadTask:
 def model(num_labels: int) -> torch.nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(FOLDER, num_labels=num_labels, pad_token_id=0)
-    return AutoModelForSequenceClassification.from_config(config).eval()
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
