@@ -29,6 +29,7 @@ _WHERE: dict[str, tuple[str, str]] = {
     "zo": ("ds_zo.engines.zo", "ZOBackend"),
     "lomo": ("ds_zo.engines.lomo", "LOMOBackend"),
     "adalomo": ("ds_zo.engines.lomo_ada", "AdaLOMOBackend"),
+    "lsp": ("ds_zo.engines.lsp", "LSPBackend"),
 }
 """Module and class of each backend this version has. Imported on first use: one's kernels cost the others nothing."""
 
@@ -73,6 +74,8 @@ class Backend(ABC):
     name: ClassVar[str]
     recorder: Recorder | None = None
     """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
+    is_last_micro_batch: bool = False
+    """Whether the engine expects `step` after the `backward` that it is calling. It may be wrong: two losses a step."""
 
     def __init__(
         self,
@@ -142,9 +145,17 @@ class Backend(ABC):
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         self.module.load_state_dict(state, strict=strict)
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers by the names of `state_dict`, as they are stored: to write to them is to change the
+        model, if `stored_changed` follows."""
+        return {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
+
+    def stored_changed(self) -> None:  # noqa: B027
+        """Somebody wrote to what `stored` returned."""
+
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         """What a checkpoint holds of this moment. `hold`: it stays so while training goes on."""
-        tensors, aliases = without_aliases(self.module_state_dict())
+        tensors, aliases = without_aliases(self.stored())
         if omit_frozen:
             frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
             tensors = {name: value for name, value in tensors.items() if name not in frozen}
@@ -154,7 +165,7 @@ class Backend(ABC):
     @torch.no_grad()
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         """Goes on from a checkpoint; `resume` False takes its weights only. Checks before it changes anything."""
-        here = {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
+        here = self.stored()
         names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
         if strict and names.keys() != here.keys():
             only = sorted(names.keys() ^ here.keys())
@@ -170,6 +181,7 @@ class Backend(ABC):
                 )
         for name in sorted(names.keys() & here.keys(), key=lambda name: names[name]):
             here[name].copy_(saved.tensor(names[name]))
+        self.stored_changed()
         self.load_state_dict(saved.backend_state["state"], load_optimizer_states=resume)
 
     def aliases(self) -> dict[str, str]:
@@ -180,7 +192,7 @@ class Backend(ABC):
 
     def weights(self, *, omitted: Collection[str] = ()) -> Stream:
         """The weights of the current step in host memory, one after the other, tied ones once."""
-        tensors, _ = without_aliases(self.module_state_dict())
+        tensors, _ = without_aliases(self.stored())
         chosen = {name: value for name, value in tensors.items() if name not in omitted}
         specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in chosen.items()]
         return specs, ((name, value.cpu()) for name, value in chosen.items())
@@ -188,11 +200,12 @@ class Backend(ABC):
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Replaces weights by name, reading one at a time; an alias does for a tied parameter."""
-        here = {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
+        here = self.stored()
         check_weights(weights, here, self.aliases(), strict=strict)
         for name, value in here.items():
             if name in weights:
                 value.copy_(weights[name])
+        self.stored_changed()
 
     def replay_steps(self, rows: torch.Tensor) -> None:
         """Makes steps again that a trajectory recorded after the state that was restored."""

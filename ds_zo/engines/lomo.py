@@ -10,6 +10,9 @@ pass, with nothing kept: it frees the graph, which the next forward could not af
 [Note: once a backward] A parameter's hook runs when all its uses have added to the gradient. Reentrant checkpointing
 makes a backward of its own for each segment, so a weight shared between segments, or with what is outside them, would
 be updated by parts, and later segments recomputed with new weights. It is refused; `use_reentrant=False` is exact.
+
+With `offload_param` blocks stream, and each is computed again in a backward of its own ([Note: recomputed blocks],
+[Note: gradients in parts]); passes, updates and rounding bits are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -31,15 +34,20 @@ from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
+from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, shared_parameters
+from ds_zo.engines.lomo_homes import BlockHomes, HomesState
+from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
 from ds_zo.streaming.blocks import find_blocks
 
 _NORM_FLOOR = 1e-6
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
+_BARE_STREAMED = "loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)"
 
 _hooks: Any = WeakTensorKeyDictionary()
 """The handle on each parameter: a second engine for the same module takes the place of the first."""
@@ -65,6 +73,10 @@ class Slot:
     moments: AdamMoments | FactoredMoments | None = None
     last_pass: int = 0
     """The backward pass that its gradient last came in; see [Note: once a backward]."""
+    block: RecomputedBlock | None = None
+    """The block that it stands in and nowhere else, where blocks stream."""
+    held: torch.Tensor | None = None
+    """The sum so far of a gradient that comes in parts; see [Note: gradients in parts]."""
 
 
 class Layer:
@@ -114,22 +126,22 @@ class LOMOBackend(Backend):
         self._pending = False
         """A backward has been made since the last step."""
         self._bare = False
+        self._retains = False
+        self._homes = None
+        if config.stream:
+            self._homes = BlockHomes(module, config, param_groups=self.param_groups, device=device)
         self._slots = self._make_slots()
+        self._blocks = self._wrap_blocks()
         self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
         self._handles = [self._hook(slot) for slot in self._slots]
         self._find_groups()
         self._show_scale(overflow=False)
+        self._state: HomesState | None = None
+        self._pretrained: PretrainedSaving | None = None
+        if self._homes is not None:
+            self._state = HomesState(self._homes, module)
+            self._pretrained = PretrainedSaving(module, self._state.read)
         self._warn()
-
-    @classmethod
-    def places_parameters(cls, config: Resolved) -> bool:
-        if config.stream:
-            raise ConfigError(
-                f'streamed {cls.name} is not there yet, got offload_param.device "cpu": remove offload_param, or name '
-                "ZO, which streams",
-                at="zero_optimization.offload_param.device",
-            )
-        return False
 
     @classmethod
     def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
@@ -147,10 +159,11 @@ class LOMOBackend(Backend):
             )
         layer_of: dict[int, Layer] = {}
         if self._by_layer:
-            for block in find_blocks(self.module, self.config.section.stream.blocks).values():
+            blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
+            for block, shared in zip(blocks, shared_parameters(self.module, blocks), strict=True):
                 layer = Layer()
-                for p in block.parameters():
-                    layer_of.setdefault(id(p), layer)
+                elsewhere = {id(getattr(owner, name)) for owner, name in shared}
+                layer_of |= {id(p): layer for p in block.parameters() if id(p) not in elsewhere}
         slots: list[Slot] = []
         offset = 0
         for name, p in self.module.named_parameters():
@@ -161,6 +174,29 @@ class LOMOBackend(Backend):
                     own_layer.slots.append(slots[-1])
             offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
         return slots
+
+    def _wrap_blocks(self) -> list[RecomputedBlock]:
+        if self._homes is None:
+            return []
+        for m in self.module.modules():
+            if getattr(getattr(m, "config", None), "output_router_logits", False) is True:
+                raise ConfigError(
+                    "router logits leave a block past its outputs, so a streamed block gives their loss no gradient, "
+                    "got output_router_logits true in the model's config: set it to false, or remove offload_param",
+                    at="zero_optimization.offload_param.device",
+                )
+        slot_of = {id(slot.parameter): slot for slot in self._slots}
+        units = self._homes.placement.blocks
+        found = []
+        for unit, shared in zip(units, shared_parameters(self.module, [u.module for u in units]), strict=True):
+            block = RecomputedBlock(unit, self._homes, consumer=self, shared=shared)
+            elsewhere = {id(getattr(owner, name)) for owner, name in shared}
+            for p in unit.module.parameters():
+                if id(p) in slot_of and id(p) not in elsewhere:
+                    slot_of[id(p)].block = block
+                    block.slots.append(slot_of[id(p)])
+            found.append(block)
+        return found
 
     def _hook(self, slot: Slot) -> RemovableHandle:
         """On frozen parameters too, for when they are thawed; torch takes hooks only where gradients are required."""
@@ -212,12 +248,48 @@ class LOMOBackend(Backend):
             return self.module(*args, **kwargs)
         self._check_parameters()
         # Compiled code otherwise lets its first backward overwrite what the second needs, and refuses to be retained.
-        with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not self._two_passes):
+        with (
+            functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not self._two_passes),
+            self._forward_sweep(),
+        ):
             return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _forward_sweep(self) -> Iterator[None]:
+        """Its last blocks stay in their slots: the backward starts with them."""
+        if self._homes is None:
+            yield
+            return
+        with ExitStack() as stack:
+            for m in self.module.modules():
+                config: Any = getattr(m, "config", None)
+                if getattr(config, "use_cache", False) is True:
+                    config.use_cache = False  # a block that is computed again would fill a cache twice
+                    stack.callback(setattr, config, "use_cache", True)
+            for block in self._blocks:
+                if getattr(block.unit.module, "gradient_checkpointing", False):
+                    block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
+                    stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
+            stack.callback(self._homes.runtime.finish)
+            self._homes.runtime.start(self._homes.placement.blocks, then=())
+            yield
+
+    def _start_sweep(self, phase: Phase) -> None:
+        """Blocks in the reverse of the order they ran in, those of the second pass ahead while the first ends."""
+        if self._homes is None:
+            return
+        calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
+        order = [call.block.unit for call in calls] if phase is not Phase.DISCARD else []
+        trained = [b.unit for b in self._blocks if any(self._trains(slot) for slot in b.slots)]
+        if phase is Phase.MEASURE:
+            self._homes.runtime.start(order)
+        else:
+            self._homes.runtime.start(order, downloads=trained if order else (), then=())
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
         self._find_groups()
+        self._retains = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
         scaled = loss if self._scaler is None else loss.float() * scale
         norm: float | Late | None = None
@@ -245,7 +317,9 @@ class LOMOBackend(Backend):
         self._phase = phase
         self._pass += 1
         try:
+            self._start_sweep(phase)
             yield
+            self._end_sweep()
         except BaseException:
             self._norms = []
             for slot in self._slots:
@@ -253,8 +327,45 @@ class LOMOBackend(Backend):
             raise
         finally:
             self._phase = Phase.IDLE
+            for slot in self._slots:
+                slot.held = None
             for layer in self._layers:
                 layer.waiting = []
+            if self._homes is not None:
+                self._homes.runtime.finish()
+
+    # Blocks that are computed again
+
+    def begin_visit(self, call: Call) -> bool:
+        if self._phase is Phase.IDLE:
+            raise RuntimeError(_BARE_STREAMED)
+        call.last_pass = self._pass
+        call.spent = self._phase is not Phase.MEASURE and not self._retains
+        return self._phase is not Phase.DISCARD
+
+    def end_visit(self, block: RecomputedBlock) -> bool:
+        return not block.more_to_come(self._pass) and self._complete_block(block)
+
+    def _complete_block(self, block: RecomputedBlock) -> bool:
+        """Takes what is left of a block's gradients while its weights are here. True: weights were changed."""
+        for slot in block.slots:
+            if slot.held is not None:  # no gradient came for it in the last visit
+                slot.parameter.grad, slot.held = slot.held, None
+                self._take(slot)
+        for layer in {id(slot.layer): slot.layer for slot in block.slots if slot.layer is not None}.values():
+            self._update_layer(layer)
+        stored = {id(placed.parameter) for placed in block.unit.placed}
+        return self._phase is Phase.UPDATE and any(
+            slot.last_pass == self._pass and id(slot.parameter) in stored for slot in block.slots
+        )
+
+    def _end_sweep(self) -> None:
+        """Blocks that also ran in another graph, which this backward did not reach, are still waiting for it."""
+        for block in self._blocks:
+            if any(slot.held is not None for slot in block.slots):
+                assert self._homes is not None
+                with self._homes.visit(block.unit) as visit:
+                    visit.changed = self._complete_block(block)
 
     def _measured(self) -> float:
         """The one host read of a step."""
@@ -271,6 +382,18 @@ class LOMOBackend(Backend):
 
     def _arrived(self, slot: Slot) -> None:
         """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
+        p, phase = slot.parameter, self._phase
+        if slot.block is not None and phase is not Phase.IDLE:
+            self._check_visited(slot)
+            if p.grad is not None and slot.held is not None:
+                p.grad = slot.held.add_(p.grad)
+            slot.held = None
+            if slot.block.more_to_come(self._pass):
+                slot.held, p.grad = p.grad, None
+                return
+        self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
         p, phase = slot.parameter, self._phase
         if phase is Phase.IDLE:
             self._check_bare(p)
@@ -298,7 +421,19 @@ class LOMOBackend(Backend):
             self._update(slot, grad, self._coef)
         p.grad = None
 
+    def _check_visited(self, slot: Slot) -> None:
+        assert slot.block is not None and self._homes is not None
+        if not self._homes.is_visited(slot.block.unit):
+            slot.parameter.grad = None
+            raise ValueError(
+                f"parameter {slot.name} was used outside the forward of the block that holds it, where its weights are "
+                "not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
+            )
+
     def _check_bare(self, p: nn.Parameter) -> None:
+        if self._homes is not None:
+            p.grad = None
+            raise RuntimeError(_BARE_STREAMED)
         if self._two_passes or self._by_layer:
             p.grad = None
             raise RuntimeError(
@@ -392,6 +527,8 @@ class LOMOBackend(Backend):
         self._num_updates += self._bare
         outcome = self._outcome if self._pending else StepOutcome(applied=True)
         self._pending = self._bare = False
+        if self._homes is not None:
+            self._homes.fill_device()
         return outcome
 
     def zero_grad(self) -> None:
@@ -417,7 +554,7 @@ class LOMOBackend(Backend):
         for slot in self._slots:
             saved = kept["moments"].get(slot.name)
             kind = AdamMoments if slot.is_adapter else FactoredMoments
-            slot.moments = None if saved is None else kind.from_state_dict(saved, device=slot.parameter.device)
+            slot.moments = None if saved is None else kind.from_state_dict(saved, device=self.device)
 
     def describe(self) -> str:
         if self._by_layer:
@@ -432,11 +569,31 @@ class LOMOBackend(Backend):
         num_adapters = sum(slot.is_adapter for slot in self._slots)
         adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
         passes = "two backward passes" if self._two_passes else "one backward pass"
-        return f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}"
+        lines = [] if self._homes is None else [self._homes.describe()]
+        return "\n".join([*lines, f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}"])
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        if self._homes is None:
+            return super().stored()
+        self._homes.wait()
+        weights = {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
+
+    def stored_changed(self) -> None:
+        if self._homes is not None:
+            self._homes.runtime.forget()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for block in self._blocks:
+            block.close()
+        if self._pretrained is not None:
+            self._pretrained.close()
+        if self._state is not None:
+            self._state.close()
+        if self._homes is not None:
+            self._homes.close()
 
 
 def _dispatch(backend: weakref.ref[LOMOBackend], slot: Slot, parameter: torch.Tensor) -> None:

@@ -12,8 +12,6 @@ from lomo_runs import assert_equal, batches, config_for, lively, start, train, t
 from tiny_models import tiny_model
 from torch import nn
 
-from ds_zo.config import ConfigError
-
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
@@ -157,15 +155,6 @@ def test_a_replaced_parameter_is_refused() -> None:
     engine.module.lm_head.weight = nn.Parameter(engine.module.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match=r"lm_head\.weight.*before deepspeed\.initialize"):
         train(engine, batches("llama", 1))
-
-
-@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
-def test_streaming_is_refused_before_memory_is_taken(kind: str) -> None:
-    model = tiny_model("opt")
-    config = config_for(kind, zero_optimization={"stage": 0, "offload_param": {"device": "cpu"}})
-    with pytest.raises(ConfigError, match=r"not there yet.*remove offload_param.*\(zero_optimization\.offload_param"):
-        start(config, model)
-    assert all(p.dtype is torch.float32 and not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 @pytest.mark.parametrize(("lr", "warns"), [(1e-3, True), (5e-4, False)])

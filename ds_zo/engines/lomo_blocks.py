@@ -1,0 +1,314 @@
+"""Blocks that keep nothing but their inputs, and are computed again when their gradient comes.
+
+[Note: recomputed blocks] A block's weights are on the device only while it is visited, so its forward runs without a
+graph. In the backward pass the block is visited once more: it is run again from its inputs, with the randomness and the
+autocast state of the first time, and a backward of its own consumes its gradients while the weights are there. What a
+user's checkpointing around a block would do is thereby done; checkpointing inside one still works.
+
+[Note: gradients in parts] That inner backward ends with the visit. The gradient of a weight that is used elsewhere too
+is handed to the outer graph, which adds up what comes from all its uses. A block that ran several times is visited as
+often: the gradients of its weights are held until the last of these visits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ds_zo.engines.lomo_homes import BlockHomes
+from ds_zo.streaming.units import Unit
+
+_numbers = itertools.count()
+
+
+class Consumer(Protocol):
+    """Who takes gradients."""
+
+    def begin_visit(self, call: Call) -> bool:
+        """A block's gradient is about to be computed. False: nobody wants it."""
+
+    def end_visit(self, block: RecomputedBlock) -> bool:
+        """All gradients of a visit have come. True: weights were changed."""
+
+
+class Call:
+    """One run of a block, to be made again. Lives as long as the graph that it is a node of."""
+
+    def __init__(self, block: RecomputedBlock, leaves: Sequence[Any], spec: TreeSpec, *, device: torch.device) -> None:
+        self.block = block
+        self.number = next(_numbers)
+        """In the order that blocks run in."""
+        self.last_pass = 0
+        """The backward pass that it was last computed again in."""
+        self.spent = False
+        """Its graph is freed: it cannot be computed again."""
+        self.output_spec: TreeSpec | None = None
+        self.output_leaves: list[Any] = []
+        self._output_where: list[int] = []
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._spec = spec
+        self._surroundings = Surroundings(device)
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._where)
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self._leaves)
+        for i, tensor in zip(self._where, tensors, strict=False):
+            leaves[i] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    def again(self) -> Any:
+        """Context in which the block computes what it did."""
+        return self._surroundings.restored()
+
+    def keep_output(self, output: Any) -> list[torch.Tensor]:
+        """The output's tensors; the rest waits here for `output`."""
+        leaves, self.output_spec = tree_flatten(output)
+        self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._output_where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for leaf in self.output_leaves:
+            _refuse_hidden_tensors(leaf, self.block.unit.name)
+        return [leaves[i] for i in self._output_where]
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+        assert self.output_spec is not None
+        leaves, self.output_leaves = self.output_leaves, []
+        for i, tensor in zip(self._output_where, tensors, strict=True):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, self.output_spec)
+
+
+class Surroundings:
+    """What a forward depends on besides its arguments: random number generators and autocast, which threads keep."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = self._get_random()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        now = self._get_random()
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            self._set_random(self._random)
+            stack.callback(self._set_random, now)
+            yield
+
+    def _get_random(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _set_random(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+class RecomputedBlock:
+    """Stands before one block's `forward`."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        homes: BlockHomes,
+        *,
+        consumer: Consumer,
+        shared: Sequence[tuple[nn.Module, str]],
+    ) -> None:
+        self.unit = unit
+        self.shared = list(shared)
+        """Owners and names, inside the block, of parameters that are used outside it too."""
+        self.slots: list[Any] = []
+        """What the consumer keeps of its other parameters."""
+        self._homes = homes
+        self._consumer = weakref.ref(consumer)
+        self._calls: list[weakref.ref[Call]] = []
+        self._anchor = torch.zeros((), device=homes.device, requires_grad=True)
+        """Makes the first block's output require gradients where its input does not."""
+        before = unit.module.__dict__.get("forward")
+        previous: RecomputedBlock | None = getattr(before, "_ds_zo_block", None)
+        if previous is not None:
+            previous.close()
+            before = unit.module.__dict__.get("forward")
+        self._replaced = before
+        self._forward: Callable[..., Any] = unit.module.forward
+        wrapper = torch.compiler.disable(self._make_wrapper())
+        wrapper._ds_zo_block = self
+        self._wrapper = wrapper
+        object.__setattr__(unit.module, "forward", wrapper)
+
+    def _make_wrapper(self) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(args, kwargs)
+
+        return update_wrapper(forward, self._forward)
+
+    def close(self) -> None:
+        if self.unit.module.__dict__.get("forward") is self._wrapper:
+            if self._replaced is None:
+                object.__delattr__(self.unit.module, "forward")
+            else:
+                object.__setattr__(self.unit.module, "forward", self._replaced)
+
+    def calls(self) -> list[Call]:
+        """Those that may still be computed again, in the order they were made."""
+        alive = [(ref, call) for ref in self._calls if (call := ref()) is not None and not call.spent]
+        self._calls = [ref for ref, _ in alive]
+        return [call for _, call in alive]
+
+    def more_to_come(self, pass_number: int) -> bool:
+        return any(
+            call is not None and not call.spent and call.last_pass != pass_number
+            for call in (ref() for ref in self._calls)
+        )
+
+    # Forward
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and self._consumer() is not None and not self._has_cache(args, kwargs):
+            leaves, spec = tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            trains = any(p.requires_grad for p in self.unit.module.parameters())
+            if trains or any(t.requires_grad for t in tensors):
+                for leaf in leaves:
+                    _refuse_hidden_tensors(leaf, self.unit.name)
+                call = Call(self, leaves, spec, device=self._homes.device)
+                self._calls.append(weakref.ref(call))
+                shared = [getattr(owner, name) for owner, name in self.shared]
+                outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
+                return call.output(outputs)
+        with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
+            return self._forward(*args, **kwargs)
+
+    def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values())):
+            return False
+        if self.unit.module.training:
+            raise ValueError(
+                f"block {self.unit.name} got a key-value cache in training, which it would fill twice, got "
+                "past_key_values: pass use_cache=False to the model"
+            )
+        return True
+
+    def first_time(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        versions = [t._version for t in tensors]
+        args, kwargs = call.arguments(tensors)
+        with self._homes.visit(self.unit), _no_autocast_cache(self._homes.device):
+            output = self._forward(*args, **kwargs)
+        if versions != [t._version for t in tensors]:
+            raise ValueError(
+                f"block {self.unit.name} changes its input in place, so it cannot be computed again from it: make a "
+                "copy there, or keep the model on the device (remove zero_optimization.offload_param)"
+            )
+        return call.keep_output(output)
+
+    # Backward
+
+    def again(
+        self, call: Call, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grads: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs, then of the shared weights."""
+        consumer = self._consumer()
+        if consumer is None or not consumer.begin_visit(call) or all(grad is None for grad in grads):
+            return [None] * len(needed)
+        inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
+        wanted = needed[len(inputs) :]
+        with self._homes.visit(self.unit) as visit:
+            with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
+                args, kwargs = call.arguments(inputs)
+                outputs = call.keep_output(self._forward(*args, **kwargs))
+            reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+            del args, kwargs, outputs
+            if reached:
+                torch.autograd.backward([o for o, _ in reached], [g for _, g in reached])
+            visit.changed = consumer.end_visit(self)
+        return [t.grad for t in (*inputs, *stand_ins)]
+
+    @contextmanager
+    def _stand_ins(self, wanted: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
+        """Leaves in the place of shared weights, so that the inner backward does not complete their gradients."""
+        parameters = [getattr(owner, name) for owner, name in self.shared]
+        found = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted, strict=True)]
+        try:
+            for (owner, name), leaf in zip(self.shared, found, strict=True):
+                owner._parameters[name] = leaf  # type: ignore[assignment]
+            yield found
+        finally:
+            for (owner, name), p in zip(self.shared, parameters, strict=True):
+                owner._parameters[name] = p
+
+
+class _Recompute(torch.autograd.Function):
+    """The one node that a block is in the outer graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = tensors[: call.num_inputs]
+        outputs = call.block.first_time(call, inputs)
+        ctx.call = call
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
+
+
+@contextmanager
+def _no_autocast_cache(device: torch.device) -> Iterator[None]:
+    """It would keep a cast of every block, and of weights that are gone."""
+    with torch.autocast(
+        device.type,
+        enabled=torch.is_autocast_enabled(device.type),
+        dtype=torch.get_autocast_dtype(device.type),
+        cache_enabled=False,
+    ):
+        yield
+
+
+def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
+    inside = getattr(leaf, "__dict__", None)
+    if inside and any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in inside.values()):
+        raise ValueError(
+            f"block {block} passes tensors inside a {type(leaf).__name__}, where their gradients would be lost: pass "
+            "tensors in tuples, lists or dicts, or keep the model on the device (remove "
+            "zero_optimization.offload_param)"
+        )
+
+
+def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
+    """For each block, owners and names in it of parameters that some module outside it owns as well."""
+    uses: dict[int, int] = {}
+    for m in module.modules():
+        for p in m._parameters.values():
+            if p is not None:
+                uses[id(p)] = uses.get(id(p), 0) + 1
+    found = []
+    for block in blocks:
+        inside = [(m, n, p) for m in block.modules() for n, p in m._parameters.items() if p is not None]
+        count: dict[int, int] = {}
+        for _, _, p in inside:
+            count[id(p)] = count.get(id(p), 0) + 1
+        found.append([(m, n) for m, n, p in inside if uses[id(p)] > count[id(p)]])
+    return found

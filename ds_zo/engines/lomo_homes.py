@@ -1,0 +1,218 @@
+"""Where streamed LOMO's weights live: blocks on the host or on the device, everything around them on the device.
+
+Weights are stored as they are computed with, and updated in the slot that a visit brings them to. Between visits a
+parameter is its stored bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo.config import Resolved
+from ds_zo.engines.module_state import ModuleState
+from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import Placed, Unit
+
+
+class Visit:
+    """One stay of a block on the device."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        """Its weights were updated, so they have to be sent back."""
+
+
+class BlockHomes:
+    """The placement, the host store, and visits to it."""
+
+    def __init__(
+        self, module: nn.Module, config: Resolved, *, param_groups: Sequence[Mapping[str, Any]], device: torch.device
+    ) -> None:
+        self._stream = config.section.stream
+        self.device = device
+        self.placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
+        self.placement.scratch_nbytes = 0  # updates are made in place
+        blocks = self.placement.blocks
+        num_resident = min(len(blocks), self._stream.resident_blocks or 0)
+        check_fits(
+            device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident)),
+            budget_gb=self._stream.device_memory_gb,
+            remedy="raise it or keep fewer blocks resident",
+        )
+        self.store = HostStore(device, pin=config.pin_memory)
+        stays = {id(blocks[i]) for i in spread(len(blocks), num_resident)}
+        settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
+        move_buffers(module, device)
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """Slices of slots by unit and slot, with the buffer that they are of."""
+        self._visited: set[int] = set()
+        self.runtime = self._make_runtime()
+        self._may_fill = self._stream.resident_blocks is None and device.type == "cuda"
+        """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+
+    def _sizes(self, num_resident: int) -> dict[str, Any]:
+        return {
+            "num_slots": self._stream.device_slots if self._stream.overlap else 1,
+            "num_low_slots": 0,
+            "num_passes": 0,
+            "num_benches": 0,
+            "pairs": False,
+        }
+
+    def _make_runtime(self) -> Runtime:
+        return Runtime(
+            self.placement.blocks,
+            self.device,
+            num_slots=self._stream.device_slots,
+            num_low_slots=0,
+            overlap=self._stream.overlap,
+            reuse_buffers=self._stream.reuse_buffers,
+        )
+
+    # Visits
+
+    @contextmanager
+    def visit(self, unit: Unit) -> Iterator[Visit]:
+        """Inside, the unit's parameters are on the device."""
+        assert id(unit) not in self._visited, f"{unit.name} runs inside itself"
+        visit = Visit()
+        slot: Slot | None = None
+        self._visited.add(id(unit))
+        try:
+            if unit.streamed:
+                with torch.inference_mode(False), torch.no_grad():
+                    slot = self.runtime.arrive(unit)
+                    unit.bind(self._views_in(unit, slot))
+            yield visit
+        except BaseException:
+            if slot is not None:
+                self.runtime.abandon(slot)
+                slot.give_up()
+            raise
+        else:
+            if slot is not None:
+                with torch.inference_mode(False), torch.no_grad():
+                    if visit.changed:
+                        slot.version = unit.version + 1
+                    self.runtime.depart(unit, slot, send_back=visit.changed)
+        finally:
+            self._visited.discard(id(unit))
+            if unit.streamed:
+                unit.bind_home()
+
+    def is_visited(self, unit: Unit) -> bool:
+        return id(unit) in self._visited
+
+    def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
+        key = (id(unit), id(slot))
+        found = self._views.get(key)
+        if found is None or found[0] is not slot.buffer:
+            found = (slot.buffer, unit.views(unit.planes(slot.buffer), [None] * len(unit.parts)))
+            self._views[key] = found
+        return found[1]
+
+    # Residency
+
+    def fill_device(self) -> None:
+        """After the first step: what its activations and gradients leave of the budget is filled with blocks that never
+        leave again."""
+        if not self._may_fill:
+            return
+        self._may_fill = False
+        blocks = self.placement.blocks
+        peak = torch.cuda.max_memory_allocated(self.device)
+        activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
+        budget = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
+        num_resident = most_resident(
+            self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
+        )
+        if num_resident <= 0:
+            return
+        self.runtime.forget()
+        self._let_go()
+        for index in sorted(spread(len(blocks), num_resident)):
+            self.runtime.host_wait(blocks[index])
+            keep_on_device(blocks[index], self.store, self.device, low=False)
+        self.runtime = self._make_runtime()
+        logger.info(
+            f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
+            f"GB, peak of the first step {peak / 1e9:.2f} GB)"
+        )
+
+    def _let_go(self) -> None:
+        self._views.clear()
+        for slot in self.runtime.slots:
+            slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    # Reading and writing
+
+    def wait(self) -> None:
+        """Until every update has come home."""
+        for unit in self.placement.blocks:
+            self.runtime.host_wait(unit)
+
+    def describe(self) -> str:
+        gib = 2**30
+        blocks, units = self.placement.blocks, self.placement.units
+        num_streamed = sum(u.streamed for u in blocks)
+        weights = sum(u.nbytes for u in units if not u.streamed)
+        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
+        return (
+            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
+            f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device; all "
+            "are computed again in the backward pass from their inputs\n"
+            f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB; "
+            f"host: {self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
+        )
+
+    def close(self) -> None:
+        self.wait()
+        self._let_go()
+        self.store.close()
+
+
+class HomesState(ModuleState):
+    """Weights by name, where stored bytes are the weights."""
+
+    def __init__(self, homes: BlockHomes, module: nn.Module) -> None:
+        self._homes = homes
+        super().__init__(homes.placement.units, module, device=homes.device)
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        unit, placed = self._where[id(parameter)]
+        if not unit.streamed:
+            return parameter.detach()
+        return self._stored(unit, placed).clone()
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        unit, placed = self._where[id(parameter)]
+        self._homes.runtime.host_wait(unit)
+        unit.store_one(placed, value)
+        unit.bind_home()
+        self._homes.runtime.forget()
+
+    @torch.no_grad()
+    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+        return self._stored(unit, placed).to(self.device, torch.float32, copy=True)
+
+    def _before_load(self, unit: Unit) -> None:
+        self._homes.runtime.host_wait(unit)
+
+    def _stored(self, unit: Unit, placed: Placed) -> torch.Tensor:
+        self._homes.runtime.host_wait(unit)
+        planes = unit.planes(unit.home)
+        index = next(i for i, part in enumerate(unit.parts) if any(p is placed for p in part.placed))
+        return placed.view(planes[index].storage)
