@@ -251,6 +251,7 @@ class PluginEngine(CheckpointingEngine):
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         if self.monitor.enabled:
             self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
+        self.backend.is_last_micro_batch = self.is_gradient_accumulation_boundary()
         with self._inside_backward():
             self.backend.backward(scaled, retain_graph=retain_graph)
         return scaled

@@ -1,0 +1,157 @@
+"""When projectors are looked at, and what becomes of those that lose too much.
+
+[Note: calibration gradients] A backward pass forms each matrix's gradient anyway, one at a time, so tests and fits look
+at it right there: no pass of their own, no second gradient alive, nothing to restore. At a check the step's gradient is
+first compressed with the projectors of before; those fitted on it serve from the next step on, so no gradient is
+compressed by projectors that were fitted on it. The very first gradient is the exception: there is none before it.
+With `calibration_batches` > 1 a fit goes on over the gradients of that many micro-batches, one after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+
+from ds_zo.config import LSPParams
+from ds_zo.engines.lsp_matrices import Slot, Subspace, draw
+from ds_zo.engines.lsp_payload import Carry
+from ds_zo.optim.subspace_adam import Moments
+from ds_zo.projectors import carry_moments, fit, relative_bias
+
+
+class Calibration:
+    def __init__(self, settings: LSPParams, *, process_group: Any, world_size: int) -> None:
+        self._settings = settings
+        self._process_group, self._world_size = process_group, world_size
+        self._checked_step = 0
+        """The step at which the last check began."""
+        self._batch: int | None = None
+        """How many micro-batches the present check has seen before this one; None: no check is on."""
+        self.biases: dict[str, float] = {}
+        """What each matrix's projectors last lost of a gradient, relative to it."""
+        self._news: list[str] = []
+
+    # What the engine asks
+
+    def begin_backward(self, step: int) -> None:
+        settings = self._settings
+        if settings.projector != "learned":
+            return
+        if step > 0 and step % settings.check_interval == 0 and step != self._checked_step:
+            self._checked_step, self._batch = step, 0
+        elif self._batch is not None:
+            self._batch += 1
+
+    @property
+    def _looks(self) -> bool:
+        return self._batch is not None and self._batch < self._settings.calibration_batches
+
+    @property
+    def is_over(self) -> bool:
+        """What was fitted may take its place."""
+        return self._batch is not None and self._batch + 1 >= self._settings.calibration_batches
+
+    def before_compress(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Fits a matrix's first projectors, on the first gradient that it gets."""
+        if slot.is_fitted or slot.subspace is None:
+            return
+        slot.is_fitted = True
+        self._fit(slot, slot.subspace, self._mean(grad), num_steps=self._settings.fit_steps)
+
+    def after_compress(self, slot: Slot, grad: torch.Tensor) -> None:
+        """At a check: tests the matrix's projectors, and fits others where they fail."""
+        if not self._looks or slot.subspace is None:
+            return
+        grad = self._mean(grad)
+        if self._batch == 0:
+            bias = float(relative_bias(grad, slot.subspace.P, slot.subspace.Q))
+            self.biases[slot.name] = bias
+            slot.refitted = None
+            if bias > self._settings.bias_threshold:
+                num_draws = slot.subspace.num_draws + 1
+                slot.refitted = draw(
+                    slot.parameter, slot.index, self._settings, num_draws=num_draws, device=grad.device
+                )
+        if slot.refitted is not None:
+            num_steps = -(-self._settings.fit_steps // self._settings.calibration_batches)
+            self._fit(slot, slot.refitted, grad, num_steps=num_steps)
+
+    def end_check(self) -> None:
+        self._batch = None
+
+    def report(self) -> None:
+        """Says what has been fitted since it was last asked."""
+        news, self._news = self._news, []
+        if news:
+            settings = self._settings
+            biases = [self.biases[name] for name in news]
+            failing = sum(bias > settings.bias_threshold for bias in biases)
+            logger.info(
+                f"ds_zo: projectors of {len(news)} matrices fitted: relative bias {statistics.median(biases):.3f} "
+                f"(median), {max(biases):.3f} (largest), {failing} above bias_threshold {settings.bias_threshold:g}"
+            )
+
+    # Fitting
+
+    def _fit(self, slot: Slot, subspace: Subspace, grad: torch.Tensor, *, num_steps: int) -> None:
+        settings = self._settings
+        report = fit(
+            grad,
+            subspace.P,
+            subspace.Q,
+            steps=num_steps,
+            lr=settings.fit_lr,
+            beta=settings.fit_beta,
+            threshold=settings.bias_threshold,
+            timeout_s=settings.fit_timeout_s,
+        )
+        if self._world_size > 1:  # ranks see the same gradient, but not the same clock
+            for projector in (subspace.P, subspace.Q):
+                values = projector.values.clone()
+                dist.broadcast(values, _first_rank(self._process_group), group=self._process_group)
+                projector.set_values_(values)
+        self.biases[slot.name] = report.bias_after
+        if slot.name not in self._news:
+            self._news.append(slot.name)
+        logger.debug(f"ds_zo: {slot.name} {report}")
+
+    def _mean(self, grad: torch.Tensor) -> torch.Tensor:
+        if self._world_size == 1:
+            return grad
+        mean = grad.clone()
+        dist.all_reduce(mean, group=self._process_group)
+        return mean.div_(self._world_size)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"checked_step": self._checked_step, "batch": self._batch}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self._checked_step = 0 if state is None else int(state["checked_step"])
+        self._batch = None if state is None else state["batch"]
+        self._news = []
+
+
+@torch.no_grad()
+def adopt(slot: Slot, moments: Moments, carries: list[tuple[Carry, int]]) -> None:
+    """The refitted projectors take the place of the present ones; what lives in the subspace moves to the new one."""
+    old, new = slot.subspace, slot.refitted
+    assert old is not None and new is not None
+    mean, mean_square = carry_moments(moments.mean, moments.mean_square, old.P, old.Q, new.P, new.Q)
+    moments.mean.copy_(mean)
+    moments.mean_square.copy_(mean_square)
+    for carry, i in carries:
+        if i in carry.errors:
+            error = carry.errors[i]
+            carry.errors[i] = carry_moments(error, error.square(), old.P, old.Q, new.P, new.Q)[0].to(error.device)
+    slot.subspace, slot.refitted = new, None
+
+
+def _first_rank(group: Any) -> int:
+    return 0 if group is None else dist.get_global_rank(group, 0)

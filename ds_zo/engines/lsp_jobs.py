@@ -1,0 +1,334 @@
+"""A layer's trip: its gradient goes down to the host, Adam turns it into a direction there, the direction comes up, and
+the weights take it before their next use.
+
+[Note: three moments of a trip] Down: as soon as the layer's last gradient has come, inside the backward pass, where the
+engine says that a step follows; else in `step`. Commit: in `step`, which fixes learning rate and decay. Up and applied:
+when the layer's next forward is about to begin, a few layers ahead; until then the weights lag, which `settle` ends. So
+weights never move inside a backward pass, and the synchronous schedule is the same work without the overlap: the same
+bits.
+
+[Note: taken back] A trip that began inside a backward pass may turn out premature: a second backward, or `zero_grad`,
+comes before `step`. Adam's moments are then put back by subtracting what was added, exact but for rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from ds_zo.config import LSPParams
+from ds_zo.engines.lsp_matrices import Group, Slot
+from ds_zo.engines.lsp_payload import Carry, Codec
+from ds_zo.engines.lsp_queue import Job, UpdateQueue
+from ds_zo.optim import Dither, sgd_update_
+from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments, clip_, directions_, take_back_
+from ds_zo.projectors import apply_
+from ds_zo.streaming.host_store import HostStore
+
+NUM_LANDINGS = 3
+_PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+class Moment(Enum):
+    SUMMING = "gradients add up on the device"
+    UPDATING = "they are on their way down, or Adam is at work; the sums are kept until the step is certain"
+    DUE = "the step was made, but the weights have yet to take its direction, which the host has or will have"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one step applies to one parameter."""
+
+    lr: float
+    weight_decay: float
+    step: int
+    """Chooses the rounding bits."""
+    stochastic: bool
+
+
+@dataclass(eq=False)
+class Landing:
+    """Device memory for one layer's directions."""
+
+    buffer: torch.Tensor
+    filled: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
+    drained: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    holder: HostGroup | None = None
+    """Whose directions are in it, or on their way."""
+
+
+class Links:
+    """The two streams between a CUDA device and the host, and where uploads land."""
+
+    def __init__(self, device: torch.device, *, landing_bytes: int) -> None:
+        self.down = torch.cuda.Stream(device)
+        self.up = torch.cuda.Stream(device)
+        self._landings = [
+            Landing(torch.empty(landing_bytes, dtype=torch.uint8, device=device)) for _ in range(NUM_LANDINGS)
+        ]
+        self.num_bytes = NUM_LANDINGS * landing_bytes
+
+    def landing_of(self, group: HostGroup) -> Landing | None:
+        return next((landing for landing in self._landings if landing.holder is group), None)
+
+    def has_room(self) -> bool:
+        return any(landing.holder is None for landing in self._landings)
+
+    def fill(self, group: HostGroup, source: torch.Tensor) -> Landing:
+        """Starts an upload. Where all landings are taken, one of those that wait loses its place and comes again."""
+        landing = next((one for one in self._landings if one.holder is None), self._landings[0])
+        landing.holder = group
+        self.up.wait_event(landing.drained)
+        with torch.cuda.stream(self.up):
+            landing.buffer[: source.numel()].copy_(source, non_blocking=True)
+        landing.filled.record(self.up)
+        return landing
+
+
+class Scratch:
+    """The Adam thread's own float32 memory: what it decodes and what it is about to encode."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        if name not in self._buffers or self._buffers[name].numel() < sum(sizes):
+            self._buffers[name] = torch.empty(sum(sizes))
+        parts = self._buffers[name][: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class HostGroup:
+    """A group whose Adam runs on the CPU."""
+
+    def __init__(
+        self,
+        group: Group,
+        settings: LSPParams,
+        *,
+        device: torch.device,
+        store: HostStore,
+        queue: UpdateQueue,
+        scratch: Scratch,
+        max_norm: float,
+    ) -> None:
+        self.name, self.is_block = group.name, group.is_block
+        self.slots = sorted(group.slots, key=lambda slot: slot.subspace is None)
+        """Projected ones first: their sums stand side by side and go down in one copy."""
+        self.moment = Moment.SUMMING
+        self.job: Job | None = None
+        self.num_expected = self.num_arrived = 0
+        """Gradients that a backward pass is to bring, and has brought."""
+        self.links: Links | None = None
+        self._settings = settings
+        self._queue, self._scratch = queue, scratch
+        self._max_norm = max_norm
+        self._active: list[int] = []
+        self._rates: list[Rate | None] = []
+        self._num_projected = sum(slot.subspace is not None for slot in self.slots)
+        shapes = [slot.shape for slot in self.slots]
+        payload = _PAYLOADS[settings.payload_dtype]
+        dtypes = [payload if slot.subspace is not None else slot.parameter.dtype for slot in self.slots]
+        self._codec = Codec(shapes, dtypes)
+        self._is_lossy = payload is not torch.float32
+        self.sent = torch.empty(self._codec.num_bytes(self._num_projected), dtype=torch.uint8, device=device)
+        """What leaves the device; where that is float32, the sums themselves."""
+        for i, slot in enumerate(self.slots[: self._num_projected]):
+            slot.total = torch.empty(slot.shape, device=device) if self._is_lossy else self._codec.view(i, self.sent)
+        self.h_down = store.take(self._codec.num_bytes())
+        self.h_up = store.take(self._codec.num_bytes())
+        self.moments = [Moments.zeros(shape, "cpu") for shape in shapes]
+        self.carry_down, self.carry_up = Carry(device), Carry(torch.device("cpu"))
+        self._device = device
+        self.timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Around the last download."""
+
+    # Down
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Sends the sums of this step down, to be worked on as soon as they have arrived."""
+        assert self.moment is Moment.SUMMING
+        self._active = [i for i, slot in enumerate(self.slots) if slot.has_total]
+        ready = self._download()
+        self.job = Job(self._update, ready=ready)
+        self._queue.put(self.job)
+        self.moment = Moment.UPDATING
+
+    def _download(self) -> torch.cuda.Event | None:
+        projected = [i for i in self._active if i < self._num_projected]
+        if self._is_lossy:
+            for i in projected:
+                self.carry_down.encode(self._codec, i, self.slots[i].gradient, self.sent)
+        copies = [(self.h_down[: self.sent.numel()], self.sent)] if projected else []
+        whole = [(i, self.slots[i].parameter) for i in self._active if i >= self._num_projected]
+        copies += [(self._codec.view(i, self.h_down), p.grad) for i, p in whole if p.grad is not None]
+        if self.links is None:
+            for target, source in copies:
+                target.copy_(source)
+            ready = None
+        else:
+            down = self.links.down
+            begin, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            down.wait_stream(torch.cuda.current_stream(self._device))
+            begin.record(down)
+            with torch.cuda.stream(down):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+                    source.record_stream(down)
+            ready.record(down)
+            self.timed = begin, ready
+        for _, p in whole:
+            p.grad = None  # the host has it
+        return ready
+
+    def _update(self) -> torch.Tensor:
+        """In the Adam thread: h_down to h_up."""
+        codec, active = self._codec, self._active
+        shapes = [codec.shapes[i] for i in active]
+        grads, out = self._scratch.get("grads", shapes), self._scratch.get("out", shapes)
+        for k, i in enumerate(active):
+            if codec.dtypes[i] is torch.float32:
+                grads[k], out[k] = codec.view(i, self.h_down), codec.view(i, self.h_up)
+            else:
+                codec.decode(i, self.h_down, out=grads[k])
+        norms = clip_(grads, self._max_norm)
+        moments = [self.moments[i] for i in active]
+        directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
+        for k, i in enumerate(active):
+            if codec.dtypes[i] is torch.float32:
+                continue
+            if i < self._num_projected:
+                self.carry_up.encode(codec, i, out[k], self.h_up)
+            else:
+                codec.encode(i, out[k], self.h_up)
+        return norms
+
+    # [Note: taken back]
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """As if it had not been started: sums and moments are those of before."""
+        assert self.moment is Moment.UPDATING and self.job is not None
+        norms = self.job.wait()
+        grads = [self._codec.decode(i, self.h_down) for i in self._active]
+        coefs = torch.ones_like(norms)
+        if self._max_norm > 0:
+            coefs = (self._max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
+        for k, i in enumerate(self._active):
+            in_place = self._codec.dtypes[i] is torch.float32  # then clipped where it stands
+            if i >= self._num_projected:
+                whole = grads[k] / coefs[k] if in_place else grads[k]
+                p = self.slots[i].parameter
+                p.grad = whole.to(p.device, p.dtype)
+            if not in_place:
+                grads[k] = grads[k] * coefs[k]
+            self.carry_down.take_back(i)
+            self.carry_up.take_back(i)
+        if bool(norms.isfinite().all()):
+            take_back_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
+        self.job = None
+        self.moment = Moment.SUMMING
+
+    # Commit
+
+    def commit(self, rates: list[Rate | None]) -> None:
+        """The step is made; None: a parameter that is not trained at the moment."""
+        assert self.moment is Moment.UPDATING
+        self._rates = rates
+        self.carry_down.keep()
+        for slot in self.slots:
+            slot.forget()
+        self.moment = Moment.DUE
+
+    # Up, and applied
+
+    def prefetch(self) -> None:
+        """Starts the upload if there is something to upload and room for it."""
+        links, job = self.links, self.job
+        if links is None or self.moment is not Moment.DUE or job is None or not job.is_finished:
+            return
+        if links.landing_of(self) is None and links.has_room():
+            links.fill(self, self.h_up)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The weights are those of the last step when this returns (on CUDA: for what is issued from here on)."""
+        if self.moment is not Moment.DUE:
+            return
+        assert self.job is not None
+        norms = self.job.wait()
+        landing = None
+        if bool(norms.isfinite().all()):
+            source = self.h_up
+            if self.links is not None:
+                landing = self.links.landing_of(self) or self.links.fill(self, self.h_up)
+                torch.cuda.current_stream(self._device).wait_event(landing.filled)
+                source = landing.buffer
+            for i in self._active:
+                if (rate := self._rates[i]) is not None:
+                    apply_direction_(self.slots[i], self._direction(i, source), rate)
+        elif self.links is not None:
+            landing = self.links.landing_of(self)
+        if landing is not None:
+            landing.drained.record(torch.cuda.current_stream(self._device))
+            landing.holder = None
+        self.carry_up.keep()
+        self.moment = Moment.SUMMING
+
+    def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
+        return self._codec.decode(i, buffer) if i < self._num_projected else self._codec.view(i, buffer)
+
+
+def apply_direction_(slot: Slot, direction: torch.Tensor, rate: Rate) -> None:
+    """W <- round(W (1 - lr wd) - lr P D Q^T), or without P and Q."""
+    p = slot.parameter
+    stochastic = rate.stochastic and p.dtype is not torch.float32
+    if slot.subspace is None:
+        dither = Dither(step=rate.step, offset=slot.offset) if stochastic else None
+        sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
+        return
+    apply_(
+        p,
+        direction,
+        slot.subspace.P,
+        slot.subspace.Q,
+        lr=rate.lr,
+        weight_decay=rate.weight_decay,
+        rounding="stochastic" if stochastic else "nearest",
+        step=rate.step,
+        offset=slot.offset,
+    )
+
+
+class DeviceGroup:
+    """A group whose Adam runs where the weights are, in `step`."""
+
+    def __init__(self, slots: list[Slot], settings: LSPParams, *, device: torch.device, max_norm: float) -> None:
+        self.slots = slots
+        self._settings = settings
+        self._max_norm = max_norm
+        self.moments = [Moments.zeros(slot.shape, device) for slot in slots]
+        for slot in slots:
+            if slot.subspace is not None:
+                slot.total = torch.empty(slot.shape, device=device)
+
+    @torch.no_grad()
+    def step(self, rates: list[Rate | None]) -> torch.Tensor | None:
+        """Norms of the gradients; None where there was none."""
+        active = [i for i, slot in enumerate(self.slots) if slot.has_total]
+        if not active:
+            return None
+        grads = [self.slots[i].gradient.float() for i in active]
+        out = [torch.empty_like(grad) for grad in grads]
+        norms = clip_(grads, self._max_norm)
+        moments = [self.moments[i] for i in active]
+        directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
+        for direction, i in zip(out, active, strict=True):
+            if (rate := rates[i]) is not None:
+                apply_direction_(self.slots[i], direction, rate)
+            self.slots[i].forget()
+        return norms

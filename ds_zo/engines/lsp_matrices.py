@@ -1,0 +1,179 @@
+"""Which parameters LSP projects, which it trains whole, which not at all, and what is kept of each.
+
+[Note: what trains how] Weights of `nn.Linear` and of GPT-2's `Conv1D` are projected where d x d is smaller than they
+are. Embeddings and head follow `edge`: projected too, frozen, or whole. Everything else trains whole: matrices no
+larger than d x d, norms, biases, convolutions. With `offload_optimizer` on the CPU, Adam of every matrix runs there,
+projected or whole; vectors are too small for a trip and stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.config import LSPParams
+from ds_zo.optim import OFFSET_ALIGNMENT
+from ds_zo.projectors import SparseProjector, choose_dims
+from ds_zo.streaming.blocks import find_blocks
+
+_MAX_PARAMETERS = 2**16
+"""Random streams that one draw of all projectors takes, for two sides."""
+
+
+@dataclass
+class Subspace:
+    """A matrix's projectors, and how often they have been drawn."""
+
+    P: SparseProjector
+    Q: SparseProjector
+    num_draws: int = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"P": self.P.state_dict(), "Q": self.Q.state_dict(), "num_draws": self.num_draws}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Subspace:
+        P, Q = (SparseProjector.from_state(state[key], device) for key in ("P", "Q"))
+        return cls(P, Q, int(state["num_draws"]))
+
+
+@dataclass(eq=False)
+class Slot:
+    """What is kept of a parameter besides itself and Adam's moments."""
+
+    name: str
+    parameter: nn.Parameter
+    index: int
+    """Among the model's parameters; chooses its projectors' random streams."""
+    offset: int
+    """Of its rounding bits."""
+    subspace: Subspace | None = None
+    refitted: Subspace | None = None
+    """Projectors that take the place of the present ones when this step is over."""
+    total: torch.Tensor | None = None
+    """Where P^T G Q is summed; a whole parameter's gradients add up in its own `.grad`."""
+    has_total: bool = False
+    """A gradient has come since the last step."""
+    is_fitted: bool = False
+    """Its projectors have seen a gradient (or are not to be fitted)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what Adam sees."""
+        if self.subspace is None:
+            return tuple(self.parameter.shape)
+        return self.subspace.P.dim, self.subspace.Q.dim
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        found = self.parameter.grad if self.total is None else self.total
+        assert found is not None
+        return found
+
+    def forget(self) -> None:
+        self.has_total = False
+        self.parameter.grad = None
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters that travel together: a block's, or those of one module outside of blocks."""
+
+    name: str
+    is_block: bool
+    slots: list[Slot] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    """Whose forward is the first to see them."""
+
+
+def find_slots(module: nn.Module, settings: LSPParams, *, device: torch.device) -> list[Slot]:
+    """One for each parameter that is trained, tied ones once; `edge: freeze` freezes here."""
+    edge, projectable = _edge_parameters(module), _matrix_parameters(module)
+    slots: list[Slot] = []
+    offset = 0
+    for index, (name, p) in enumerate(module.named_parameters()):
+        if id(p) in edge and settings.edge == "freeze":
+            p.requires_grad_(False)
+        elif p.requires_grad and p.is_floating_point() and p.numel():
+            projects = p.ndim == 2 and (settings.edge == "lsp" if id(p) in edge else id(p) in projectable)
+            subspace = first_projectors(p, index, settings, device=device) if projects else None
+            slots.append(Slot(name, p, index, offset, subspace, is_fitted=settings.projector != "learned"))
+        offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
+    return slots
+
+
+def first_projectors(p: nn.Parameter, index: int, settings: LSPParams, *, device: torch.device) -> Subspace | None:
+    """None: the matrix trains whole."""
+    num_rows, num_cols = p.shape
+    if settings.projector == "none" or choose_dims(num_rows, num_cols, settings.subspace_dim) is None:
+        return None
+    return draw(p, index, settings, num_draws=1, device=device)
+
+
+def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, device: torch.device) -> Subspace:
+    """Fresh positions and values, a pure function of the seed, the parameter and how often it was drawn before."""
+    rows, cols = p.shape
+    dims = choose_dims(rows, cols, settings.subspace_dim)
+    assert dims is not None
+    made = [
+        SparseProjector.draw(
+            num_rows,
+            dim,
+            min(settings.nonzeros_per_row, dim),
+            seed=settings.seed,
+            stream=((num_draws - 1) * _MAX_PARAMETERS + index) * 2 + side,
+            device=device,
+        )
+        for side, (num_rows, dim) in enumerate(zip(p.shape, dims, strict=True))
+    ]
+    return Subspace(made[0], made[1], num_draws)
+
+
+def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | None) -> list[Group]:
+    """Groups in the order that a forward pass meets them, as far as the model's own order tells."""
+    block_of: dict[int, tuple[str, nn.Module]] = {}
+    for name, block in find_blocks(module, blocks).items():
+        for p in block.parameters():
+            block_of.setdefault(id(p), (name, block))
+    groups: dict[str, Group] = {}
+    for slot in slots:
+        found = block_of.get(id(slot.parameter))
+        if found is None:
+            owner = slot.name.rpartition(".")[0]
+            group = groups.setdefault(owner, Group(owner, is_block=False))
+            group.modules = list(_owners(module, slot.parameter))
+        else:
+            group = groups.setdefault(found[0], Group(found[0], is_block=True, modules=[found[1]]))
+        group.slots.append(slot)
+    return list(groups.values())
+
+
+def _owners(module: nn.Module, p: nn.Parameter) -> Iterator[nn.Module]:
+    return (m for m in module.modules() if any(own is p for own in m._parameters.values()))
+
+
+def _edge_parameters(module: nn.Module) -> set[int]:
+    """Embeddings, and the layer that turns hidden states into vocabulary."""
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+    found = {id(table) for table in tables}
+    head = None
+    if callable(getattr(module, "get_output_embeddings", None)):
+        head = module.get_output_embeddings()  # type: ignore[operator]
+    if head is not None and isinstance(getattr(head, "weight", None), nn.Parameter):
+        found.add(id(head.weight))
+    in_blocks = {id(p) for block in find_blocks(module).values() for p in block.parameters()}
+    vocabularies = {table.shape[0] for table in tables}
+    for m in module.modules():
+        if isinstance(m, nn.Linear) and id(m.weight) not in in_blocks and m.out_features in vocabularies:
+            found.add(id(m.weight))
+    return found
+
+
+def _matrix_parameters(module: nn.Module) -> set[int]:
+    """`Conv1D` by its name: transformers need not be installed."""
+    kinds = [m for m in module.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    return {id(m.weight) for m in kinds if isinstance(m.weight, nn.Parameter)}

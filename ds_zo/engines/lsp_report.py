@@ -1,0 +1,112 @@
+"""What a step tells, some of it late, and how long its parts take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ds_zo.engines.base import StepOutcome
+from ds_zo.engines.late import Late
+from ds_zo.engines.lsp_jobs import HostGroup
+from ds_zo.engines.lsp_queue import Job, transition_layer
+
+
+class StepReport:
+    """Norms of a step's gradients, wherever they are known. Reading them waits for the last of its jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._on_device: list[torch.Tensor] = []
+
+    def add_device(self, norms: torch.Tensor | None) -> None:
+        if norms is not None:
+            self._on_device.append(norms)
+
+    def add_job(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def outcome(self, global_norm: torch.Tensor | None) -> StepOutcome:
+        """A layer whose gradient is not finite is left out; a step in which all were is skipped."""
+        if not self._jobs and not self._on_device:
+            return StepOutcome(applied=True)
+        squares, finite = None, None
+        if self._on_device:
+            norms = torch.cat(self._on_device)
+            squares = Late(norms.square().sum())
+            finite = Late(torch.stack([n.isfinite().all() for n in self._on_device]).any())
+        norm = _LateNorm(self._jobs, squares) if global_norm is None else Late(global_norm)
+        return StepOutcome(applied=_LateApplied(self._jobs, finite), grad_norm=norm)
+
+
+class _LateNorm(Late):
+    """Of all that the step moved: subspace gradients, and those of whole parameters."""
+
+    def __init__(self, jobs: Sequence[Job], squares: Late | None) -> None:
+        self._jobs, self._squares = jobs, squares
+
+    def get(self) -> float:
+        total = 0.0 if self._squares is None else self._squares.get()
+        return math.sqrt(total + sum(float(job.wait().double().square().sum()) for job in self._jobs))
+
+
+class _LateApplied(Late):
+    def __init__(self, jobs: Sequence[Job], finite: Late | None) -> None:
+        self._jobs, self._finite = jobs, finite
+
+    def get(self) -> float:
+        by_jobs = [bool(job.wait().isfinite().all()) for job in self._jobs]
+        return float(any(by_jobs) or (self._finite is not None and bool(self._finite.get())))
+
+
+class BackwardClock:
+    """Measures what the transition layer is computed from. Nobody waits for a measurement: the last complete one
+    counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._begin = 0.0
+        self._backward_s: float | None = None
+        self._transition: int | None = None
+
+    def begin(self) -> None:
+        self._read()
+        self._transition = None
+        if self._is_cuda:
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        else:
+            self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._backward_s = time.perf_counter() - self._begin
+
+    def _read(self) -> None:
+        if self._events is not None and self._events[1].query():
+            self._backward_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+
+    def transition(self, groups: Sequence[HostGroup]) -> int:
+        """Computed once a backward pass. 0 until there are measurements: first come, first served."""
+        if self._transition is None:
+            self._transition = self._compute(groups)
+        return self._transition
+
+    def _compute(self, groups: Sequence[HostGroup]) -> int:
+        updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished]
+        if self._backward_s is None or not updates:
+            return 0
+        copies = [begin.elapsed_time(end) / 1e3 for begin, end in (g.timed for g in groups if g.timed) if end.query()]
+        copy_s = sum(copies) / len(copies) if copies else 0.0
+        return transition_layer(
+            len(groups),
+            backward_s=self._backward_s,
+            download_s=copy_s,
+            update_s=sum(updates) / len(updates),
+            upload_s=copy_s,
+        )

@@ -1,0 +1,42 @@
+"""LSP runs on toy models, and the plain AdamW runs that they are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_zo.engines import lsp, lsp_matrices
+from ds_zo.engines.lsp_matrices import Subspace
+from ds_zo.projectors import SparseProjector
+
+CPU = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+
+
+def lsp_json(*, offload: bool = True, lr: float = 1e-2, clipping: float = 0.0, **more: Any) -> dict[str, Any]:
+    """`params` adds to optimizer.params, the rest to the top level."""
+    params = {"lr": lr, "subspace_dim": 6, "nonzeros_per_row": 2, "fit_steps": 5, **more.pop("params", {})}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "LSP", "params": params},
+        "zero_optimization": CPU if offload else {"stage": 0},
+        **more,
+    }
+
+
+def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P = I and Q = I for every matrix that could be projected: then LSP is AdamW."""
+
+    def make(p: nn.Parameter, *args: Any, device: torch.device) -> Subspace:
+        return Subspace(SparseProjector.identity(p.shape[0], device), SparseProjector.identity(p.shape[1], device))
+
+    for module in (lsp, lsp_matrices):
+        monkeypatch.setattr(module, "first_projectors", make)
+
+
+def settled(engine: Any) -> dict[str, torch.Tensor]:
+    engine.backend.settle()
+    return {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}

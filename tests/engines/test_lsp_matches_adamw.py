@@ -1,0 +1,104 @@
+"""With identity projectors LSP is AdamW; without, it is AdamW on the projected gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_close, batches, lively, start, train, train_plain, weights_of
+from lsp_runs import identity_projectors, lsp_json, settled
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+NUM_STEPS = 30
+EPS = 1e-5
+"""Above the rounding noise that is all the gradient of GPT-2's key biases: Adam would blow it up to steps of lr."""
+
+
+def adamw(name: str, data: Any, *, max_norm: float | None = None, **settings: Any) -> dict[str, torch.Tensor]:
+    model = lively(name)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.1, "eps": EPS, **settings})
+    train_plain(model, data, optimizer, max_norm=max_norm)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity_projectors(monkeypatch)
+    json = lsp_json(lr=1e-3, offload=offload, params={"weight_decay": 0.1, "eps": EPS, "projector": "random"})
+    engine = start(json, lively(name))
+    assert sum(slot.subspace is not None for slot in engine.backend._slots) > 12
+    train(engine, batches(name, NUM_STEPS))
+    assert_close(settled(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_without_projectors_it_is_adamw(offload: bool) -> None:
+    json = lsp_json(lr=1e-3, offload=offload, params={"weight_decay": 0.1, "eps": EPS, "projector": "none"})
+    engine = start(json, lively("gpt2"))
+    assert all(slot.subspace is None for slot in engine.backend._slots)
+    train(engine, batches("gpt2", NUM_STEPS))
+    assert_close(settled(engine), adamw("gpt2", batches("gpt2", NUM_STEPS)), atol=1e-5)
+
+
+def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity_projectors(monkeypatch)
+    json = lsp_json(
+        lr=1e-3, clipping=0.5, params={"weight_decay": 0.1, "eps": EPS, "projector": "random", "clip_scope": "global"}
+    )
+    engine = start(json, lively("llama"))
+    norms = []
+    for batch in batches("llama", 8):
+        train(engine, [batch])
+        norms.append(engine.get_global_grad_norm())
+    assert_close(settled(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
+    model = lively("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, eps=EPS)
+    _, expected = train_plain(model, batches("llama", 8), optimizer, max_norm=0.5)
+    assert norms == pytest.approx(expected, rel=1e-4)
+
+
+class ByHand:
+    """One projected matrix in dense algebra: Adam on P^T G Q clipped by its own norm, W moved by P D Q^T."""
+
+    def __init__(self, P: torch.Tensor, Q: torch.Tensor) -> None:
+        self.P, self.Q = P, Q
+        self.virtual = torch.nn.Parameter(torch.zeros(P.shape[1], Q.shape[1]))
+        self.adam = torch.optim.Adam([self.virtual], lr=1.0)
+
+    def direction(self, G: torch.Tensor, *, clip: float) -> torch.Tensor:
+        S = self.P.T @ G @ self.Q
+        S = S * min(1.0, clip / (float(S.norm()) + 1e-6))
+        with torch.no_grad():
+            self.virtual.zero_()
+        self.virtual.grad = S
+        self.adam.step()
+        return -self.P @ self.virtual.detach() @ self.Q.T
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_is_adam_in_the_subspace_by_dense_algebra(offload: bool) -> None:
+    """The reference steps the same model: its matrices by hand, its whole parameters by AdamW with the same clip."""
+    lr, decay, clip = 1e-2, 0.1, 0.05
+    json = lsp_json(lr=lr, offload=offload, clipping=clip, params={"weight_decay": decay, "projector": "random"})
+    engine = start(json, lively("llama"))
+    model = lively("llama")
+    slots = {slot.name: slot for slot in engine.backend._slots}
+    hands = {n: ByHand(s.subspace.P.dense(), s.subspace.Q.dense()) for n, s in slots.items() if s.subspace is not None}
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"} <= hands.keys()
+    rest = [(n, p) for n, p in model.named_parameters() if n not in hands]
+    optimizer = torch.optim.AdamW([p for _, p in rest], lr=lr, weight_decay=decay)
+    for batch in batches("llama", 6):
+        train(engine, [batch])
+        model(**batch).loss.backward()
+        for _, p in rest:
+            torch.nn.utils.clip_grad_norm_([p], clip)
+        optimizer.step()
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                if n in hands:
+                    p.mul_(1 - lr * decay).sub_(hands[n].direction(p.grad, clip=clip), alpha=lr)
+        model.zero_grad()
+    assert_close(settled(engine), weights_of(model), atol=1e-5)
