@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from ds_zo import ops
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
+from ds_zo.engines.tempo import Tempo, measure_link, total_s
 from ds_zo.engines.visits import Noise, Visits
-from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.placement import plan_units, settle, spread
+from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
 
 _WIRE = {
@@ -28,9 +30,8 @@ _WIRE = {
     "fp8": torch.float8_e4m3fn,
 }
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
-"""`writeback_interval` where the user left it out and blocks stream, by master: most of the downloads gone, few draws
-more. A fold of split storage also brings the low plane up; at 16, OPT-6.7B on an H200 was 4% slower than wire storage
-at 8."""
+"""`writeback_interval` where the user left it out and blocks stream, by master, until it is chosen by measurement, and
+where nothing can be measured. A fold of split storage also brings the low plane up."""
 
 
 class Homes:
@@ -57,13 +58,21 @@ class Homes:
         self.interval = self._stream.writeback_interval or automatic
         if not self._stream.fuse_update:
             self.interval = 1
+        streams_on_cuda = config.stream and device.type == "cuda" and num_resident < num_blocks
+        self.measures = (
+            streams_on_cuda
+            and self._stream.writeback_interval is None
+            and self._stream.fuse_update
+            and self._stream.overlap
+        )
+        """The interval is still to be chosen; see `tempo`."""
         if config.stream:
             self._check_budget(num_resident)
         self.store = HostStore(device, pin=config.pin_memory)
         self.claims = Claims(self.store)
         stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
-        _move_buffers(module, device)
+        move_buffers(module, device)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
         self._make_visits()
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
@@ -85,19 +94,12 @@ class Homes:
         }
 
     def _check_budget(self, num_resident: int) -> None:
-        """A model that can't run within `device_memory_gb` is refused before memory is taken."""
-        budget_gb = self._stream.device_memory_gb
-        if budget_gb is None:
-            return
-        least = device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident))
-        if least.total > budget_gb * 1e9:
-            raise ValueError(
-                f"this model needs at least {least.total / 1e9:.3g} GB on the device besides activations (edges "
-                f"{least.edges / 1e9:.3g}, slots {(least.slots + least.low_slots) / 1e9:.3g}, scratch "
-                f"{least.scratch / 1e9:.3g}, resident blocks {least.blocks / 1e9:.3g}), got {budget_gb:g}: raise it, "
-                "keep fewer blocks resident, or take a narrower wire_dtype or master: wire "
-                "(ds_zo.stream.device_memory_gb)"
-            )
+        """Before memory is taken."""
+        check_fits(
+            device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident)),
+            budget_gb=self._stream.device_memory_gb,
+            remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
+        )
 
     def _make_visits(self) -> None:
         sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
@@ -121,6 +123,39 @@ class Homes:
             device=self.device,
         )
 
+    @torch.no_grad()
+    def choose_interval(
+        self, spans: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], *, agree: Callable[[int], int]
+    ) -> None:
+        """After the first step, when it is settled which blocks stay: nothing has been folded yet. `agree` makes every
+        rank take the same."""
+        blocks = self.placement.blocks
+        streamed = [u for u in blocks if u.streamed]
+        if not spans or not streamed:
+            self.set_interval(agree(self.interval if streamed else 1))
+            return
+        up, down, both = measure_link(self.runtime, streamed[0], streamed[-1])
+        draw_s = self.visits.replay_s(streamed[0]) * sum(u.nbytes for u in blocks) / max(streamed[0].nbytes, 1)
+        tempo = Tempo(up, down, both, total_s(spans), draw_s)
+        sizes = {
+            "streamed_nbytes": sum(u.nbytes for u in streamed),
+            "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
+        }
+        self.set_interval(agree(tempo.best_interval(**sizes)))
+        logger.info(
+            f"ds_zo: blocks are folded every {self.interval} steps from now on, "
+            f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo}); set "
+            "ds_zo.stream.writeback_interval to have the same in every run"
+        )
+
+    def set_interval(self, interval: int) -> None:
+        self.measures = False
+        if interval != self.interval:
+            self.interval = interval
+            self.runtime.forget()
+            self.visits.close()
+            self._make_visits()
+
     def fill_device(self) -> None:
         """After the first step: what the activations leave of the budget is filled with blocks that never leave
         again."""
@@ -128,10 +163,7 @@ class Homes:
         blocks = self.placement.blocks
         peak = torch.cuda.max_memory_allocated(self.device)
         activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
-        if self._stream.device_memory_gb is not None:
-            budget = int(self._stream.device_memory_gb * 1e9)
-        else:
-            budget = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        budget = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
         num_resident = most_resident(
             self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
         )
@@ -142,16 +174,8 @@ class Homes:
         self.visits.close()
         all_stay = num_resident == len(blocks)
         for index in sorted(spread(len(blocks), num_resident)):
-            unit = blocks[index]
-            self.runtime.host_wait(unit)
-            home, low = unit.home, unit.low_home
-            low_moves = low is not None and all_stay
-            new_low = low.to(self.device) if low is not None and all_stay else low
-            unit.settle(home.to(self.device), new_low, streamed=False, low_streamed=not low_moves)
-            unit.bind_home()
-            self.store.give_back(home)
-            if low is not None and low_moves:
-                self.store.give_back(low)
+            self.runtime.host_wait(blocks[index])
+            keep_on_device(blocks[index], self.store, self.device, low=all_stay)
         self._make_visits()
         logger.info(
             f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
@@ -195,10 +219,3 @@ class Homes:
             for unit in self.placement.units:
                 self.runtime.host_wait(unit)
         self.store.close()
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for m in module.modules():
-        for name, buffer in m._buffers.items():
-            if buffer is not None and buffer.device != device:
-                m._buffers[name] = buffer.to(device)

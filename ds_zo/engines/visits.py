@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from ds_zo import ops
 from ds_zo.checkpoint.replay import due
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
+from ds_zo.engines.tempo import seconds_of
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slots import Slot
@@ -73,6 +75,8 @@ class Visits:
         self._open: tuple[Unit, Slot | None] | None = None
         """The unit that is being visited, and its slot until that may be filled again."""
         self._folding: set[int] = set()
+        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
+        """When not None: the time of each visit on the compute stream, from the unit's arrival on."""
         self._kept_planes: dict[Any, list[Planes]] = {}
         self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
         self._kept_views: dict[Any, list[torch.Tensor]] = {}
@@ -120,6 +124,16 @@ class Visits:
         self._folding = set()
         self.runtime.finish()
 
+    @torch.no_grad()
+    def replay_s(self, unit: Unit) -> float:
+        """Seconds for replaying one pending update of a unit whose planes are in a slot or at home on the device."""
+        base = self.runtime.slots[0].buffer if unit.streamed else unit.home
+        planes, outs = self._planes(unit, base), self._outs(unit, self.scratch)
+        few, many = (
+            seconds_of(partial(self._apply, unit, planes, outs=outs, index=0, pending=n), self.device) for n in (1, 9)
+        )
+        return max(0.0, many - few) / 8
+
     # Training visits
 
     def perturb_block(self, unit: Unit, *, index: int, last: bool) -> list[torch.Tensor] | None:
@@ -128,6 +142,9 @@ class Visits:
         first = self._open is None or self._open[0] is not unit
         if first:
             self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
+            if self.spans is not None:
+                self.spans.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+                self.spans[-1][0].record(torch.cuda.current_stream(self.device))
         assert self._open is not None
         slot = self._open[1]
         pair = None if first and last else self._pair
@@ -150,6 +167,8 @@ class Visits:
         """The last pass has run the block."""
         if self._open is not None and self._open[0] is unit:
             self._depart(unit)
+        if self.spans:
+            self.spans[-1][1].record(torch.cuda.current_stream(self.device))
         unit.bind_home()
 
     def perturb_edge(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:

@@ -69,6 +69,8 @@ class ZOBackend(Backend):
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """How long each block's visit took in a forward made to measure it."""
         self._signature = self._groups_and_flags()
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
@@ -169,6 +171,11 @@ class ZOBackend(Backend):
                     "block)"
                 )
                 return apart
+        if self.homes.measures:
+            self._lockstep.set_snapshot(randomness)
+            self._spans = self.homes.visits.spans = []
+            self._run(calls)
+            self.homes.visits.spans = None
         return results
 
     @contextmanager
@@ -219,7 +226,18 @@ class ZOBackend(Backend):
             self._fold_everything()  # an ablation: the update as a sweep of its own
         if self.homes.may_fill_device:
             self.homes.fill_device()
+        if self.homes.measures:
+            self.homes.choose_interval(self._spans, agree=self._first_rank_decides)
+            self._spans = []
         return StepOutcome(applied=Late(finite), grad_norm=Late(norm))
+
+    def _first_rank_decides(self, number: int) -> int:
+        """Ranks fold alike, or their weights would round apart."""
+        if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return number
+        shared = torch.tensor([number], device=self.device)
+        dist.broadcast(shared, group=self.process_group, group_src=0)
+        return int(shared.item())
 
     def _fold_everything(self) -> None:
         self.homes.visits.fold_now(*self.homes.placement.units)
@@ -268,6 +286,7 @@ class ZOBackend(Backend):
     # Saving, loading, describing
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
+        self.homes.measures = False  # what is saved names the interval
         return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:

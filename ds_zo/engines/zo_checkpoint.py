@@ -120,6 +120,8 @@ class HomesCheckpoint:
         if wrong is not None and (strict or not there.keys() & here.keys()):
             raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
         self._homes.claims.wait()
+        if resume and self._homes.measures:
+            self._homes.set_interval(state["interval"])
         reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
         if resume and not reasons:
             self._restore_planes(saved, omitted)

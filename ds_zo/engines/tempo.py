@@ -1,0 +1,109 @@
+"""How often to fold: from the speeds of the link, of the kernels and of the blocks, measured once at the start.
+
+A long interval spares the link downloads and costs a noise draw more for each step that a block lags behind. So the
+best one is where the link and the compute stream take equally long: long when the link is the bottleneck, short when
+computing is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.units import Unit
+
+_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
+_ALIKE = 1.02
+"""Intervals whose steps take this much longer at most count as equally fast: then the longest, which rounds least."""
+_REPEATS = 4
+
+
+@dataclass(frozen=True)
+class Tempo:
+    """Measured seconds and rates of one model on one machine."""
+
+    up_nbytes_per_s: float
+    down_nbytes_per_s: float
+    both_nbytes_per_s: float
+    """Up and down together, while both are busy."""
+    compute_s: float
+    """All blocks of one step with nothing pending, on the compute stream."""
+    draw_s: float
+    """Replaying one pending update in all blocks."""
+
+    def step_s(self, interval: int, *, streamed_nbytes: int, low_nbytes: int) -> float:
+        """What a step is expected to take: the slower of computing and copying, which overlap."""
+        up = streamed_nbytes + low_nbytes / interval
+        down = (streamed_nbytes + low_nbytes) / interval
+        link_s = max(
+            up / self.up_nbytes_per_s, down / self.down_nbytes_per_s, (up + down) / max(self.both_nbytes_per_s, 1.0)
+        )
+        return max(self.compute_s + self.draw_s * (interval + 1) / 2, link_s)
+
+    def best_interval(self, *, streamed_nbytes: int, low_nbytes: int) -> int:
+        seconds = {k: self.step_s(k, streamed_nbytes=streamed_nbytes, low_nbytes=low_nbytes) for k in _CANDIDATES}
+        limit = _ALIKE * min(seconds.values())
+        return max(k for k in _CANDIDATES if seconds[k] <= limit)
+
+    def __str__(self) -> str:
+        return (
+            f"link {self.up_nbytes_per_s / 1e9:.1f} GB/s up, {self.down_nbytes_per_s / 1e9:.1f} down, "
+            f"{self.both_nbytes_per_s / 1e9:.1f} both ways; blocks {self.compute_s * 1e3:.1f} ms a step, "
+            f"{self.draw_s * 1e3:.2f} ms more for each update to replay"
+        )
+
+
+def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, float, float]:
+    """(up, down, both) in bytes a second, by copying two units to slots and back: their homes get what they hold.
+    Only between passes, with at least two slots."""
+    slots = runtime.slots[:2]
+    device = runtime.device
+    streams = [torch.cuda.Stream(device) for _ in slots]
+    runtime.forget()
+    torch.cuda.synchronize(device)
+    there = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
+    for buffer, u in zip(there, (unit, other), strict=True):
+        buffer.copy_(u.home)
+
+    def rate(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
+        torch.cuda.synchronize(device)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for stream, (to, source) in zip(streams, copies, strict=False):
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                for _ in range(_REPEATS):
+                    to.copy_(source, non_blocking=True)
+            torch.cuda.current_stream(device).wait_stream(stream)
+        end.record()
+        end.synchronize()
+        nbytes = sum(to.numel() for to, _ in copies)
+        return _REPEATS * nbytes / (begin.elapsed_time(end) / 1e3)
+
+    up, down = (there[0], unit.home), (other.home, there[1])
+    rates = rate(up), rate(down), rate(up, down)
+    runtime.forget()
+    return rates
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """The fastest of a few runs on the compute stream."""
+    call()
+    best = math.inf
+    for _ in range(_REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(torch.cuda.current_stream(device))
+        call()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3)
+    return best
+
+
+def total_s(spans: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """Of spans between events that have passed."""
+    return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
