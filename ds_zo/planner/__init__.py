@@ -1,1 +1,24 @@
-"""Bytes and seconds of a training run, before anything is allocated."""
+"""Bytes and seconds of a training run, before anything is allocated: `plan(model, device_memory_gb=24, ...)`."""
+
+from ds_zo.planner.estimate import Estimate, Limits
+from ds_zo.planner.models import Model, load_model
+from ds_zo.planner.plan import CONTENDERS, Plan, plan
+from ds_zo.planner.rates import Rates, load_rates
+from ds_zo.planner.scaling import Scaled, render_scaling, scale
+from ds_zo.planner.table import render
+
+__all__ = [
+    "CONTENDERS",
+    "Estimate",
+    "Limits",
+    "Model",
+    "Plan",
+    "Rates",
+    "Scaled",
+    "load_model",
+    "load_rates",
+    "plan",
+    "render",
+    "render_scaling",
+    "scale",
+]

@@ -1,0 +1,96 @@
+"""What a plan says about one way to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ds_zo.streaming.budget import MARGIN_NBYTES
+
+WORKSPACE_NBYTES = 32 * 2**20
+"""cuBLAS takes it from the same allocator at its first matrix product (32 MiB on Hopper, less elsewhere)."""
+PROCESS_NBYTES = 1_470_000_000
+"""Host memory of a process that has imported everything and opened the device: measured beside the weights."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is of memory, for each GPU and each host; None: as much as it takes."""
+
+    device_nbytes: int | None = None
+    host_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and seconds of one step, once training has settled."""
+
+    contender: str
+    setting: str
+    """How it is set, in words."""
+    device: Mapping[str, int]
+    """Bytes by part; together the allocator's peak."""
+    host: Mapping[str, int]
+    step_s: float
+    up_nbytes: int = 0
+    """Over the link each step, host to device."""
+    down_nbytes: int = 0
+    reduced_nbytes: int = 0
+    """What data-parallel ranks reduce each step."""
+    sharded: frozenset[str] = frozenset()
+    """Parts of `host` that data-parallel ranks divide among them instead of each having its own."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON to use."""
+    notes: tuple[str, ...] = ()
+    limits: Limits = Limits()
+
+    @property
+    def device_nbytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_nbytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def fits_device(self) -> bool:
+        limit = self.limits.device_nbytes
+        return limit is None or self.device_nbytes + MARGIN_NBYTES <= limit
+
+    @property
+    def fits_host(self) -> bool:
+        return self.limits.host_nbytes is None or self.host_nbytes <= self.limits.host_nbytes
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_device and self.fits_host
+
+    def to_json(self) -> dict[str, Any]:
+        shown = asdict(self)
+        del shown["limits"], shown["sharded"]
+        return shown | {
+            "device_nbytes": self.device_nbytes,
+            "host_nbytes": self.host_nbytes,
+            "fits": self.fits,
+            "fits_device": self.fits_device,
+            "fits_host": self.fits_host,
+            "steps_per_s": 1.0 / self.step_s,
+        }
+
+
+def base_config(*, batch: int, dtype: str, gradient_clipping: float = 1.0) -> dict[str, Any]:
+    """What every contender's JSON has in common."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": gradient_clipping,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    return config
+
+
+def parts(**nbytes: float) -> dict[str, int]:
+    """Those that take any memory."""
+    return {name: int(n) for name, n in nbytes.items() if n >= 1}

@@ -1,0 +1,109 @@
+"""LSP on paper: weights, projectors and d x d sums on the device, Adam in d x d on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_zo.config.optimizers import LSPParams
+from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
+from ds_zo.planner.models import Model
+from ds_zo.planner.trace import Cost
+from ds_zo.projectors import choose_dims
+
+_PAYLOAD_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_PROJECTOR_ENTRY_NBYTES = 16
+"""A position and a float32 value by row, the same by column, and where each column's entries stand by row."""
+_MATRIX_LAUNCH_S = 2.5e-4
+"""Host time of a matrix's compress, its two copies and its apply."""
+
+
+@dataclass
+class _Counts:
+    projector_nbytes: int = 0
+    subspace_numel: int = 0
+    """Of all d x d matrices."""
+    dense_numel: int = 0
+    """Parameters that Adam sees whole."""
+    vector_numel: int = 0
+    """Those of them that never leave the device."""
+    projected_nbytes: int = 0
+    num_matrices: int = 0
+    largest_scratch: int = 0
+
+
+def estimate_lsp(
+    model: Model, limits: Limits, *, params: LSPParams | None = None, checkpointing: bool = True
+) -> Estimate:
+    params = params or LSPParams()
+    trace = model.backward_trace(checkpointing=checkpointing)
+    counts = _count(model, params)
+    rates = model.rates
+    payload = _PAYLOAD_NBYTES[params.payload_dtype]
+    moved_numel = counts.subspace_numel + counts.dense_numel - counts.vector_numel
+    moved = moved_numel * payload
+    update_s = moved_numel / (rates.cpu_adam_gparams * 1e9)
+    # Compress reads every gradient once, apply reads and writes every weight once.
+    around = Cost(
+        0.0,
+        3 * counts.projected_nbytes / (rates.device_memory_gbps * 1e9),
+        counts.num_matrices * _MATRIX_LAUNCH_S,
+    )
+    num_layers = max(1, len(model.blocks))
+    down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
+    compute_s = trace.forward.seconds + (trace.backward + around).seconds
+    step_s = lsp_step_s(compute_s, down_s=down_s, up_s=up_s, update_s=update_s, num_layers=num_layers)
+    config = base_config(batch=model.batch, dtype=model.dtype) | {
+        "optimizer": {"type": "LSP", "params": {"lr": params.lr, **params.model_dump(exclude_unset=True)}},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    return Estimate(
+        contender="lsp",
+        setting=f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU",
+        device=parts(
+            weights=model.weights_nbytes,
+            projectors=counts.projector_nbytes,
+            # P^T G Q is summed in float32; one layer's payload each way is in flight; vectors have their Adam here.
+            subspace=4 * counts.subspace_numel + 2 * moved // num_layers + counts.largest_scratch,
+            states=8 * counts.vector_numel,
+            activations=trace.peak.activations,
+            logits=trace.peak.logits,
+            workspace=WORKSPACE_NBYTES,
+        ),
+        host=parts(states=8 * moved_numel, payload=2 * moved, process=PROCESS_NBYTES),
+        step_s=step_s,
+        up_nbytes=moved,
+        down_nbytes=moved,
+        sharded=frozenset({"states"}),
+        reduced_nbytes=4 * (counts.subspace_numel + counts.dense_numel),
+        config=config,
+        notes=("activations include the largest gradient that is alive", "step by Eq. 4 of the LSP paper"),
+        limits=limits,
+    )
+
+
+def lsp_step_s(compute_s: float, *, down_s: float, up_s: float, update_s: float, num_layers: int) -> float:
+    """Eq. 4: compute and one layer's trip, or whichever of the link's directions and the CPU is the bottleneck."""
+    one_layer = (down_s + up_s + update_s) / num_layers
+    return max(compute_s + one_layer, down_s, up_s, update_s)
+
+
+def _count(model: Model, params: LSPParams) -> _Counts:
+    counts = _Counts()
+    in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
+    for p in model.module.parameters():
+        at_edge = id(p) not in in_blocks
+        if p.ndim == 2 and at_edge and params.edge == "freeze":
+            continue
+        projects = p.ndim == 2 and params.projector != "none" and not (at_edge and params.edge == "dense")
+        dims = choose_dims(p.shape[0], p.shape[1], params.subspace_dim) if projects else None
+        if dims is None:
+            counts.dense_numel += p.numel()
+            counts.vector_numel += p.numel() if p.ndim < 2 else 0
+            continue
+        nonzeros = min(params.nonzeros_per_row, *dims)
+        counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
+        counts.subspace_numel += dims[0] * dims[1]
+        counts.projected_nbytes += p.numel() * p.element_size()
+        counts.num_matrices += 1
+        counts.largest_scratch = max(counts.largest_scratch, 4 * dims[0] * p.shape[1])
+    return counts

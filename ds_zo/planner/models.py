@@ -1,0 +1,142 @@
+"""What is planned: a model without memory, from a name, a folder or a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ds_zo.planner.rates import Rates
+from ds_zo.planner.shapes import SHAPES, config_of
+from ds_zo.planner.trace import Trace, trace_pass
+from ds_zo.streaming.blocks import find_blocks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+_CHUNK_NUMEL = 2**24
+"""Float32 logits that ZO's loss holds at once, twice (`engines.chunked_loss`)."""
+
+
+@dataclass
+class Model:
+    """A module on the meta device and the batch it is planned for. Its passes are traced once each, on demand."""
+
+    name: str
+    module: nn.Module
+    batch: int
+    seq: int
+    dtype: Dtype
+    rates: Rates
+    _traces: dict[str, Trace] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(find_blocks(self.module).values())
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def weights_nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the blocks' weight matrices: what LSP projects and low-rank adapters are put on."""
+        return [tuple(p.shape) for block in self.blocks for p in block.parameters() if p.ndim == 2]  # type: ignore[misc]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.seq
+
+    def forward_trace(self) -> Trace:
+        """Without gradients, loss in chunks: a ZO pass."""
+        return self._trace("forward", self._run_forward)
+
+    def backward_trace(self, *, checkpointing: bool) -> Trace:
+        return self._trace(f"backward {checkpointing}", lambda: self._run_backward(checkpointing=checkpointing))
+
+    def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
+        if kind not in self._traces:
+            try:
+                self._traces[kind] = run()
+            except (NotImplementedError, RuntimeError) as error:
+                raise ValueError(
+                    f"{self.name} can't be planned: its forward depends on values, not on shapes alone, and a plan has "
+                    f"no values ({error})"
+                ) from error
+        return self._traces[kind]
+
+    def _run_forward(self) -> Trace:
+        with ExitStack() as stack:
+            for m in self.module.modules():
+                if getattr(m, "loss_type", None) == "ForCausalLM" and hasattr(type(m), "loss_function"):
+                    m.loss_function = _loss_on_paper  # type: ignore[assignment]
+                    stack.callback(m.__dict__.pop, "_loss_function", None)
+            return self._pass(backward=False)
+
+    def _run_backward(self, *, checkpointing: bool) -> Trace:
+        switch: Any = self.module
+        if checkpointing:
+            if not getattr(self.module, "supports_gradient_checkpointing", False):
+                raise ValueError(f"{self.name} has no gradient checkpointing: plan it without (--no-checkpointing)")
+            switch.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            return self._pass(backward=True)
+        finally:
+            if checkpointing:
+                switch.gradient_checkpointing_disable()
+
+    def _pass(self, *, backward: bool) -> Trace:
+        ids = torch.zeros(self.batch, self.seq, dtype=torch.long, device="meta")
+        config: Any = self.module.config
+        return trace_pass(
+            self.module,
+            {"input_ids": ids, "labels": ids},
+            blocks=self.blocks,
+            rates=self.rates,
+            vocab_size=getattr(config, "vocab_size", None),
+            backward=backward,
+        )
+
+
+def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates: Rates | None = None) -> Model:
+    """From its config alone. `name` is a folder, a model of the Hub (or its cache), or `random:SHAPE`."""
+    from transformers import AutoModelForCausalLM
+
+    if name.startswith("random:") or name in SHAPES:
+        config = config_of(name, max_length=max(2048, seq))
+    else:
+        config = _pretrained_config(name)
+    config.use_cache = False  # ZO switches it off for its passes, checkpointing for its own
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    module.tie_weights()
+    module.train()
+    return Model(name, module, batch, seq, dtype, rates or Rates())
+
+
+def _pretrained_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"a model must be a folder with a config.json, a name that the Hub or its cache knows, or random:SHAPE "
+            f"with one of {', '.join(SHAPES)}, got {name!r} ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _loss_on_paper(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
+    """What the chunked loss holds beside the logits: one chunk in float32 and its log-softmax."""
+    rows = min(max(1, _CHUNK_NUMEL // vocab_size), logits.numel() // vocab_size)
+    chunk = logits.new_empty(rows, vocab_size, dtype=torch.float32)
+    scores = torch.empty_like(chunk)
+    return scores.sum()

@@ -1,0 +1,157 @@
+"""`plan`: every way to train a model that this package knows, side by side, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ds_zo.config.optimizers import LSPParams, ZOParams
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner.estimate import Estimate, Limits
+from ds_zo.planner.lomo import estimate_lomo
+from ds_zo.planner.lsp import estimate_lsp
+from ds_zo.planner.models import Dtype, Model, load_model
+from ds_zo.planner.rates import Rates
+from ds_zo.planner.stock import (
+    estimate_low_rank,
+    estimate_on_device,
+    estimate_torch_adamw,
+    estimate_zero3,
+    estimate_zero_offload,
+)
+from ds_zo.planner.zo import estimate_zo
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a contender may be told beside the model and the memory."""
+
+    stream: StreamConfig
+    params: Mapping[str, Any]
+    """Of `optimizer.params`, for the backend that has them."""
+    offload: bool | None
+    checkpointing: bool
+
+
+def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
+    params = ZOParams(**options.params)
+    return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
+
+
+def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Estimate:
+    return estimate_lomo(
+        model,
+        limits,
+        backend=backend,
+        stream=options.stream,
+        offload=options.offload,
+        checkpointing=options.checkpointing,
+    )
+
+
+def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
+    return estimate_lsp(model, limits, params=LSPParams(**options.params), checkpointing=options.checkpointing)
+
+
+def _stock(estimate: Callable[..., Estimate], model: Model, limits: Limits, options: Options, **fixed: Any) -> Estimate:
+    return estimate(model, limits, checkpointing=options.checkpointing, **fixed)
+
+
+CONTENDERS: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
+    "zo": _zo,
+    "lomo": partial(_lomo, backend="lomo"),
+    "adalomo": partial(_lomo, backend="adalomo"),
+    "lsp": _lsp,
+    "zero-offload": partial(_stock, estimate_zero_offload),
+    "zero-3": partial(_stock, estimate_zero3, offload_param=True),
+    "zero-3-gpu-params": partial(_stock, estimate_zero3, offload_param=False),
+    "adamw": partial(_stock, estimate_on_device, optimizer="adamw"),
+    "torch-adamw": partial(_stock, estimate_torch_adamw),
+    "sgd": partial(_stock, estimate_on_device, optimizer="sgd"),
+    "lora": partial(_stock, estimate_low_rank, method="lora"),
+    "galore": partial(_stock, estimate_low_rank, method="galore"),
+}
+"""In the order that tables show them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` found."""
+
+    model: str
+    num_parameters: int
+    num_blocks: int
+    batch: int
+    seq: int
+    dtype: str
+    limits: Limits
+    rates: Rates
+    estimates: tuple[Estimate, ...]
+
+    def __getitem__(self, contender: str) -> Estimate:
+        return next(e for e in self.estimates if e.contender == contender)
+
+    def tokens_per_s(self, estimate: Estimate) -> float:
+        return self.batch * self.seq / estimate.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "num_blocks": self.num_blocks,
+            "batch": self.batch,
+            "seq": self.seq,
+            "dtype": self.dtype,
+            "device_memory_nbytes": self.limits.device_nbytes,
+            "host_memory_nbytes": self.limits.host_nbytes,
+            "rates": self.rates.to_json(),
+            "estimates": [e.to_json() | {"tokens_per_s": self.tokens_per_s(e)} for e in self.estimates],
+        }
+
+
+def plan(
+    model: str | Model,
+    *,
+    device_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    batch: int = 1,
+    seq: int = 2048,
+    dtype: Dtype = "bf16",
+    backends: Sequence[str] | None = None,
+    stream: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] | None = None,
+    offload: bool | None = None,
+    checkpointing: bool = True,
+    rates: Rates | None = None,
+) -> Plan:
+    """Memory is in GB of 10**9 bytes. `stream` is the `ds_zo.stream` section; `params` are `optimizer.params` of the
+    one backend that `backends` names; `offload` None lets blocks stream where the device is too small."""
+    chosen = list(backends or CONTENDERS)
+    unknown = [name for name in chosen if name not in CONTENDERS]
+    if unknown:
+        raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(CONTENDERS)} (--backend)")
+    if params and len(chosen) != 1:
+        raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
+    if batch < 1 or seq < 2:
+        raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
+    if isinstance(model, str):
+        model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
+    limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
+    options = Options(StreamConfig(**(stream or {})), params or {}, offload, checkpointing)
+    return Plan(
+        model=model.name,
+        num_parameters=model.numel,
+        num_blocks=len(model.blocks),
+        batch=model.batch,
+        seq=model.seq,
+        dtype=model.dtype,
+        limits=limits,
+        rates=model.rates,
+        estimates=tuple(CONTENDERS[name](model, limits, options) for name in chosen),
+    )
+
+
+def _nbytes(gb: float | None) -> int | None:
+    return None if gb is None else int(gb * 1e9)

@@ -1,0 +1,111 @@
+"""A plan on several GPUs and machines: what crosses the wires, what each host holds, what a step then takes.
+
+Ranks are data parallel, each with a batch of its own. Sums are ring reductions inside a machine and then between
+machines; they are not hidden behind anything, so the figures are the worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ds_zo.planner.estimate import Estimate
+from ds_zo.planner.plan import Plan
+from ds_zo.planner.rates import Rates
+from ds_zo.planner.table import grid
+
+SHARED_STORES = {
+    "zo": frozenset({"weights", "low_plane"}),
+    "lomo": frozenset({"weights"}),
+    "adalomo": frozenset({"weights"}),
+}
+"""Parts of the host's memory that `zero_optimization.stage: 3` divides among the ranks of a machine."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One contender on `gpus` x `nodes` ranks."""
+
+    contender: str
+    gpus: int
+    nodes: int
+    host_nbytes: int
+    """Of each machine."""
+    sharded_host_nbytes: int
+    """The same at ZeRO stage 3."""
+    wire_nbytes: int
+    """Sent by each rank a step."""
+    reduce_s: float
+    step_s: float
+    tokens_per_s: float
+    """Of all ranks."""
+    efficiency: float
+    """Of so many GPUs on their own."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def scale(plan: Plan, *, gpus: int, nodes: int = 1) -> list[Scaled]:
+    if gpus < 1 or nodes < 1:
+        raise ValueError(f"gpus and nodes must be >= 1, got {gpus} and {nodes} (--gpus, --nodes)")
+    return [_scaled(plan, estimate, gpus, nodes) for estimate in plan.estimates]
+
+
+def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
+    ranks = gpus * nodes
+    reduce_s = _reduce_s(e.reduced_nbytes, plan.rates, gpus=gpus, nodes=nodes)
+    step_s = e.step_s + reduce_s
+    tokens = ranks * plan.batch * plan.seq
+    at_stage_3 = replace(e, sharded=e.sharded | SHARED_STORES.get(e.contender, frozenset()))
+    return Scaled(
+        contender=e.contender,
+        gpus=gpus,
+        nodes=nodes,
+        host_nbytes=_host_nbytes(e, gpus=gpus, ranks=ranks),
+        sharded_host_nbytes=_host_nbytes(at_stage_3, gpus=gpus, ranks=ranks),
+        wire_nbytes=2 * (ranks - 1) * e.reduced_nbytes // ranks,
+        reduce_s=reduce_s,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        efficiency=e.step_s / step_s,
+    )
+
+
+def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
+    """ds_zo's stores are divided within a machine (every machine needs all weights), DeepSpeed's among all ranks."""
+    total = 0
+    for part, nbytes in e.host.items():
+        if part not in e.sharded:
+            total += gpus * nbytes
+        elif part in SHARED_STORES.get(e.contender, frozenset()):
+            total += nbytes
+        else:
+            total += gpus * nbytes // ranks
+    return total
+
+
+def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
+    inside = 2 * nbytes * (gpus - 1) / gpus / (rates.interconnect_gbps * 1e9)
+    between = 2 * nbytes * (nodes - 1) / nodes / (rates.network_gbps * 1e9)
+    return inside + between
+
+
+def render_scaling(scaled: Sequence[Scaled]) -> str:
+    first = scaled[0]
+    header = ["backend", "wire MB", "host GB", "host GB, stage 3", "ms/step", "tokens/s", "efficiency"]
+    rows = [
+        [
+            s.contender,
+            f"{s.wire_nbytes / 1e6:,.6g}",
+            f"{s.host_nbytes / 1e9:,.1f}",
+            f"{s.sharded_host_nbytes / 1e9:,.1f}",
+            f"{s.step_s * 1e3:.0f}",
+            f"{s.tokens_per_s:,.0f}",
+            f"{s.efficiency:.0%}",
+        ]
+        for s in scaled
+    ]
+    title = f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel; host memory is each machine's"
+    return "\n".join([title, "", *grid(header, rows)])

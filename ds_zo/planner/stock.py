@@ -1,0 +1,206 @@
+"""What ds_zo is compared with: DeepSpeed's own optimizers on the GPU and offloaded, and low-rank training.
+
+Bytes a parameter are those of DeepSpeed 0.19's bf16/fp16 optimizers: 16-bit weights and gradients, float32 master,
+gradient and two moments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
+from ds_zo.planner.models import Model
+from ds_zo.planner.trace import Cost
+
+_REDUCE_BUCKET_NUMEL = 500_000_000
+_LIVE_NUMEL = 1_000_000_000
+"""DeepSpeed's defaults for `reduce_bucket_size` and `stage3_max_live_parameters`."""
+_ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.0}}
+_PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+LOW_RANK = 16
+
+
+def estimate_on_device(
+    model: Model, limits: Limits, *, optimizer: str = "adamw", checkpointing: bool = True
+) -> Estimate:
+    """Everything on the GPU: AdamW (16 bytes of float32 a parameter) or SGD without momentum (8)."""
+    trace = model.backward_trace(checkpointing=checkpointing)
+    mixed = model.dtype != "fp32"
+    moments = 8 if optimizer == "adamw" else 0
+    states = (moments + (8 if mixed else 0)) * model.numel
+    # Read gradient and states, write states and weights.
+    swept = (2 * (moments + 8) + 4) * model.numel
+    update = Cost(0.0, swept / (model.rates.device_memory_gbps * 1e9), 0.0)
+    chosen = _ADAM if optimizer == "adamw" else {"type": "SGD", "params": {"lr": 1e-2}}
+    return Estimate(
+        contender=optimizer,
+        setting=f"all on the device, float32 {'master, gradient' if mixed else 'weights'}"
+        f"{' and moments' if moments else ''}",
+        device=parts(
+            weights=model.weights_nbytes,
+            states=states,
+            gradients=trace.peak_keeping.gradients,
+            activations=trace.peak_keeping.activations,
+            logits=trace.peak_keeping.logits,
+            workspace=WORKSPACE_NBYTES,
+        ),
+        host=parts(process=PROCESS_NBYTES),
+        step_s=trace.forward.seconds + trace.backward.seconds + update.seconds,
+        reduced_nbytes=model.weights_nbytes,
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": chosen, "zero_optimization": {"stage": 0}},
+        limits=limits,
+    )
+
+
+def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = True) -> Estimate:
+    """torch.optim.AdamW on the 16-bit weights themselves: no master, moments as wide as the weights, and one temporary
+    as large as a moment while it steps."""
+    trace = model.backward_trace(checkpointing=checkpointing)
+    weights = model.weights_nbytes
+    in_step = 2 * weights
+    at_peak = max(in_step, trace.peak_keeping.total)
+    update = Cost(0.0, 14 * weights / (model.rates.device_memory_gbps * 1e9))
+    return Estimate(
+        contender="torch-adamw",
+        setting=f"all on the device, everything in {model.dtype}",
+        device=parts(
+            weights=weights,
+            states=2 * weights,
+            **{"gradients" if at_peak == in_step else "activations": at_peak},
+            workspace=WORKSPACE_NBYTES,
+        ),
+        host=parts(process=PROCESS_NBYTES),
+        step_s=trace.forward.seconds + trace.backward.seconds + update.seconds,
+        reduced_nbytes=weights,
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": _ADAM, "zero_optimization": {"stage": 0}},
+        notes=("outside DeepSpeed, whose own AdamW keeps float32 states",),
+        limits=limits,
+    )
+
+
+def estimate_zero_offload(model: Model, limits: Limits, *, checkpointing: bool = True) -> Estimate:
+    """ZeRO-Offload (stage 2): gradients down, Adam on the CPU, weights up."""
+    trace = model.backward_trace(checkpointing=checkpointing)
+    itemsize = model.weights_nbytes // model.numel
+    bucket = min(_REDUCE_BUCKET_NUMEL, model.numel) * itemsize
+    flat = 4 * model.numel
+    return Estimate(
+        contender="zero-offload",
+        setting="stage 2, Adam on the CPU, pinned",
+        device=parts(
+            weights=model.weights_nbytes,
+            gradients=bucket,
+            activations=trace.peak.activations,
+            logits=trace.peak.logits,
+            workspace=WORKSPACE_NBYTES,
+        ),
+        host=parts(master=_pinned(flat), gradients=_pinned(flat), states=2 * flat, process=PROCESS_NBYTES),
+        step_s=zero_step_s(model, trace.forward.seconds, trace.backward.seconds),
+        up_nbytes=model.weights_nbytes,
+        down_nbytes=model.weights_nbytes,
+        reduced_nbytes=model.weights_nbytes,
+        sharded=frozenset({"master", "gradients", "states"}),
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": _ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED}},
+        notes=("step by Eq. 1 of the LSP paper: a lower bound",),
+        limits=limits,
+    )
+
+
+def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, checkpointing: bool = True) -> Estimate:
+    """ZeRO-3 with Adam on the CPU, and the parameters there too if `offload_param`."""
+    trace = model.backward_trace(checkpointing=checkpointing)
+    itemsize = model.weights_nbytes // model.numel
+    bucket = min(_REDUCE_BUCKET_NUMEL, model.numel) * itemsize
+    flat = 4 * model.numel
+    uploads = 3 if checkpointing else 2  # each use of a layer gathers it again once more than fits is in between
+    there = min(model.numel, _LIVE_NUMEL) * itemsize if offload_param else model.weights_nbytes
+    gathers = uploads * model.weights_nbytes if offload_param and model.numel > _LIVE_NUMEL else 0
+    rates = model.rates
+    forward_s = max(trace.forward.seconds, gathers / uploads / (rates.link_up_gbps * 1e9))
+    backward_s = max(trace.backward.seconds, gathers * (uploads - 1) / uploads / (rates.link_duplex_gbps * 1e9))
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
+    if offload_param:
+        zero["offload_param"] = _PINNED
+    return Estimate(
+        contender="zero-3" if offload_param else "zero-3-gpu-params",
+        setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned",
+        device=parts(
+            weights=there,
+            gradients=bucket,
+            activations=trace.peak.activations,
+            logits=trace.peak.logits,
+            workspace=WORKSPACE_NBYTES,
+        ),
+        host=parts(
+            weights=_pinned(model.weights_nbytes) if offload_param else 0,
+            master=_pinned(flat),
+            gradients=_pinned(flat),
+            states=2 * flat,
+            process=PROCESS_NBYTES,
+        ),
+        step_s=zero_step_s(model, forward_s, backward_s),
+        up_nbytes=gathers + (0 if offload_param else model.weights_nbytes),
+        down_nbytes=model.weights_nbytes,
+        reduced_nbytes=model.weights_nbytes,
+        sharded=frozenset({"weights", "master", "gradients", "states"}),
+        config=base_config(batch=model.batch, dtype=model.dtype) | {"optimizer": _ADAM, "zero_optimization": zero},
+        notes=("step by Eq. 1 of the LSP paper: a lower bound",),
+        limits=limits,
+    )
+
+
+def zero_step_s(model: Model, forward_s: float, backward_s: float) -> float:
+    """Eq. 1: gradients go down beside the backward pass, weights come up beside the CPU's update."""
+    rates = model.rates
+    down_s = model.weights_nbytes / (rates.link_down_gbps * 1e9)
+    up_s = model.weights_nbytes / (rates.link_up_gbps * 1e9)
+    return forward_s + max(backward_s, down_s) + max(model.numel / (rates.cpu_adam_gparams * 1e9), up_s)
+
+
+def estimate_low_rank(
+    model: Model, limits: Limits, *, method: str, rank: int = LOW_RANK, checkpointing: bool = True
+) -> Estimate:
+    """LoRA or GaLore on the blocks' matrices, by Table 2 of the LSP paper (beta = 3 for Adam, in elements): LoRA holds
+    beta (m + n) r beside the weights, GaLore (m + beta n) r. Adam's share of them is in float32."""
+    trace = model.backward_trace(checkpointing=checkpointing)
+    itemsize = model.weights_nbytes // model.numel
+    long = sum(max(shape) for shape in model.matrices) * rank
+    short = sum(min(shape) for shape in model.matrices) * rank
+    trained = long + short if method == "lora" else long
+    if method == "lora":
+        extra, states = itemsize * trained, 8 * trained
+        setting = f"rank {rank}, weights frozen"
+    else:
+        extra, states = itemsize * short, 8 * trained
+        setting = f"rank {rank}, gradients projected, weights trained"
+    backward = trace.backward * (2 / 3 if method == "lora" else 1.0)  # no gradients of frozen matrices
+    update = Cost(
+        0.0, (24 * trained + 3 * model.weights_nbytes * (method != "lora")) / (model.rates.device_memory_gbps * 1e9)
+    )
+    return Estimate(
+        contender=method,
+        setting=setting,
+        device=parts(
+            weights=model.weights_nbytes,
+            projectors=extra,
+            states=states,
+            activations=trace.peak.activations,
+            logits=trace.peak.logits,
+            workspace=WORKSPACE_NBYTES,
+        ),
+        host=parts(process=PROCESS_NBYTES),
+        step_s=trace.forward.seconds + backward.seconds + update.seconds,
+        reduced_nbytes=itemsize * trained,
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": _ADAM, "zero_optimization": {"stage": 0}},
+        notes=("extra memory by Table 2 of the LSP paper; needs its own library (PEFT, galore-torch)",),
+        limits=limits,
+    )
+
+
+def _pinned(nbytes: int) -> int:
+    """PyTorch's pinned allocator rounds each request up to a power of two; DeepSpeed makes one for each flat buffer."""
+    return 1 << (nbytes - 1).bit_length()

@@ -1,0 +1,75 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from ds_zo.planner.estimate import Estimate
+from ds_zo.planner.plan import Plan
+
+
+def render(plan: Plan, *, details: bool = False) -> str:
+    """The table, then for each contender (or the only one) its bytes by part and its JSON if `details`."""
+    limits = plan.limits
+    lines = [
+        f"{plan.model}: {plan.num_parameters:,} parameters in {plan.num_blocks} blocks; {plan.batch} x {plan.seq} "
+        f"tokens, {plan.dtype}; GPU {_limit(limits.device_nbytes)}, host {_limit(limits.host_nbytes)}; rates: "
+        f"{plan.rates.name}",
+        "",
+        *grid(
+            ["backend", "fits", "GPU GB", "host GB", "ms/step", "tokens/s", "up GB", "down GB", "how"],
+            [_row(plan, e) for e in plan.estimates],
+        ),
+    ]
+    if details or len(plan.estimates) == 1:
+        for estimate in plan.estimates:
+            lines += ["", *_details(estimate)]
+    return "\n".join(lines)
+
+
+def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as they need to be; numbers to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    last = len(header) - 1
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell if i == last else cell.rjust(width) if cell[:1].isdigit() or cell == "-" else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    return [line(header), "  ".join("-" * width for width in widths), *map(line, rows)]
+
+
+def _row(plan: Plan, e: Estimate) -> list[str]:
+    return [
+        e.contender,
+        "yes" if e.fits else "no: GPU" if not e.fits_device else "no: host",
+        f"{e.device_nbytes / 1e9:.2f}",
+        f"{e.host_nbytes / 1e9:.1f}",
+        f"{e.step_s * 1e3:.0f}",
+        f"{plan.tokens_per_s(e):,.0f}",
+        f"{e.up_nbytes / 1e9:.2f}" if e.up_nbytes else "-",
+        f"{e.down_nbytes / 1e9:.2f}" if e.down_nbytes else "-",
+        e.setting,
+    ]
+
+
+def _details(e: Estimate) -> list[str]:
+    return [
+        f"{e.contender}",
+        f"  GPU   {_parts(e.device)}",
+        f"  host  {_parts(e.host)}",
+        *(f"  note  {note}" for note in e.notes),
+        "  JSON  " + json.dumps(e.config),
+    ]
+
+
+def _parts(nbytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {n / 1e9:.2f}" for name, n in nbytes.items()) + " GB"
+
+
+def _limit(nbytes: int | None) -> str:
+    return "unlimited" if nbytes is None else f"{nbytes / 1e9:g} GB"

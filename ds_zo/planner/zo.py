@@ -1,0 +1,207 @@
+"""ZO on paper: the same units, buffers and schedule that the engine makes, on a model without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_zo.config.optimizers import ZOParams
+from ds_zo.config.section import StreamConfig
+from ds_zo.ops.segments import CHUNK_NUMEL
+from ds_zo.planner import pricing
+from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
+from ds_zo.planner.models import Model
+from ds_zo.planner.rates import Rates
+from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.placement import Placement, plan_units, spread
+from ds_zo.streaming.schedule import Action, Kind
+from ds_zo.streaming.units import Unit
+
+WIRE = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+STREAMED_INTERVAL = {"wire": 8, "split": 16}
+"""`writeback_interval` where it is left out and blocks stream, by master."""
+_FOLD_DRAWS = 0.4
+"""Dither of a fold, in normal draws."""
+_VISIT_LAUNCH_S = 2e-4
+"""Host time of a block's hooks, switches and kernels."""
+_CHUNK_ROW_NBYTES = 32
+"""A kernel's table has one row for each chunk of a parameter."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What the engine shares between blocks, as a function of how many stay on the device."""
+
+    stream: StreamConfig
+    num_passes: int
+    interval: int
+    num_blocks: int
+    narrow: bool
+    """Blocks are stored in fewer bytes than their working copies take."""
+
+    def sizes(self, num_resident: int) -> dict[str, Any]:
+        num_slots = self.stream.device_slots if self.stream.overlap else 1
+        pairs = self.stream.fuse_update and self.num_blocks > 0 and (num_resident > 0 or self.narrow)
+        return {
+            "num_slots": num_slots,
+            "num_low_slots": 1 if self.interval > num_slots else num_slots,
+            "num_passes": self.num_passes,
+            "num_benches": int(self.interval > 1 and not (pairs and self.num_passes == 2)),
+            "pairs": pairs,
+        }
+
+
+def interval_of(stream: StreamConfig, *, streams: bool) -> int:
+    """What `writeback_interval` comes to."""
+    if not stream.fuse_update:
+        return 1
+    return stream.writeback_interval or (STREAMED_INTERVAL[stream.master] if streams else 1)
+
+
+def estimate_zo(
+    model: Model,
+    limits: Limits,
+    *,
+    stream: StreamConfig | None = None,
+    params: ZOParams | None = None,
+    offload: bool | None = None,
+) -> Estimate:
+    """`offload` None: only where the model does not fit the device as a whole."""
+    stream, params = stream or StreamConfig(), params or ZOParams()
+    if offload is None:
+        whole = _estimate(model, limits, stream, params, offload=False)
+        return whole if whole.fits_device else _estimate(model, limits, stream, params, offload=True)
+    return _estimate(model, limits, stream, params, offload=offload)
+
+
+def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOParams, *, offload: bool) -> Estimate:
+    placement = plan_units(
+        model.module,
+        [{"params": list(model.module.parameters())}],
+        block_paths=stream.blocks,
+        wire=WIRE[stream.wire_dtype],
+        split=stream.master == "split",
+    )
+    trace = model.forward_trace()
+    num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
+    narrow = any(u.nbytes < u.scratch_nbytes for u in placement.blocks)
+    streams = offload and (stream.resident_blocks or 0) < num_blocks
+    buffers = Buffers(stream, num_passes, interval_of(stream, streams=streams), num_blocks, narrow)
+    beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
+    num_resident = _num_resident(placement, limits, stream, buffers.sizes, beside=beside) if offload else num_blocks
+    sizes = buffers.sizes(num_resident)
+    there = device_bytes(placement, num_resident=num_resident, **sizes)
+    second_copy = placement.block_scratch_nbytes if sizes["pairs"] else 0
+    stays = spread(num_blocks, num_resident)
+    streamed = [i for i in range(num_blocks) if i not in stays]
+    store = sum(placement.blocks[i].nbytes for i in streamed)
+    low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
+    step_s = _step_s(model, placement, streamed, buffers, params)
+    interval = buffers.interval
+    config = base_config(batch=model.batch, dtype=model.dtype)
+    config["optimizer"] = {"type": "ZO", "params": {"lr": params.lr, "zo_eps": params.zo_eps}}
+    config["zero_optimization"] = {"stage": 0}
+    section = stream.model_dump(exclude_unset=True)
+    if offload:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+        if limits.device_nbytes is not None and stream.resident_blocks is None:
+            section["device_memory_gb"] = limits.device_nbytes / 1e9
+    if section:
+        config["ds_zo"] = {"stream": section}
+    return Estimate(
+        contender="zo",
+        setting=(
+            f"{len(streamed)} of {num_blocks} blocks streamed, master {stream.master}, folded every {interval}"
+            if streamed
+            else f"all on the device, master {stream.master}"
+        ),
+        device=parts(
+            weights=there.edges + there.blocks,
+            slots=there.slots + there.low_slots,
+            scratch=there.scratch - second_copy,
+            second_copy=second_copy,
+            activations=trace.peak.activations + (num_passes - 1) * trace.paused,
+            logits=trace.peak.logits,
+            workspace=WORKSPACE_NBYTES + _table_nbytes(placement),
+        ),
+        host=parts(weights=store, low_plane=low_store, process=PROCESS_NBYTES),
+        step_s=step_s,
+        up_nbytes=store + low_store // interval,
+        down_nbytes=(store + low_store) // interval,
+        reduced_nbytes=4 * params.num_directions,
+        config=config,
+        limits=limits,
+    )
+
+
+def _num_resident(
+    placement: Placement,
+    limits: Limits,
+    stream: StreamConfig,
+    sizes: Callable[[int], dict[str, Any]],
+    *,
+    beside: int,
+) -> int:
+    if stream.resident_blocks is not None:
+        return min(stream.resident_blocks, len(placement.blocks))
+    if limits.device_nbytes is None:
+        return 0
+    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=beside, sizes=sizes)
+    return max(0, found)
+
+
+def _table_nbytes(placement: Placement) -> int:
+    return sum(-(-p.numel // CHUNK_NUMEL) * _CHUNK_ROW_NBYTES for u in placement.units for p in u.placed)
+
+
+def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
+    """An average step: as many as it takes for every block to fold once."""
+    rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
+    num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
+    pending = (interval + 1) / 2
+    seconds: dict[tuple[int, Kind], float] = {}
+    for i, unit in enumerate(placement.blocks):
+        noise = _noise_s(unit, rates, pending=pending, folds=1 / interval, num_passes=num_passes, params=params)
+        cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
+        on_host = num_passes * cost.launch_s + _VISIT_LAUNCH_S
+        seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
+        seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes / interval) / (rates.link_up_gbps * 1e9)
+        seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / (rates.link_down_gbps * 1e9)
+    visits = [u for units in placement.entered_by.values() for u in units] + placement.ambient
+    noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
+    on_host = num_passes * trace.edge.launch_s + len(visits) * _VISIT_LAUNCH_S
+    seconds[pricing.EDGE, Kind.COMPUTE] = max(noise + num_passes * trace.edge.kernel_s, on_host)
+    actions: list[Action] = []
+    loaded: dict[int, int] = {}
+    num_steps = max(2, interval)
+    order = range(num_blocks)
+    for step in range(num_steps):
+        folding = {i for i in streamed if (step + i) % interval == 0}
+        found, loaded = pricing.pass_over(
+            order,
+            streamed=set(streamed),
+            num_slots=buffers.sizes(num_blocks - len(streamed))["num_slots"],
+            downloads=folding,
+            loaded=loaded,
+            then=order,
+        )
+        actions += [*found, pricing.edge()]
+    return pricing.seconds(actions, seconds) / num_steps
+
+
+def _noise_s(unit: Unit, rates: Rates, *, pending: float, folds: float, num_passes: int, params: ZOParams) -> float:
+    """Kernels of a visit: replay and first copy in one, then the other passes' copies."""
+    numel = sum(p.numel for p in unit.placed if p.trainable)
+    per_draw = params.num_directions * pending + num_passes + _FOLD_DRAWS * folds
+    stored, copied = unit.nbytes, unit.scratch_nbytes
+    moved = 2 * stored + copied + (num_passes - 1) * (stored + copied) + 2 * folds * unit.low_nbytes
+    return numel * per_draw / (rates.noise_gdraws * 1e9) + moved / (rates.device_memory_gbps * 1e9)
