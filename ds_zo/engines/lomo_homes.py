@@ -93,6 +93,8 @@ class BlockHomes:
             if unit.streamed:
                 with torch.inference_mode(False), torch.no_grad():
                     slot = self.runtime.arrive(unit)
+                    if unit.landed is not None:  # an update must not overtake the last one on its way home
+                        torch.cuda.current_stream(self.device).wait_event(unit.landed)
                     unit.bind(self._views_in(unit, slot))
             yield visit
         except BaseException:
