@@ -7,21 +7,44 @@ host.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from ds_zo.ops import Rounding
 from ds_zo.projectors import reference
 from ds_zo.projectors.sparse import SparseProjector
+from ds_zo.projectors.workspace import scratch
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Tests run the kernels without a GPU."""
+RESIDUAL_NUMEL = 1 << 22
+"""Elements of a bias's residual that exist at a time."""
 
 
-def product(P: SparseProjector, X_dk: torch.Tensor) -> torch.Tensor:
-    """P X (num_rows x k), float32."""
-    return reference.gather_rows(P, X_dk)
+def product(P: SparseProjector, X_dk: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """P X (num_rows x k), float32; `out` may have any strides."""
+    out = torch.empty(P.num_rows, X_dk.shape[1], device=X_dk.device) if out is None else out
+    if not _has_kernels(X_dk):
+        return out.copy_(reference.gather_sum(X_dk, P.indices.t(), P.values.t()))
+    from ds_zo.ops.triton_projectors import gather_sum_triton
+
+    gather_sum_triton(out, X_dk, P.indices.t(), P.values.t())
+    return out
 
 
-def transpose_product(P: SparseProjector, Y_mk: torch.Tensor) -> torch.Tensor:
-    """P^T Y (dim x k), float32."""
-    return reference.gather_columns(P, Y_mk)
+def transpose_product(
+    P: SparseProjector, Y_mk: torch.Tensor, *, out: torch.Tensor | None = None, accumulate: bool = False
+) -> torch.Tensor:
+    """P^T Y (dim x k), float32; `out` may have any strides, and is added to if `accumulate`."""
+    out = torch.empty(P.dim, Y_mk.shape[1], device=Y_mk.device) if out is None else out
+    if not _has_kernels(Y_mk):
+        result = reference.gather_sum(Y_mk, P.column_rows, P.column_values)
+        return out.add_(result) if accumulate else out.copy_(result)
+    from ds_zo.ops.triton_projectors import gather_sum_triton
+
+    gather_sum_triton(out, Y_mk, P.column_rows, P.column_values, accumulate=accumulate)
+    return out
 
 
 @torch.no_grad()
@@ -33,7 +56,10 @@ def compress(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """P^T G Q into float32 `out` (or added to it), accumulated in float32 whatever G is stored in."""
+    """P^T G Q into float32 `out` (or added to it), accumulated in float32 whatever G is stored in.
+
+    `out` and `apply_`'s D may have any strides. Held transposed (`out.t()` contiguous) D spares `apply_` a copy.
+    """
     _check_shape(G_mn, P, Q, "gradient")
     if out is None:
         if accumulate:
@@ -44,8 +70,10 @@ def compress(
             f"out must be float32 of shape {(P.dim, Q.dim)}, got {out.dtype} of {tuple(out.shape)}: "
             "allocate it from the projectors' dimensions"
         )
-    S_t = reference.gather_columns(Q, reference.gather_columns(P, G_mn).t())
-    out.add_(S_t.t()) if accumulate else out.copy_(S_t.t())
+    # The transpose of P^T G is what is stored, so that Q gathers whole rows of it.
+    (T_nd,) = scratch((Q.num_rows, P.dim), device=G_mn.device)
+    transpose_product(P, G_mn, out=T_nd.t())
+    transpose_product(Q, T_nd, out=out.t(), accumulate=accumulate)
     return out
 
 
@@ -68,26 +96,62 @@ def apply_(
     `offset` is the weight's first element among all of the model's.
     """
     _check_shape(W_mn, P, Q, "weight")
-    decay = 1.0 - lr * weight_decay
     dither = (seed, step, offset) if rounding == "stochastic" else None
-    U_dn = reference.gather_rows(Q, D_dd.t()).t()
-    x = W_mn.float() * decay
-    x.sub_(reference.gather_rows(P, U_dn), alpha=lr)
-    reference.round_into_(W_mn, x, dither)
+    U_dn = _expand(D_dd, P, Q)
+    _update_(W_mn, U_dn, P.indices, P.values, lr=lr, decay=1.0 - lr * weight_decay, dither=dither)
 
 
 @torch.no_grad()
 def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> torch.Tensor:
     """||P P^T G Q Q^T - G||_F / ||G||_F as a float32 scalar: the part of a gradient that the projectors lose.
 
-    Above 1 they do more harm than a zero gradient; 0 for a zero gradient. Formed in full, hence exact for small biases
-    too, at the price of one float32 temporary of G's size.
+    Above 1 they do more harm than a zero gradient; 0 for a zero gradient. The residual is formed, a few rows at a time,
+    because its norm from the norms of its terms would lose small biases to cancellation.
     """
     _check_shape(G_mn, P, Q, "gradient")
-    residual = G_mn.to(torch.float32, copy=True)
-    norm = torch.linalg.vector_norm(residual)
-    apply_(residual, compress(G_mn, P, Q), P, Q, lr=1.0, rounding="nearest")
-    return torch.linalg.vector_norm(residual) / norm.clamp(min=torch.finfo(torch.float32).tiny)
+    U_dn = _expand(compress(G_mn, P, Q), P, Q)
+    num_rows = max(1, RESIDUAL_NUMEL // max(1, G_mn.shape[1]))
+    norms, residuals = [], []
+    for first in range(0, P.num_rows, num_rows):
+        part = slice(first, first + num_rows)
+        residual = G_mn[part].to(torch.float32, copy=True)
+        norms.append(torch.linalg.vector_norm(residual))
+        _update_(residual, U_dn, P.indices[part], P.values[part], lr=1.0, decay=1.0, dither=None)
+        residuals.append(torch.linalg.vector_norm(residual))
+    norm, left = (torch.linalg.vector_norm(torch.stack(parts)) for parts in (norms, residuals))
+    return left / norm.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _expand(D_dd: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> torch.Tensor:
+    """D Q^T in this stream's scratch. Q gathers whole rows of D's transpose, which is copied if D is not held so."""
+    U_dn, D_t = scratch((P.dim, Q.num_rows), (Q.dim, P.dim), device=D_dd.device)
+    product(Q, D_dd.t() if D_dd.t().is_contiguous() else D_t.copy_(D_dd.t()), out=U_dn.t())
+    return U_dn
+
+
+def _update_(
+    W: torch.Tensor,
+    U: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    lr: float,
+    decay: float,
+    dither: tuple[int, int, int] | None,
+) -> None:
+    """W <- round(decay W - lr P U), by rows of P."""
+    if _has_kernels(W):
+        from ds_zo.ops.triton_projectors import apply_triton
+
+        apply_triton(W, U, indices, values, lr=lr, decay=decay, dither=dither)
+        return
+    x = W.float() * decay
+    x.sub_(reference.gather_sum(U, indices.t(), values.t()), alpha=lr)
+    reference.round_into_(W, x, dither)
+
+
+def _has_kernels(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda or _INTERPRETED
 
 
 def _check_shape(matrix: torch.Tensor, P: SparseProjector, Q: SparseProjector, what: str) -> None:

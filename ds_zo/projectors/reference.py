@@ -6,23 +6,14 @@ import numpy as np
 import torch
 
 from ds_zo.ops import formats, rng
-from ds_zo.projectors.sparse import SparseProjector
 
 
-def gather_columns(P: SparseProjector, Y_mk: torch.Tensor) -> torch.Tensor:
-    """P^T Y, float32."""
-    out_dk = torch.zeros(P.dim, Y_mk.shape[1], device=Y_mk.device)
-    for rows, values in zip(P.column_rows, P.column_values, strict=True):
-        out_dk += Y_mk[rows.int()].float().mul_(values[:, None])
-    return out_dk
-
-
-def gather_rows(P: SparseProjector, X_dk: torch.Tensor) -> torch.Tensor:
-    """P X, float32."""
-    out_mk = torch.zeros(P.num_rows, X_dk.shape[1], device=X_dk.device)
-    for columns, values in zip(P.indices.t(), P.values.t(), strict=True):
-        out_mk += X_dk[columns.int()].float().mul_(values[:, None])
-    return out_mk
+def gather_sum(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """out[c] = sum over e of values[e, c] * source[rows[e, c]], float32, e in order."""
+    out = torch.zeros(rows.shape[1], source.shape[1], device=source.device)
+    for row, value in zip(rows, values, strict=True):
+        out += source[row.int()].float().mul_(value[:, None])
+    return out
 
 
 def round_into_(W: torch.Tensor, x: torch.Tensor, dither: tuple[int, int, int] | None) -> None:

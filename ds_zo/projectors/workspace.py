@@ -7,21 +7,25 @@ import torch
 _buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def scratch(rows: int, cols: int, device: torch.device) -> torch.Tensor:
-    """An uninitialised float32 matrix, valid until the next request on this stream.
+def scratch(*shapes: tuple[int, int], device: torch.device) -> list[torch.Tensor]:
+    """Uninitialised float32 matrices, valid until the next request on this stream.
 
     Work of one stream runs in order, so a buffer a stream needs no events; two streams never share one.
     """
+    sizes = [rows * cols for rows, cols in shapes]
+    flat = _buffer(sum(sizes), device)
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _buffer(numel: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
-        return torch.empty(rows, cols, device=device)
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        return torch.empty(numel, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    flat = _buffers.get(key)
-    if flat is None or flat.numel() < rows * cols:
-        _buffers.pop(key, None)
-        del flat
-        flat = _buffers[key] = torch.empty(rows * cols, device=device)
-    return flat[: rows * cols].view(rows, cols)
+    if key not in _buffers or _buffers[key].numel() < numel:
+        _buffers.pop(key, None)  # before its successor is allocated
+        _buffers[key] = torch.empty(numel, device=device)
+    return _buffers[key]
 
 
 def release() -> None:

@@ -1,0 +1,121 @@
+"""Fitting projectors and carrying moments between subspaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from projector_cases import gradient, matrix, pair
+
+from ds_zo.projectors import SparseProjector, carry_moments, choose_dims, fit, relative_bias
+from ds_zo.projectors.fit import _Descent
+
+BETA = 0.01
+
+
+@pytest.mark.parametrize("nonzeros", [2, 8])
+def test_gradient_equals_autograd(nonzeros: int) -> None:
+    """By few and by many non-zeros, which take different ways to the same dot products."""
+    G = matrix(24, 40).double()
+    P, Q = pair(24, 40, 64 if nonzeros == 2 else 12, nonzeros)
+    p, q = (x.dense().double().requires_grad_() for x in (P, Q))
+    objective = (p @ p.t() @ G @ q @ q.t() - G).norm() / G.norm() + BETA * (p.norm() + q.norm())
+    objective.backward()
+    descent = _Descent(G.float(), P, Q, norm=G.norm().float(), lr=0.1, beta=BETA, bias=1e9)
+    for found, dense, projector in zip(descent._evaluate(), (p, q), (P, Q), strict=True):
+        assert dense.grad is not None
+        expected = dense.grad.gather(1, projector.indices.long()).float()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    bias = float((objective - BETA * (p.norm() + q.norm())).detach())
+    assert float(descent.best_bias) == pytest.approx(bias, rel=1e-5)
+
+
+def test_fit_lowers_the_bias_on_a_held_out_gradient_too() -> None:
+    G, held_out = gradient(128, 96, batch=1), gradient(128, 96, batch=2)
+    P, Q = pair(128, 96, 48, 4)
+    positions = [x.indices.clone() for x in (P, Q)]
+    before = float(relative_bias(held_out, P, Q))
+    report = fit(G, P, Q, steps=60, lr=0.02)
+    assert report.reason == "steps" and report.steps == 60
+    assert report.bias_after == pytest.approx(float(relative_bias(G, P, Q)))
+    assert report.bias_after < 0.45 < 1.0 < report.bias_before
+    # The best that a common scale alone could do: the rest is learned.
+    scaled = _best_scale_bias(held_out, *pair(128, 96, 48, 4))
+    assert float(relative_bias(held_out, P, Q)) < 0.75 * scaled < before
+    assert all(torch.equal(x.indices, old) for x, old in zip((P, Q), positions, strict=True))
+
+
+def _best_scale_bias(G: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> float:
+    p, q = P.dense(), Q.dense()
+    A = p @ p.t() @ G @ q @ q.t()
+    return float(((A * G).sum() / A.square().sum() * A - G).norm() / G.norm())
+
+
+def test_half_precision_gradients_are_fitted_as_they_are() -> None:
+    G = gradient(64, 64, batch=1)
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        P, Q = pair(64, 64, 24, 4)
+        ends.append(fit((G * 1e-4).to(dtype), P, Q, steps=20, lr=0.02).bias_after)
+    assert ends[1] == pytest.approx(ends[0], abs=0.02)
+
+
+def test_fit_keeps_the_best_when_it_diverges() -> None:
+    G = gradient(64, 64, batch=1)
+    P, Q = pair(64, 64, 24, 4)
+    report = fit(G, P, Q, steps=10, lr=100.0)
+    assert report.bias_after < 1.0 < report.bias_before
+
+
+def test_fit_stops_at_the_threshold_and_at_the_clock() -> None:
+    G = gradient(64, 64, batch=1)
+    P, Q = pair(64, 64, 24, 4)
+    report = fit(G, P, Q, steps=1000, lr=0.02, threshold=0.7)
+    assert report.reason == "threshold" and 0 < report.steps < 200 and report.bias_after <= 0.7
+    values = P.values.clone()
+    assert fit(G, P, Q, steps=1000, lr=0.02, threshold=0.7).steps == 0
+    assert torch.equal(P.values, values)
+    late = fit(G, P, Q, steps=10**6, lr=0.02, timeout_s=0.2)
+    assert late.reason == "timeout" and late.seconds < 5 and late.bias_after <= report.bias_after
+
+
+def test_regularisation_shrinks_the_projectors() -> None:
+    G = gradient(64, 64, batch=1)
+    norms = []
+    for beta in (0.0, 0.02):
+        P, Q = pair(64, 64, 24, 4)
+        fit(G, P, Q, steps=40, lr=0.02, beta=beta)
+        norms.append(float(P.values.norm() + Q.values.norm()))
+    assert norms[1] < 0.95 * norms[0]
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_degenerate_gradients_change_nothing(value: float) -> None:
+    P, Q = pair(32, 32, 8, 2)
+    expected = P.dense()
+    assert fit(torch.full((32, 32), value), P, Q, steps=5, lr=0.1).reason == "degenerate"
+    assert torch.equal(P.dense(), expected)
+
+
+def test_carried_moments_equal_the_dense_formula() -> None:
+    P0, Q0 = pair(40, 56, 12, 3, seed=0)
+    P, Q = pair(40, 56, 16, 4, seed=1)
+    M, V = matrix(12, 12, seed=1), matrix(12, 12, seed=2).square()
+    left, right = P.dense().t() @ P0.dense(), Q0.dense().t() @ Q.dense()
+    M1, V1 = carry_moments(M, V, P0, Q0, P, Q)
+    torch.testing.assert_close(M1, left @ M @ right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(V1, left.square() @ V @ right.square(), rtol=1e-4, atol=1e-5)
+    assert float(V1.min()) >= 0.0
+
+
+def test_moments_survive_an_unchanged_identity() -> None:
+    eye = SparseProjector.identity(300)  # wider than one slab of the overlap
+    M, V = matrix(300, 300, seed=1), matrix(300, 300, seed=2).square()
+    M1, V1 = carry_moments(M, V, eye, eye, eye, eye)
+    assert torch.equal(M1, M) and torch.equal(V1, V)
+
+
+def test_dims_are_clamped_and_small_matrices_stay_dense() -> None:
+    assert choose_dims(2048, 5504, 512) == (512, 512)
+    assert choose_dims(192, 576, 512) is None  # SmolLM2's keys and values
+    assert choose_dims(192, 2048, 512) == (192, 192)
+    assert choose_dims(512, 512, 512) is None

@@ -1,0 +1,95 @@
+"""The projectors on a GPU: the checks of the interpreter, and what only a GPU can show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from projector_cases import gradient, matrix, pair
+from projector_checks import CHECKS, compare_rounded, moved, updated
+
+from ds_zo.projectors import carry_moments, compress, fit, workspace
+from ds_zo.projectors.sparse import SparseProjector
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1024, 2048, 512, 4), (1376, 512, 256, 16), (2048, 1000, 128, 5), (100, 260, 64, 64)]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernel_matches_reference(check: str) -> None:
+    CHECKS[check]("cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_large_matrices_match_the_reference(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Every tiling that real shapes select, not only the small ones."""
+    P, Q = pair(*shape)
+    P_device, Q_device = moved(P, "cuda"), moved(Q, "cuda")
+    G = matrix(*shape[:2], dtype)
+    S = compress(G, P, Q)
+    torch.testing.assert_close(compress(G.cuda(), P_device, Q_device).cpu(), S, rtol=1e-5, atol=1e-4)
+    W = matrix(*shape[:2], dtype, seed=1)
+    given: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "seed": 3, "step": 7, "offset": 4096}
+    found = updated(W.cuda(), S.cuda(), P_device, Q_device, **given)
+    compare_rounded(found.cpu(), updated(W, S, P, Q, **given))
+
+
+def test_products_give_the_same_bits_every_time() -> None:
+    P, Q = (moved(x, "cuda") for x in pair(2048, 2048, 512, 4))
+    G = matrix(2048, 2048, torch.bfloat16).cuda()
+    S = compress(G, P, Q)
+    W = updated(G, S, P, Q, lr=0.1)
+    for _ in range(5):
+        assert torch.equal(compress(G, P, Q), S)
+        assert torch.equal(updated(G, S, P, Q, lr=0.1), W)
+
+
+def test_streams_do_not_share_scratch() -> None:
+    """Two streams at once, on a matrix small enough that their kernels would meet in one buffer."""
+    P, Q = (moved(x, "cuda") for x in pair(512, 512, 256, 4))
+    gradients = [matrix(512, 512, seed=s).cuda() for s in range(2)]
+    expected = [compress(G, P, Q) for G in gradients]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[i].append(compress(gradients[i], P, Q))
+    torch.cuda.synchronize()
+    for i in range(2):
+        assert all(torch.equal(S, expected[i]) for S in found[i])
+
+
+def test_nothing_large_is_allocated_after_the_first_call() -> None:
+    P, Q = (moved(x, "cuda") for x in pair(2048, 2048, 512, 4))
+    G, S = matrix(2048, 2048, torch.bfloat16).cuda(), torch.empty(512, 512, device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        compress(G, P, Q, out=S)
+        updates_peak = torch.cuda.max_memory_allocated() - before
+    assert updates_peak < 1 << 16
+    assert workspace.num_bytes() > 0
+    workspace.release()
+    assert workspace.num_bytes() == 0
+
+
+def test_fit_and_moments_agree_with_the_cpu() -> None:
+    G = gradient(512, 256, batch=1)
+    reports, carried = [], []
+    for device in ("cpu", "cuda"):
+        P, Q = (moved(x, device) for x in pair(512, 256, 96, 4))
+        P0, Q0 = (SparseProjector.from_state(x.state_dict(), device) for x in (P, Q))
+        reports.append(fit(G.to(device), P, Q, steps=20, lr=0.01))
+        P1, Q1 = (moved(x, device) for x in pair(512, 256, 96, 4, seed=1))
+        moments = matrix(96, 96), matrix(96, 96, seed=1).square()
+        carried.append(carry_moments(*moments, P0, Q0, P1, Q1))
+    assert reports[1].bias_after == pytest.approx(reports[0].bias_after, abs=5e-3)
+    for found, expected in zip(carried[1], carried[0], strict=True):
+        assert found.device.type == "cpu"
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
