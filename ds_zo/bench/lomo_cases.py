@@ -1,0 +1,328 @@
+"""What one process measures for LOMO: a method's speed, its memory by part, sequential accumulation's price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, Batch, Row, Trainer, make_trainer
+from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks
+from ds_zo.bench.shapes import config_of, materialise, random_model
+
+_ROOM = 0.97
+"""Share of a card that tensors can be expected to get."""
+
+
+def speed(
+    *,
+    method: str,
+    shape: str,
+    batch: int,
+    length: int,
+    warmup: int = 2,
+    steps: int = 6,
+    checkpointing: bool = True,
+    attention: str = "sdpa",
+    stream: Mapping[str, Any] | None = None,
+    cap_gb: float | None = None,
+    lr: float | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: str = "cuda",
+) -> Row:
+    """Tokens a second of one method on random weights and one random batch; `cap_gb` makes the card smaller."""
+    where = _device(device, cap_gb=cap_gb)
+    model = _model(shape, length=length, attention=attention, overrides=overrides, device=where)
+    numel = _numel(model)
+    needed_gb = _least_nbytes(method, numel, streamed=stream is not None or method == "zero3_offload") / 1e9
+    about = {"method": method, "shape": shape, "tokens_a_step": batch * length, "parameters": numel}
+    if where.type == "cuda" and needed_gb > _ROOM * torch.cuda.get_device_properties(where).total_memory / 1e9:
+        return {**about, "fits": False, "needed_gb": needed_gb}
+    if stream is None:
+        model = materialise(model).to(where)  # buffers
+    _set_checkpointing(model, checkpointing)
+    trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream)
+    ids = _batch(model, batch, length, where)
+    before = _moved(trainer)
+    measured = measure_steps(lambda: trainer.step(ids), warmup=warmup, steps=steps, device=where)
+    return {
+        **about,
+        "fits": True,
+        "settings": trainer.settings,
+        "checkpointing": checkpointing,
+        "attention": attention,
+        "cap_gb": cap_gb,
+        "tokens_per_s": batch * length / measured["step_s"],
+        **measured,
+        **trainer.facts,
+        **_streaming(trainer, before, num_steps=warmup + steps),
+    }
+
+
+def memory(
+    *,
+    method: str,
+    shape: str,
+    batch: int,
+    length: int,
+    checkpointing: bool,
+    attention: str = "eager",
+    overrides: Mapping[str, Any] | None = None,
+    device: str = "cuda",
+) -> Row:
+    """Device memory by part, as the LOMO paper's table lists it. What does not fit is computed from its parts:
+    activations are measured with the weights alone, the rest are counted."""
+    where = _device(device)
+    _warm_libraries(where)
+    model = materialise(_model(shape, length=length, attention=attention, overrides=overrides, device=where)).to(where)
+    model.train()
+    _set_checkpointing(model, checkpointing)
+    numel = _numel(model)
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    ids = _batch(model, batch, length, where)
+    before = _allocated(where)
+    loss = model(**ids, use_cache=False).loss
+    activations = _allocated(where) - before
+    del loss
+    parts = {
+        "parameters_gb": sum(sizes) / 1e9,
+        "gradients_gb": (sum(sizes) if method in KEEPS_GRADIENTS else max(sizes)) / 1e9,
+        "states_gb": STATE_BYTES[method] * numel / 1e9,
+        "activations_gb": activations / 1e9,
+    }
+    computed_gb = sum(parts.values())
+    row = {
+        "method": method,
+        "shape": shape,
+        "tokens_a_step": batch * length,
+        "parameters": numel,
+        "checkpointing": checkpointing,
+        "attention": attention,
+        **parts,
+        "computed_total_gb": computed_gb,
+    }
+    room = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else float("inf")
+    if computed_gb * 1e9 > _ROOM * room:
+        return {**row, "fits": False, "total_gb": computed_gb}
+    try:
+        measured = _measured_parts(method, model, ids, batch, where)
+    except torch.OutOfMemoryError:
+        return {**row, "fits": False, "total_gb": computed_gb}
+    return {**row, "fits": True, **measured, "total_gb": measured["peak_gb"] or computed_gb}
+
+
+def _measured_parts(method: str, model: nn.Module, ids: Batch, batch: int, where: torch.device) -> Row:
+    before = _allocated(where)
+    trainer = make_trainer(method, model, batch_size=batch)
+    with _live_gradients(model) as live:
+        trainer.step(ids)
+    states = _allocated(where) - before
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+    loss = trainer.step(ids)
+    return {
+        "settings": trainer.settings,
+        "gradients_gb": live["most"] / 1e9,
+        "states_gb": states / 1e9,
+        "loss": float(loss),
+        **memory_peaks(where),
+    }
+
+
+@contextmanager
+def _live_gradients(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Bytes of gradients alive at once, at their most: the one that arrives and those that parameters hold."""
+    live = {"most": 0}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def arrives(grad: torch.Tensor) -> None:
+        held = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+        live["most"] = max(live["most"], held + grad.numel() * grad.element_size())
+
+    handles = [p.register_hook(arrives) for p in parameters]
+    try:
+        yield live
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def accumulation(
+    *, micro_batches: int = 4, batch: int = 8, length: int = 64, steps: int = 60, lr: float = 0.05, device: str = "cpu"
+) -> Row:
+    """`accumulation: sequential` beside the true batch: the embedded model reads held-out Python, the same rows in the
+    same order, once a whole batch a step and once a micro-batch an update. A third run has the true batch's exact
+    gradient from torch's SGD with accumulation, which LOMO cannot have."""
+    where = _device(device)
+    rows = _text_rows(batch * steps, length).to(where)
+    true = _curve(rows, where, micro=batch, micro_batches=1, lr=lr)
+    sequential = _curve(rows, where, micro=batch // micro_batches, micro_batches=micro_batches, lr=lr)
+    accumulated = _sgd_curve(rows, where, micro=batch // micro_batches, micro_batches=micro_batches, lr=lr)
+    tail = max(1, steps // 6)
+    last = {name: sum(curve[-tail:]) / tail for name, curve in (("true", true), ("sequential", sequential))}
+    return {
+        "micro_batches": micro_batches,
+        "batch": batch,
+        "length": length,
+        "num_steps": steps,
+        "lr": lr,
+        "losses_true": true,
+        "losses_sequential": sequential,
+        "losses_sgd_accumulated": accumulated,
+        "first_loss": true[0],
+        "last_loss_true": last["true"],
+        "last_loss_sequential": last["sequential"],
+        "last_loss_difference": last["sequential"] - last["true"],
+        "largest_loss_difference": max(abs(a - b) for a, b in zip(true, sequential, strict=True)),
+        "largest_sgd_difference": max(abs(a - b) for a, b in zip(true, accumulated, strict=True)),
+    }
+
+
+def _curve(rows: torch.Tensor, where: torch.device, *, micro: int, micro_batches: int, lr: float) -> list[float]:
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    config: Row = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "LOMO", "params": {"lr": lr, "accumulation": "sequential"}},
+        "zero_optimization": {"stage": 0},
+    }
+    model = _embedded().to(where)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine.train()
+    losses = []
+    for window in rows.split(micro * micro_batches):
+        total = 0.0
+        for ids in window.split(micro):
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / micro_batches
+        losses.append(total)
+    return losses
+
+
+def _sgd_curve(rows: torch.Tensor, where: torch.device, *, micro: int, micro_batches: int, lr: float) -> list[float]:
+    model = _embedded().to(where).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for window in rows.split(micro * micro_batches):
+        total = 0.0
+        for ids in window.split(micro):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / micro_batches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+    return losses
+
+
+def _embedded() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from ds_zo.tasks.embedded_model import FOLDER
+
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+def _text_rows(num_rows: int, length: int) -> torch.Tensor:
+    from transformers import AutoTokenizer
+
+    from ds_zo.tasks.embedded_model import FOLDER
+    from ds_zo.tasks.stdlib_text import modules
+
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    ids: list[int] = []
+    for _, source in modules(held_out=True):
+        ids += tokenizer(source, add_special_tokens=False)["input_ids"]
+        if len(ids) >= num_rows * length:
+            break
+    found = torch.tensor(ids)[: num_rows * length]
+    if found.numel() < num_rows * length:
+        raise ValueError(f"the standard library has {found.numel()} tokens for {num_rows * length}: take fewer steps")
+    return found.view(num_rows, length)
+
+
+# What cases share
+
+
+def _device(device: str, *, cap_gb: float | None = None) -> torch.device:
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where.index or 0)
+        where = torch.device("cuda", where.index or 0)
+        if cap_gb is not None:
+            cap_device_memory(cap_gb, where)
+    return where
+
+
+def _model(
+    shape: str, *, length: int, attention: str, overrides: Mapping[str, Any] | None, device: torch.device
+) -> nn.Module:
+    """Still on the meta device: drawn when it is materialised, or block by block when a streaming engine reads it."""
+    config = config_of(shape, max_length=max(length, 2048))
+    for name, value in (overrides or {}).items():
+        setattr(config, name, value)
+    config._attn_implementation = attention
+    return random_model(config, dtype=torch.bfloat16, device=device)
+
+
+def _set_checkpointing(model: Any, enabled: bool) -> None:
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def _batch(model: Any, batch: int, length: int, where: torch.device) -> Batch:
+    generator = torch.Generator(device=where).manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=where, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _allocated(where: torch.device) -> int:
+    return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+
+
+def _warm_libraries(where: torch.device) -> None:
+    """So that cuBLAS's workspaces, one a thread, are not taken for anything that the model needs."""
+    x = torch.ones(16, 16, dtype=torch.bfloat16, device=where, requires_grad=True)
+    (x @ x).sum().backward()
+
+
+def _least_nbytes(method: str, numel: int, *, streamed: bool) -> int:
+    """Of 16-bit weights, gradients and state; activations come on top."""
+    return 0 if streamed else numel * (2 + (2 if method in KEEPS_GRADIENTS else 0) + STATE_BYTES[method])
+
+
+def _moved(trainer: Trainer) -> tuple[int, int] | None:
+    runtime = _found(trainer.engine, "backend.homes.runtime") or _found(trainer.engine, "backend.runtime")
+    return None if runtime is None else (runtime.bytes_up, runtime.bytes_down)
+
+
+def _streaming(trainer: Trainer, before: tuple[int, int] | None, *, num_steps: int) -> Row:
+    """Traffic, and what the backend said it planned."""
+    after = _moved(trainer)
+    row: Row = {}
+    if before is not None and after is not None:
+        row["up_gb_a_step"], row["down_gb_a_step"] = ((after[i] - before[i]) / num_steps / 1e9 for i in (0, 1))
+    describe = _found(trainer.engine, "backend.describe")
+    if describe is not None:
+        row["plan"] = describe()
+    return row
+
+
+def _found(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner

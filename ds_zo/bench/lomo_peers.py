@@ -1,0 +1,221 @@
+"""Ways of training one causal language model with first-order updates, each cut into forward, backward and update.
+
+The three parts are what memory is measured between. A method that updates inside its backward has an empty third part.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = Mapping[str, torch.Tensor]
+Row = dict[str, Any]
+
+
+@dataclass
+class Trainer:
+    forward: Callable[[Batch], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    update: Callable[[], None]
+    settings: str
+    """How the method is set up, in words, for the table."""
+    engine: Any = None
+    """DeepSpeed's, where there is one."""
+    facts: Row = field(default_factory=dict)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+
+STATE_BYTES = {
+    "lomo": 0,
+    "lomo_clipped": 0,
+    "adalomo": 0,
+    "peer_lomo": 0,
+    "peer_lomo_clipped": 0,
+    "peer_adalomo": 0,
+    "sgd": 0,
+    "sgd_master": 4,
+    "adamw": 4,
+    "adamw_fused": 4,
+    "adamw_master": 12,
+    "zero3_offload": 0,
+}
+"""Device bytes a parameter of optimizer state. AdaLOMO's moments are a row and a column a matrix: nothing, here."""
+
+KEEPS_GRADIENTS = frozenset({"sgd", "sgd_master", "adamw", "adamw_fused", "adamw_master"})
+STREAMED = frozenset({"lomo", "lomo_clipped", "adalomo"})
+"""Methods that take `stream`."""
+
+
+def make_trainer(
+    method: str, model: nn.Module, *, batch_size: int, lr: float | None = None, stream: Mapping[str, Any] | None = None
+) -> Trainer:
+    """`model` is where it trains, in its training dtype; streamed ones may still have to be read from their source."""
+    if method not in STATE_BYTES:
+        raise ValueError(f"method must be one of {', '.join(STATE_BYTES)}, got {method!r}")
+    if stream is not None and method not in STREAMED:
+        raise ValueError(f"stream is for {', '.join(sorted(STREAMED))}, got method {method!r}: leave stream out")
+    if method.startswith("peer_"):
+        return _lomo_optim(method, model, lr=lr)
+    if method == "zero3_offload":
+        return _zero3_offload(model, batch_size=batch_size, lr=lr)
+    if method in KEEPS_GRADIENTS:
+        return _torch(method, model, lr=lr)
+    return _ours(method, model, batch_size=batch_size, lr=lr, stream=stream)
+
+
+def _loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
+    def forward(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
+        return loss
+
+    return forward
+
+
+def _nothing() -> None: ...
+
+
+def _engine(model: nn.Module, config: Row, *, settings: str) -> Trainer:
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine.train()
+    return Trainer(
+        forward=_loss_of(engine), backward=engine.backward, update=engine.step, settings=settings, engine=engine
+    )
+
+
+def dtype_section(model: nn.Module) -> Row:
+    dtype = next(model.parameters()).dtype
+    return {} if dtype is torch.float32 else {{torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]: {"enabled": True}}
+
+
+def _ours(
+    method: str, model: nn.Module, *, batch_size: int, lr: float | None, stream: Mapping[str, Any] | None
+) -> Trainer:
+    adaptive, clipped = method == "adalomo", method == "lomo_clipped"
+    config: Row = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_clipping": 1.0 if clipped else 0.0,
+        "optimizer": {"type": "AdaLOMO" if adaptive else "LOMO", "params": {"lr": lr or (5e-4 if adaptive else 1e-3)}},
+        "zero_optimization": {"stage": 0},
+        **dtype_section(model),
+    }
+    if stream is not None:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+        config["ds_zo"] = {"stream": dict(stream)}
+    words = f"ds_zo {config['optimizer']['type']}, gradient_clipping {config['gradient_clipping']:g}"
+    trainer = _engine(model, config, settings=words + (f", streamed {dict(stream)}" if stream is not None else ""))
+    trainer.facts["config"] = config
+    return trainer
+
+
+def _zero3_offload(model: nn.Module, *, batch_size: int, lr: float | None) -> Trainer:
+    """ZeRO-3 with everything on the host, as DeepSpeed's documentation advises: pinned, copies overlapped with compute,
+    its own vectorised Adam; buckets large enough for one GPU that has memory left."""
+    on_host = {"device": "cpu", "pin_memory": True}
+    config: Row = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr or 1e-5}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": on_host,
+            "offload_optimizer": on_host,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 500_000_000,
+            "stage3_prefetch_bucket_size": 100_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+            "sub_group_size": 1_000_000_000,
+        },
+        **dtype_section(model),
+    }
+    words = "DeepSpeed ZeRO-3, parameters and optimizer on the host (pinned), DeepSpeedCPUAdam, overlap_comm"
+    trainer = _engine(model, config, settings=words)
+    trainer.facts["config"] = config
+    return trainer
+
+
+def _lomo_optim(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
+    """The authors' package. Its two-pass form is given one forward, which its retained graph allows, where its trainer
+    makes two: the faster way to use it."""
+    import torch.distributed as dist
+
+    peer = importlib.import_module("lomo_optim")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    adaptive, clipped = method == "peer_adalomo", method == "peer_lomo_clipped"
+    rate = lr or (5e-4 if adaptive else 1e-3)
+    make = peer.AdaLomo if adaptive else peer.Lomo
+    optimizer = make(model, lr=rate, clip_grad_norm=1.0 if clipped else None)
+
+    def backward(loss: torch.Tensor) -> None:
+        if clipped:
+            optimizer.grad_norm(loss)
+        optimizer.fused_backward(loss, rate)
+
+    words = f"lomo-optim {make.__name__}" + (", clip_grad_norm 1, two backwards on one forward" if clipped else "")
+    return Trainer(forward=_loss_of(model), backward=backward, update=_nothing, settings=words)
+
+
+def _torch(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
+    kind, _, form = method.partition("_")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rate = lr or (1e-5 if kind == "adamw" else 1e-3)
+
+    def make(params: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
+        if kind == "adamw":
+            return torch.optim.AdamW(params, lr=rate, weight_decay=0.0, **options)
+        return torch.optim.SGD(params, lr=rate, **options)
+
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    optimizer: torch.optim.Optimizer | MasterWeights
+    if form == "master":
+        optimizer = MasterWeights(parameters, lambda master: make([master], fused=True))
+        words = f"torch {kind}, fused, float32 master weights and state"
+    else:
+        optimizer = make(parameters, fused=True) if form == "fused" else make(parameters)
+        words = f"torch {kind}, {form or 'foreach (its default)'}, {dtype} weights and state, no master weights"
+
+    def update() -> None:
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+
+    return Trainer(forward=_loss_of(model), backward=torch.Tensor.backward, update=update, settings=words)
+
+
+class MasterWeights:
+    """Float32 copies that are updated in place of 16-bit weights, one parameter at a time: mixed precision with no more
+    than one float32 gradient alive, which is the least this form of training can take."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[torch.Tensor], torch.optim.Optimizer]
+    ) -> None:
+        self._owned = []
+        for p in parameters:
+            master = p.detach().to(torch.float32, copy=True)
+            self._owned.append((p, master, make(master)))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, master, optimizer in self._owned:
+            if p.grad is None:
+                continue
+            master.grad, p.grad = p.grad.float(), None
+            optimizer.step()
+            master.grad = None
+            p.copy_(master)

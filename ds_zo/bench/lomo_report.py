@@ -1,0 +1,176 @@
+"""LOMO's rows as Markdown: what was asked for against what was measured, then the tables. Ratios stay in one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+Rows = Mapping[str, Row]
+"""One run's, by case."""
+
+_GIB_OF_GB = 1e9 / 2**30
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    value: Callable[[Rows], float]
+    """Raises KeyError where a row it needs is missing, or has no result."""
+    bound: float
+    at_least: bool = True
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+def _ratio(of: str, to: str, key: str = "tokens_per_s") -> Callable[[Rows], float]:
+    return lambda rows: rows[of][key] / rows[to][key]
+
+
+def _gib(case: str, key: str = "peak_gb") -> Callable[[Rows], float]:
+    return lambda rows: rows[case][key] * _GIB_OF_GB
+
+
+def _finite_steps(case: str) -> Callable[[Rows], float]:
+    """Counted with warm-up, whose losses are not kept: a NaN there would be in all that follow."""
+
+    def count(rows: Rows) -> float:
+        losses = rows[case]["losses"]
+        return len(losses) + rows[case]["params"].get("warmup", 2) if all(map(math.isfinite, losses)) else 0
+
+    return count
+
+
+TARGETS = (
+    Target("LOMO against lomo-optim's, tokens/s", _ratio("speed/lomo", "speed/peer_lomo"), 1.5),
+    Target("LOMO against AdamW on the GPU (torch's default)", _ratio("speed/lomo", "speed/adamw"), 1.1),
+    Target("LOMO against AdamW on the GPU (fused)", _ratio("speed/lomo", "speed/adamw_fused"), 1.1),
+    Target("LOMO against AdamW on the GPU (fused, float32 master)", _ratio("speed/lomo", "speed/adamw_master"), 1.1),
+    Target("LOMO clipped by norm against lomo-optim's", _ratio("speed/lomo_clipped", "speed/peer_lomo_clipped"), 1.5),
+    Target("AdaLOMO against lomo-optim's AdaLomo", _ratio("speed/adalomo", "speed/peer_adalomo"), 1.7),
+    Target("LOMO, peak GiB", _gib("speed/lomo"), 15.3, at_least=False),
+    Target("LOMO clipped by norm, peak GiB", _gib("speed/lomo_clipped"), 15.3, at_least=False),
+    Target("AdaLOMO, peak GiB", _gib("speed/adalomo"), 15.3, at_least=False),
+    Target("7B streamed within 6 GB against resident", _ratio("streamed/7b-6gb", "streamed/7b-resident"), 0.5),
+    Target("1.3B streamed against ZeRO-3 offload", _ratio("streamed/1.3b", "streamed/1.3b-zero3"), 3.0),
+    Target("13B streamed within 24 GB, steps with a finite loss", _finite_steps("streamed/13b-24gb"), 20),
+    Target("30B streamed within 24 GB, steps with a finite loss", _finite_steps("streamed/30b-24gb"), 20),
+    Target(
+        "memory of LOMO checkpointed against AdamW plain (8 x 512)",
+        _ratio("paper/memory-lomo-checkpointed", "paper/memory-adamw_master-plain", "total_gb"),
+        0.108,
+        at_least=False,
+    ),
+)
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    runs: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        runs.setdefault(row["run_id"], {})[row["case"]] = row
+    if not runs:
+        return "No rows."
+    parts = [_targets(runs)]
+    for run_id, found in runs.items():
+        parts.append(f"## Run {run_id}\n\n{_machine(next(iter(found.values())))}")
+        parts += [table(found.values()) for table in (_speeds, _memory, _accumulation, _failures)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _targets(runs: Mapping[str, Rows]) -> str:
+    """Each from the newest run that has all its rows."""
+    lines = []
+    for target in TARGETS:
+        for run_id in reversed(list(runs)):
+            usable = {name: row for name, row in runs[run_id].items() if row["status"] == "ok"}
+            try:
+                value = target.value(usable)
+            except KeyError:
+                continue
+            sign, verdict = ("≥" if target.at_least else "≤"), ("yes" if target.met(value) else "NO")
+            lines.append((target.what, f"{sign} {target.bound:g}", f"{value:.3g}", verdict, run_id))
+            break
+    return _table(("target", "asked", "measured", "met", "run"), lines) if lines else ""
+
+
+def _machine(row: Row) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in (row.get("versions") or {}).items())
+    return f"{row.get('gpu') or row.get('device')}, {row.get('cpus')} CPUs, commit {row.get('commit')}; {versions}."
+
+
+def _speeds(rows: Iterable[Row]) -> str:
+    lines = []
+    for row in rows:
+        if row["status"] != "ok" or not row["target"].endswith(":speed"):
+            continue
+        if not row["fits"]:
+            lines.append(
+                (row["case"], *["—"] * 6, f"does not fit: weights, gradients, state {row['needed_gb']:.0f} GB")
+            )
+            continue
+        cap = f", cap {row['cap_gb']:g} GB" if row.get("cap_gb") else ""
+        moved = (
+            f", {row['up_gb_a_step']:.1f} GB up and {row['down_gb_a_step']:.1f} down" if "up_gb_a_step" in row else ""
+        )
+        lines.append(
+            (
+                row["case"],
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['step_s'] * 1e3:.0f} ({row['step_s_min'] * 1e3:.0f} to {row['step_s_max'] * 1e3:.0f})",
+                f"{row['peak_gb'] * _GIB_OF_GB:.2f}",
+                f"{row['peak_reserved_gb'] * _GIB_OF_GB:.2f}",
+                f"{row['host_peak_gb']:.1f}",
+                "—" if row.get("loss") is None else f"{row['loss']:.3f}",
+                f"{row['settings']}{cap}{moved}",
+            )
+        )
+    heads = ("case", "tokens/s", "ms a step (range)", "peak GiB", "reserved GiB", "host GB", "loss", "settings")
+    return _table(heads, lines) if lines else ""
+
+
+def _memory(rows: Iterable[Row]) -> str:
+    keys = ("parameters_gb", "gradients_gb", "states_gb", "activations_gb", "total_gb")
+    lines = [
+        (
+            row["case"],
+            *(f"{row[key] * _GIB_OF_GB:.2f}" for key in keys),
+            "measured" if row["fits"] else "does not fit: sum of its parts",
+        )
+        for row in rows
+        if row["status"] == "ok" and row["target"].endswith(":memory")
+    ]
+    heads = ("GiB", "parameters", "gradients", "optimizer state", "activations", "total", "total is")
+    return _table(heads, lines) if lines else ""
+
+
+def _accumulation(rows: Iterable[Row]) -> str:
+    said = []
+    for row in rows:
+        if row["status"] != "ok" or not row["target"].endswith(":accumulation"):
+            continue
+        micro = row["batch"] // row["micro_batches"]
+        said.append(
+            f"Sequential accumulation, {row['micro_batches']} updates of {micro} rows for one of {row['batch']}, "
+            f"{row['num_steps']} steps at lr {row['lr']:g}: the loss went from {row['first_loss']:.4f} to "
+            f"{row['last_loss_sequential']:.4f}, with the true batch to {row['last_loss_true']:.4f}; the curves differ "
+            f"by at most {row['largest_loss_difference']:.4f} (those of the true batch and of SGD that accumulates, by "
+            f"{row['largest_sgd_difference']:.1e})."
+        )
+    return "\n\n".join(said)
+
+
+def _failures(rows: Iterable[Row]) -> str:
+    lines = [
+        (row["case"], row["status"], str(row.get("error", "")).replace("|", "/").replace("\n", " ")[:300])
+        for row in rows
+        if row["status"] != "ok"
+    ]
+    return _table(("case", "status", "why"), lines) if lines else ""
+
+
+def _table(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    rule = "| " + " | ".join("---" for _ in heads) + " |"
+    return "\n".join(["| " + " | ".join(heads) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)])

@@ -1,0 +1,157 @@
+"""LOMO and AdaLOMO beside the authors' package, AdamW and ZeRO-3 offload; streamed under a cap; the paper's tables.
+
+python -m ds_zo.bench.lomo_speed run --preset speed --out rows.jsonl
+python -m ds_zo.bench.lomo_speed run --preset all --only 7b --out rows.jsonl --resume
+python -m ds_zo.bench.lomo_speed report rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.lomo_report import markdown
+from ds_zo.bench.runner import Case, read_rows, run_cases
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 97,
+}
+"""Of a rehearsal: every case as it is, on a model that a CPU trains in no time."""
+
+_CASES = "ds_zo.bench.lomo_cases"
+WARM = ("torch", "transformers", "deepspeed", "ds_zo", "transformers.models.llama.modeling_llama", _CASES)
+
+
+def _speed(name: str, method: str, shape: str, *, timeout_s: float = 90, host_gb: float = 8, **params: Any) -> Case:
+    params = {"method": method, "shape": shape, "batch": 4, "length": 1024, **params}
+    return Case(name, f"{_CASES}:speed", params, timeout_s=timeout_s, planned_host_gb=host_gb)
+
+
+def speed_cases() -> list[Case]:
+    """One run for every ratio between resident methods: LLaMA-7B, 4 x 1024, checkpointing."""
+    methods = (
+        *("lomo", "peer_lomo", "adamw", "adamw_fused", "adalomo", "peer_adalomo", "lomo_clipped", "peer_lomo_clipped"),
+        "adamw_master",
+    )
+    return [_speed(f"speed/{method}", method, "llama-7b") for method in methods]
+
+
+def streamed_cases() -> list[Case]:
+    """Streamed LOMO recomputes each block itself, so its cases ask for no checkpointing."""
+    all_on_host = {"resident_blocks": 0}
+    return [
+        _speed("streamed/1.3b", "lomo", "llama-1.3b", checkpointing=False, stream=all_on_host, host_gb=12),
+        _speed("streamed/1.3b-zero3", "zero3_offload", "llama-1.3b", timeout_s=240, host_gb=40),
+        _speed("streamed/7b-resident", "lomo", "llama-7b"),
+        _speed(
+            "streamed/7b-6gb",
+            "lomo",
+            "llama-7b",
+            checkpointing=False,
+            cap_gb=6,
+            stream={**all_on_host, "device_memory_gb": 6},
+            timeout_s=120,
+            host_gb=24,
+        ),
+        *(
+            _speed(
+                f"streamed/{size}-24gb",
+                "lomo",
+                f"llama-{size}",
+                checkpointing=False,
+                cap_gb=24,
+                stream={"device_memory_gb": 22},
+                steps=18,
+                timeout_s=timeout_s,
+                host_gb=host_gb,
+            )
+            for size, timeout_s, host_gb in (("13b", 150, 38), ("30b", 300, 78))
+        ),
+    ]
+
+
+def paper_cases() -> list[Case]:
+    """The LOMO paper's table 1 (8 x 512, its plain attention), table 2 (1 x 1024), and sequential accumulation."""
+    memory = [
+        Case(
+            f"paper/memory-{method}-{'checkpointed' if checkpointing else 'plain'}",
+            f"{_CASES}:memory",
+            {"method": method, "shape": "llama-7b", "batch": 8, "length": 512, "checkpointing": checkpointing},
+            timeout_s=90,
+            planned_host_gb=8,
+        )
+        for method in ("lomo", "sgd_master", "adamw_master")
+        for checkpointing in (True, False)
+    ]
+    beside = {"7b": ("lomo", "sgd_master", "adamw_master"), "13b": ("lomo", "sgd_master", "adamw_master")}
+    throughput = [
+        _speed(f"paper/speed-{size}-{method}", method, f"llama-{size}", batch=1)
+        for size in ("7b", "13b", "30b", "65b")
+        for method in beside.get(size, ("lomo", "sgd"))
+    ]
+    return [*memory, *throughput, Case("paper/accumulation", f"{_CASES}:accumulation", timeout_s=300)]
+
+
+PRESETS: dict[str, Callable[[], list[Case]]] = {
+    "speed": speed_cases,
+    "streamed": streamed_cases,
+    "paper": paper_cases,
+    "all": lambda: [*speed_cases(), *streamed_cases(), *paper_cases()],
+}
+
+
+def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[Case]:
+    """`tiny` keeps a preset's cases and shrinks their models: a rehearsal that needs no GPU."""
+    cases = []
+    for case in PRESETS[preset]():
+        params = {**case.params, "device": device}
+        if case.target.endswith(":accumulation"):
+            params |= {"steps": 3, "length": 32, "batch": 4, "micro_batches": 2} if tiny else {}
+        elif tiny:
+            params |= {"overrides": TINY, "batch": 2, "length": 16}
+            if "stream" in params:
+                params |= {"stream": {"resident_blocks": 0}, "cap_gb": None}
+            if case.target.endswith(":speed"):
+                params |= {"warmup": 1, "steps": 2}
+        host_gb = None if tiny else case.planned_host_gb
+        cases.append(Case(case.name, case.target, params, timeout_s=case.timeout_s, planned_host_gb=host_gb))
+    return cases
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
+    run.add_argument("--preset", choices=PRESETS, default="speed")
+    run.add_argument("--out", type=Path, required=True, help="rows are appended here as they come")
+    run.add_argument("--only", help="a glob or a part of case names")
+    run.add_argument("--resume", action="store_true", help="go on with the last run in --out")
+    run.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
+    run.add_argument("--device", default="cuda")
+    run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
+    report = commands.add_parser("report", help="rows as Markdown")
+    report.add_argument("rows", type=Path)
+    report.add_argument("--out", type=Path, help="a file to write instead of printing")
+    args = parser.parse_args(arguments)
+    if args.command == "report":
+        text = markdown(read_rows(args.rows))
+        if args.out is None:
+            print(text)
+        else:
+            args.out.write_text(text, encoding="utf-8")
+        return
+    cases = cases_of(args.preset, device=args.device, tiny=args.tiny)
+    options = {"only": args.only, "resume": args.resume, "device": args.device, "spawn": args.spawn}
+    print(markdown(run_cases(cases, out=args.out, warm=WARM, **options)))
+
+
+if __name__ == "__main__":
+    main()
