@@ -8,90 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.planner.shapes import BLOOM, LLAMA, OPT, RANDOM, SHAPES, TINY_VOCABULARY, config_of
 from ds_zo.streaming.loading import attach_source
 
-OPT = {
-    # name: (layers, hidden size, heads, word_embed_proj_dim)
-    "opt-tiny": (2, 64, 4, 64),
-    "opt-125m": (12, 768, 12, 768),
-    "opt-350m": (24, 1024, 16, 512),
-    "opt-1.3b": (24, 2048, 32, 2048),
-    "opt-2.7b": (32, 2560, 32, 2560),
-    "opt-6.7b": (32, 4096, 32, 4096),
-    "opt-13b": (40, 5120, 40, 5120),
-    "opt-30b": (48, 7168, 56, 7168),
-    "opt-66b": (64, 9216, 72, 9216),
-    "opt-175b": (96, 12288, 96, 12288),
-}
-LLAMA = {
-    # name: (layers, hidden size, intermediate size, heads)
-    "llama-tiny": (2, 64, 176, 4),
-    "llama-125m": (12, 768, 2048, 12),
-    "llama-350m": (24, 1024, 2736, 16),
-    "llama-1.3b": (24, 2048, 5504, 16),
-    "llama-3b": (26, 3200, 8640, 32),
-    "llama-7b": (32, 4096, 11008, 32),
-    "llama-13b": (40, 5120, 13824, 40),
-    "llama-30b": (60, 6656, 17920, 52),
-    "llama-65b": (80, 8192, 22016, 64),
-}
-BLOOM = {
-    # name: (layers, hidden size, heads)
-    "bloom-tiny": (2, 64, 4),
-    "bloom-560m": (24, 1024, 16),
-    "bloom-7b1": (30, 4096, 32),
-    "bloom-176b": (70, 14336, 112),
-}
-SHAPES = (*OPT, *LLAMA, *BLOOM)
-TINY_VOCABULARY = 512
-RANDOM = "random:"
-
-
-def config_of(shape: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:
-    """The transformers config of a shape such as `opt-6.7b`; `num_layers` cuts its depth."""
-    from transformers import BloomConfig, LlamaConfig, OPTConfig
-
-    def vocabulary(size: int) -> int:
-        return TINY_VOCABULARY if shape.endswith("tiny") else size
-
-    if shape in OPT:
-        layers, hidden, heads, projected = OPT[shape]
-        return OPTConfig(
-            num_hidden_layers=num_layers or layers,
-            hidden_size=hidden,
-            ffn_dim=4 * hidden,
-            num_attention_heads=heads,
-            word_embed_proj_dim=projected,
-            max_position_embeddings=max_length,
-            do_layer_norm_before=shape != "opt-350m",
-            dropout=0.0,
-            attention_dropout=0.0,
-            layerdrop=0.0,
-            vocab_size=vocabulary(50272),
-        )
-    if shape in LLAMA:
-        layers, hidden, intermediate, heads = LLAMA[shape]
-        return LlamaConfig(
-            num_hidden_layers=num_layers or layers,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=max_length,
-            vocab_size=vocabulary(32000),
-            tie_word_embeddings=False,
-        )
-    if shape in BLOOM:
-        layers, hidden, heads = BLOOM[shape]
-        return BloomConfig(
-            n_layer=num_layers or layers,
-            hidden_size=hidden,
-            n_head=heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            vocab_size=vocabulary(250880),
-        )
-    raise ValueError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
+__all__ = [
+    "BLOOM",
+    "LLAMA",
+    "OPT",
+    "RANDOM",
+    "SHAPES",
+    "TINY_VOCABULARY",
+    "config_of",
+    "config_of_model",
+    "lazy_model",
+    "materialise",
+    "random_model",
+]
 
 
 def config_of_model(name: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:

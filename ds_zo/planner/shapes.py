@@ -6,6 +6,7 @@ from typing import Any
 
 OPT = {
     # name: (layers, hidden size, heads, word_embed_proj_dim)
+    "opt-tiny": (2, 64, 4, 64),
     "opt-125m": (12, 768, 12, 768),
     "opt-350m": (24, 1024, 16, 512),
     "opt-1.3b": (24, 2048, 32, 2048),
@@ -19,7 +20,9 @@ OPT = {
 
 LLAMA = {
     # name: (layers, hidden size, intermediate size, heads, key and value heads, vocabulary)
+    "llama-tiny": (2, 64, 176, 4, 4, 32000),
     "llama-125m": (12, 768, 2048, 12, 12, 32000),
+    "llama-350m": (24, 1024, 2736, 16, 16, 32000),
     "llama-1.1b": (22, 2048, 5632, 32, 4, 32000),
     "llama-1.3b": (24, 2048, 5504, 16, 16, 32000),
     "llama-3b": (26, 3200, 8640, 32, 32, 32000),
@@ -33,6 +36,7 @@ LLAMA = {
 
 GPT2 = {
     # name: (layers, hidden size, heads)
+    "gpt2-tiny": (2, 64, 4),
     "gpt2-124m": (12, 768, 12),
     "gpt2-355m": (24, 1024, 16),
     "gpt2-774m": (36, 1280, 20),
@@ -42,17 +46,21 @@ GPT2 = {
 
 BLOOM = {
     # name: (layers, hidden size, heads)
+    "bloom-tiny": (2, 64, 4),
     "bloom-560m": (24, 1024, 16),
-    "bloom-7.1b": (30, 4096, 32),
+    "bloom-7b1": (30, 4096, 32),
     "bloom-176b": (70, 14336, 112),
 }
 
 SHAPES = (*OPT, *LLAMA, *GPT2, *BLOOM)
+TINY_VOCABULARY = 512
+"""Of the shapes named tiny, which are there to try things out."""
+RANDOM = "random:"
 
 
 def config_of(shape: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:
     """The transformers config of a shape such as `opt-6.7b` or `random:opt-6.7b`; `num_layers` cuts its depth."""
-    shape = shape.removeprefix("random:")
+    shape = shape.removeprefix(RANDOM)
     if shape in OPT:
         return _opt(shape, num_layers, max_length)
     if shape in LLAMA:
@@ -62,6 +70,10 @@ def config_of(shape: str, *, num_layers: int | None = None, max_length: int = 20
     if shape in BLOOM:
         return _bloom(shape, num_layers)
     raise ValueError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
+
+
+def _vocabulary(shape: str, size: int) -> int:
+    return TINY_VOCABULARY if shape.endswith("tiny") else size
 
 
 def _opt(shape: str, num_layers: int | None, max_length: int) -> Any:
@@ -79,7 +91,7 @@ def _opt(shape: str, num_layers: int | None, max_length: int) -> Any:
         dropout=0.0,
         attention_dropout=0.0,
         layerdrop=0.0,
-        vocab_size=50272,
+        vocab_size=_vocabulary(shape, 50272),
     )
 
 
@@ -93,8 +105,9 @@ def _llama(shape: str, num_layers: int | None, max_length: int) -> Any:
         intermediate_size=intermediate,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
+        vocab_size=_vocabulary(shape, vocabulary),
         max_position_embeddings=max_length,
+        tie_word_embeddings=False,
     )
 
 
@@ -107,6 +120,7 @@ def _gpt2(shape: str, num_layers: int | None, max_length: int) -> Any:
         n_embd=hidden,
         n_head=heads,
         n_positions=max_length,
+        vocab_size=_vocabulary(shape, 50257),
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -121,7 +135,7 @@ def _bloom(shape: str, num_layers: int | None) -> Any:
         n_layer=num_layers or layers,
         hidden_size=hidden,
         n_head=heads,
-        vocab_size=250880,
+        vocab_size=_vocabulary(shape, 250880),
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
