@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import resource
+import runpy
 import socket
 import sys
 import time
@@ -80,6 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--task", metavar="NAME", help=f"one of {', '.join(TASKS)} (default: {EMBEDDED_TASK}; with --data, text)"
     )
+    what.add_argument("--task-file", type=Path, metavar="FILE", help="a Python file that registers a task of your own")
     what.add_argument(
         "--data-dir",
         type=Path,
@@ -218,6 +220,12 @@ def model_dtype(config: dict[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), "fp32")
 
 
+def run_task_file(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"looked for a Python file at {path}: not found (--task-file)")
+    runpy.run_path(str(path))
+
+
 def data_source(args: argparse.Namespace) -> DataSource:
     asked = {"num_train": args.num_train, "num_dev": args.num_dev, "num_test": args.num_test}
     given = {name: number for name, number in asked.items() if number is not None}
@@ -303,6 +311,8 @@ class Trainer:
         self.args = args
         self.config = config
         self.dtype = model_dtype(config)
+        if args.task_file is not None:
+            run_task_file(args.task_file)
         self.task = make_task(args.task, data_source(args), head=args.head)
         self.task.check()
         model, self.tokenizer = load_model(

@@ -1,0 +1,307 @@
+"""Grids of training runs as data: a method's JSON and what is tried with it; the papers' own, and the accuracy table's.
+
+A grid of a user's own is a JSON file with the same names:
+
+    {"tasks": ["sst2"], "seeds": [0, 1],
+     "methods": {"my-zo": {"config": {"optimizer": {"type": "ZO", "params": {"zo_eps": 1e-3}}},
+                           "lrs": [1e-6, 1e-7], "steps": 2000, "eval_every": 500}}}
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+
+
+class GridError(ValueError):
+    """The message says what was looked for, what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train. `config` is a DeepSpeed JSON without what the grid varies: rate, seed, batch size, schedule."""
+
+    config: Config
+    lrs: tuple[float, ...] = ()
+    """Learning rates to try; none: the method has no rate."""
+    steps: int = 1000
+    batch_size: int = 16
+    eval_every: int = 250
+    warmups: tuple[float, ...] = ()
+    """Warm-up as a share of the steps, then linear decay to zero; none: a constant rate."""
+    lora_ranks: tuple[int, ...] = ()
+    arguments: tuple[str, ...] = ()
+    """More for launch/train.py."""
+    lr_of: str | None = None
+    """The method whose chosen rate this one takes, so that the two are compared at one."""
+    seeds: tuple[int, ...] | None = None
+    """Instead of the grid's: a method without randomness needs one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    method: str
+    task: str
+    lr: float | None
+    seed: int
+    steps: int
+    eval_every: int
+    batch_size: int
+    warmup: float | None = None
+    lora_rank: int | None = None
+    arguments: tuple[str, ...] = ()
+    config: Config = field(default_factory=dict, hash=False)
+
+    @property
+    def key(self) -> str:
+        """Names the run in rows and folders."""
+        parts = [self.method, self.task]
+        parts += [f"lr{self.lr:g}"] if self.lr is not None else []
+        parts += [f"warmup{self.warmup:g}"] if self.warmup is not None else []
+        parts += [f"rank{self.lora_rank}"] if self.lora_rank is not None else []
+        return "_".join([*parts, f"steps{self.steps}", f"seed{self.seed}"])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every method on every task with every seed."""
+
+    methods: dict[str, Method]
+    tasks: tuple[str, ...]
+    seeds: tuple[int, ...] = (0,)
+
+    def cases(self, *, lrs: dict[str, float] | None = None, steps: int | None = None) -> Iterator[Case]:
+        """`lrs` fixes a method's rate instead of trying all; `steps` overrides all methods'. The order puts what is
+        compared side by side, so that an unfinished sweep is a smaller table, not one with holes."""
+        for seed, task in itertools.product(self.seeds, self.tasks):
+            for name, method in self.methods.items():
+                if seed not in (self.seeds if method.seeds is None else method.seeds):
+                    continue
+                fixed = (lrs or {}).get(method.lr_of or name)
+                rates: Sequence[float | None] = method.lrs or (None,)
+                for lr in rates if fixed is None or not method.lrs else (fixed,):
+                    for warmup in method.warmups or (None,):
+                        for rank in method.lora_ranks or (None,):
+                            yield _case(name, method, task, lr, seed, warmup, rank, steps)
+
+
+def _case(
+    name: str,
+    method: Method,
+    task: str,
+    lr: float | None,
+    seed: int,
+    warmup: float | None,
+    rank: int | None,
+    steps: int | None,
+) -> Case:
+    num_steps = method.steps if steps is None or not method.steps else steps
+    config = copy.deepcopy(method.config)
+    config["train_micro_batch_size_per_gpu"] = method.batch_size
+    params = config["optimizer"].setdefault("params", {})
+    if lr is not None:
+        params["lr"] = lr
+    if config["optimizer"]["type"].lower() in ("zo", "mezo", "lsp"):
+        params["seed"] = seed
+    if warmup is not None:
+        num_warmup = max(2, round(warmup * num_steps))  # DeepSpeed takes the logarithm of it
+        schedule = {"total_num_steps": max(num_steps, num_warmup + 1), "warmup_num_steps": num_warmup}
+        config["scheduler"] = {
+            "type": "WarmupDecayLR",
+            "params": {**schedule, "warmup_max_lr": lr, "warmup_min_lr": 0.0, "warmup_type": "linear"},
+        }
+    return Case(
+        method=name,
+        task=task,
+        lr=lr,
+        seed=seed,
+        steps=num_steps,
+        eval_every=min(method.eval_every, num_steps),
+        batch_size=method.batch_size,
+        warmup=warmup,
+        lora_rank=rank,
+        arguments=method.arguments,
+        config=config,
+    )
+
+
+def read_grid(name: str) -> Grid:
+    """A grid that ships with the package, or a JSON file."""
+    if name in GRIDS:
+        return GRIDS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise GridError(f"looked for a grid named {name!r} or a file of that name: the grids are {', '.join(GRIDS)}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        methods = {key: _from_json(Method, value) for key, value in found.pop("methods").items()}
+        return _from_json(Grid, {**found, "methods": methods})
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise GridError(f"{path} is no grid: {type(error).__name__} {error} (ds_zo/bench/grids.py shows one)") from None
+
+
+def _from_json(kind: type[Any], values: dict[str, Any]) -> Any:
+    known = [f.name for f in dataclasses.fields(kind)]
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise GridError(f"a {kind.__name__.lower()} has {', '.join(known)}; got {', '.join(unknown)}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _config(kind: str, *, clipping: float = 0.0, **more: Any) -> Config:
+    params = more.pop("params", {})
+    return {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": kind, "params": params},
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 10**9,
+        **more,
+    }
+
+
+def _zo(*, bf16: bool = False, **stream: Any) -> Config:
+    offload = {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}
+    config = _config("ZO", params={"zo_eps": 1e-3}, zero_optimization=offload, ds_zo={"stream": stream})
+    return {**config, "bf16": {"enabled": True}} if bf16 else config
+
+
+ADAMW = _config("AdamW", clipping=1.0, params={"torch_adam": True, "weight_decay": 0.0})
+"""torch's, because DeepSpeed's own would compile for minutes at its first use."""
+LOMO = _config("LOMO", clipping=1.0)
+MEZO = _config("MeZO", params={"zo_eps": 1e-3})
+SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
+GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "stsb")
+ZO_STEPS = 2000
+FIRST_ORDER_STEPS = 600
+
+MEZO_PAPER = Grid(
+    {
+        "zo": Method(_zo(), lrs=(1e-6, 1e-7), steps=20_000, eval_every=4000),
+        "zo-lora": Method(
+            {**_zo(), "optimizer": {"type": "ZO", "params": {"zo_eps": 1e-2}}},
+            lrs=(1e-4, 5e-5),
+            steps=20_000,
+            eval_every=4000,
+            lora_ranks=(8,),
+            arguments=("--lora-alpha", "16"),
+        ),
+        "adamw": Method(ADAMW, lrs=(1e-5, 5e-5, 8e-5), steps=625, batch_size=8, eval_every=125, warmups=(0.0,)),
+    },
+    tasks=SUPERGLUE_TASKS,
+)
+"""Malladi et al. (2023), OPT: 1,000 training rows; 20k steps of 16 at a constant rate; AdamW five epochs of 8, linear.
+They train most tasks on a softmax over the options, here the loss is the right option's tokens'."""
+
+LOMO_PAPER = Grid(
+    {
+        "lomo": Method(LOMO, lrs=(5e-2, 3e-2), warmups=(0.05, 0.1, 0.2), steps=625, eval_every=62),
+        "lora": Method(ADAMW, lrs=(5e-4,), warmups=(0.05,), lora_ranks=(2,), steps=625, eval_every=62),
+        "lora+lomo": Method(
+            _config("LOMO", clipping=1.0, params={"adapter": {"lr": 5e-4}}),
+            lrs=(5e-3, 1e-3, 5e-4),
+            warmups=(0.05, 0.1),
+            lora_ranks=(1, 2, 4, 8),
+            steps=625,
+            eval_every=62,
+            arguments=("--train-base",),
+        ),
+    },
+    tasks=("rte", "copa", "boolq", "wsc", "multirc"),
+)
+"""Lv et al. (2023), Table 4: ten epochs of 1,000 rows, batch 16, linear schedule, gradient norm 1.0, LoRA on q and v
+with alpha 16."""
+
+LSP_GLUE = Grid(
+    {
+        "lsp": Method(
+            _config("LSP", clipping=1.0, params={"subspace_dim": 512, "nonzeros_per_row": 16, "bias_threshold": 0.3}),
+            lrs=(5e-5,),
+            steps=1000,
+            arguments=("--head", "classifier"),
+        ),
+        "adamw": Method(ADAMW, lrs=(5e-5,), steps=1000, arguments=("--head", "classifier")),
+    },
+    tasks=GLUE_TASKS,
+)
+"""Chen et al. (LSP-Offload), GLUE: batch 16, projectors checked every 1,000 steps. Scale `subspace_dim` to the model;
+`--case-seconds` gives each the paper's equal hour."""
+
+ACCURACY = Grid(
+    {
+        "zero-shot": Method(ADAMW, steps=0, seeds=(0,)),
+        "adamw": Method(ADAMW, lrs=(1e-5, 3e-5, 1e-4), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)),
+        "lora": Method(
+            ADAMW, lrs=(5e-4, 2e-3), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,), lora_ranks=(2,)
+        ),
+        "mezo": Method(MEZO, lrs=(1e-6, 3e-6, 1e-5), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
+        "mezo-bf16": Method(
+            {**MEZO, "bf16": {"enabled": True}}, lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"
+        ),
+        "zo": Method(_zo(), lrs=(1e-6, 3e-6, 1e-5), steps=ZO_STEPS, eval_every=500),
+        "zo-bf16": Method(_zo(bf16=True), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
+        "zo-bf16-wire": Method(_zo(bf16=True, master="wire"), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
+        "zo-fp8": Method(_zo(bf16=True, wire_dtype="fp8"), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
+        "zo-fp8-wire": Method(
+            _zo(bf16=True, wire_dtype="fp8", master="wire"), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"
+        ),
+        "sgd": Method(
+            _config("SGD", clipping=1.0),
+            lrs=(3e-2,),
+            steps=FIRST_ORDER_STEPS,
+            eval_every=100,
+            warmups=(0.05,),
+            lr_of="lomo",
+        ),
+        "lomo": Method(LOMO, lrs=(1e-2, 3e-2, 1e-1), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)),
+        "adalomo": Method(
+            _config("AdaLOMO", clipping=0.0), lrs=(5e-4, 2e-3), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)
+        ),
+        "lsp": Method(
+            _config(
+                "LSP",
+                clipping=1.0,
+                params={"subspace_dim": 256, "nonzeros_per_row": 4},
+                zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+            ),
+            lrs=(3e-5, 1e-4, 3e-4),
+            steps=FIRST_ORDER_STEPS,
+            eval_every=100,
+            warmups=(0.05,),
+        ),
+    },
+    tasks=("sst2", "rte", "boolq", "copa", "alpaca"),
+    seeds=(0, 1, 2),
+)
+"""The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere."""
+
+SMOKE = Grid(
+    {
+        "zero-shot": Method(ADAMW, steps=0, seeds=(0,)),
+        "adamw": Method(ADAMW, lrs=(1e-3,), steps=8, batch_size=4, eval_every=4, warmups=(0.25,)),
+        "lora": Method(ADAMW, lrs=(1e-2,), steps=4, batch_size=4, eval_every=4, lora_ranks=(2,)),
+        "mezo": Method(MEZO, lrs=(1e-4,), steps=4, batch_size=4, eval_every=4, lr_of="zo"),
+        "zo": Method(_zo(), lrs=(1e-4, 1e-3), steps=4, batch_size=4, eval_every=4),
+        "lomo": Method(LOMO, lrs=(1e-2,), steps=4, batch_size=4, eval_every=4, warmups=(0.25,)),
+    },
+    tasks=("code_or_text",),
+)
+"""A few steps of each with the embedded model: does everything run here?"""
+
+GRIDS: dict[str, Grid] = {
+    "accuracy": ACCURACY,
+    "mezo": MEZO_PAPER,
+    "lomo": LOMO_PAPER,
+    "lsp-glue": LSP_GLUE,
+    "smoke": SMOKE,
+}

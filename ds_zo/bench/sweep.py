@@ -1,0 +1,209 @@
+"""Runs the cases of a grid as rows: several processes at once, resumable, within a time limit.
+
+[Note: a sweep may be cut into pieces]
+A case that has a good row is not run again. When time is up, running cases get SIGTERM, save a checkpoint and are
+resumed by the next call where their folder still exists; where it does not, they start anew. So a sweep can be done in
+pieces of minutes, on machines that keep nothing but the file of rows.
+
+[Note: forked from a warm server]
+Importing torch, transformers and DeepSpeed takes longer than a short case. A fork server does it once and never touches
+CUDA; PyTorch must then count devices through NVML, because asking the driver would spoil every fork.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from ds_zo.bench.grids import Case
+
+Row = dict[str, Any]
+PRELOAD = ["ds_zo.bench.run_summary", "ds_zo.tasks", "transformers", "deepspeed"]
+_LAST_WORDS = 1500
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How cases are run; everything that is not part of a case itself."""
+
+    script: Path
+    """launch/train.py."""
+    results: Path
+    folder: Path
+    """One folder a case: its JSON, its log, its checkpoints; removed when its row is written."""
+    model: str
+    data_root: Path | None = None
+    """Holds a folder for each task."""
+    jobs: int = 1
+    max_seconds: float | None = None
+    grace_s: float = 45.0
+    """Of `max_seconds`, kept for running cases to save themselves."""
+    case_seconds: float | None = None
+    arguments: tuple[str, ...] = ()
+    start: Literal["forkserver", "spawn"] = "forkserver"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, case: Case) -> list[str]:
+        """What launch/train.py is called with."""
+        folder = self.folder / safe_name(case.key)
+        command = ["--deepspeed", str(folder / "config.json"), "--model", self.model, "--task", case.task]
+        if self.data_root is not None and (self.data_root / case.task).is_dir():
+            command += ["--data-dir", str(self.data_root / case.task)]
+        command += ["--steps", str(case.steps), "--seed", str(case.seed), "--output-dir", str(folder), "--no-save"]
+        if case.steps:
+            command += ["--eval-every", str(case.eval_every), "--skip-zero-shot"]
+        if case.lora_rank is not None:
+            command += ["--lora-rank", str(case.lora_rank)]
+        if self.case_seconds is not None:
+            command += ["--max-seconds", f"{self.case_seconds:g}"]
+        command += [*case.arguments, *self.arguments]
+        if (folder / "checkpoints" / "latest").is_file():
+            command += ["--resume", "latest"]
+        return command
+
+
+def safe_name(key: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]", "-", key)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every whole line; one that a killed process left half-written is passed over."""
+    rows = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict) and "key" in row:
+                rows.append(row)
+    return rows
+
+
+def remaining(cases: Iterable[Case], rows: Sequence[Row], *, retry_failed: bool = False) -> list[Case]:
+    """Cases without a row that settles them, each once."""
+    settled = {row["key"] for row in rows if row["status"] == "ok" or not retry_failed}
+    found: dict[str, Case] = {}
+    for case in cases:
+        if case.key not in settled:
+            found.setdefault(case.key, case)
+    return list(found.values())
+
+
+def run(sweep: Sweep, cases: Sequence[Case]) -> int:
+    """Runs cases until they or the time are over; the number that got a row."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sweep.jobs)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context = multiprocessing.get_context(sweep.start)
+    if sweep.start == "forkserver":
+        multiprocessing.set_forkserver_preload(PRELOAD)
+    began = time.monotonic()
+    deadline = None if sweep.max_seconds is None else began + max(0.0, sweep.max_seconds - sweep.grace_s)
+    waiting, num_rows = list(cases), 0
+    running: list[_Running] = []
+    bar = tqdm(total=len(waiting), desc="sweep", unit="run", mininterval=1.0)
+    try:
+        while waiting or running:
+            over = deadline is not None and time.monotonic() >= deadline
+            while waiting and len(running) < sweep.jobs and not over:
+                running.append(_Running(sweep, waiting.pop(0), context))
+            if over:
+                break
+            time.sleep(0.2)
+            for job in [job for job in running if not job.process.is_alive()]:
+                running.remove(job)
+                num_rows += job.finish()
+                bar.update()
+            bar.set_postfix_str(", ".join(job.case.key for job in running)[:80], refresh=False)
+    finally:
+        num_rows += _stop(running, sweep.grace_s)
+        bar.close()
+    return num_rows
+
+
+def _stop(running: list[_Running], grace_s: float) -> int:
+    for job in running:
+        job.process.terminate()
+    end = time.monotonic() + grace_s
+    num_rows = 0
+    for job in running:
+        job.process.join(max(0.1, end - time.monotonic()))
+        if job.process.is_alive():
+            job.process.kill()
+            job.process.join()
+        num_rows += job.finish(stopped=True)
+    return num_rows
+
+
+class _Running:
+    """A case in its process."""
+
+    def __init__(self, sweep: Sweep, case: Case, context: Any) -> None:
+        self.sweep, self.case = sweep, case
+        self.folder = sweep.folder / safe_name(case.key)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        self.began = time.monotonic()
+        arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment)
+        self.process = context.Process(target=_train, args=arguments, name=case.key)
+        self.process.start()
+
+    def finish(self, *, stopped: bool = False) -> int:
+        """Writes the row; 0 where a stopped case has none yet."""
+        row: Row = {"key": self.case.key, **{k: v for k, v in asdict(self.case).items() if k != "arguments"}}
+        row["arguments"] = [*self.case.arguments, *self.sweep.arguments]
+        row["wall_s"] = round(time.monotonic() - self.began, 1)
+        summary = self.folder / "summary.json"
+        if summary.is_file():
+            found = json.loads(summary.read_text(encoding="utf-8"))
+            row |= {"status": "ok", **{k: v for k, v in found.items() if k not in ("config", "model_folder")}}
+            row["lr"] = self.case.lr
+        elif stopped:
+            return 0
+        else:
+            words = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
+            row |= {"status": "failed", "exit": self.process.exitcode, "last_words": words}
+        self.sweep.results.parent.mkdir(parents=True, exist_ok=True)
+        with self.sweep.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if row["status"] == "ok":
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return 1
+
+
+def _train(script: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    """In the child: launch/train.py as it would be run from a shell, its output in a file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which sends SIGTERM
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    spec = importlib.util.spec_from_file_location("launch_train", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.argv = [script, *arguments]
+    try:
+        spec.loader.exec_module(module)
+        module.main()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""Run a grid of training runs (method x task x learning rate x seed) as rows of a JSONL file; call again to go on.
+
+    python launch/sweep.py --grid smoke --results runs/smoke.jsonl --jobs 2
+    python launch/sweep.py --grid mezo --model facebook/opt-1.3b --data-root DIR --results runs/mezo.jsonl --dry-run
+
+The accuracy table in two stages, in pieces of ten minutes, eight runs at once on one GPU:
+
+    python launch/sweep.py --grid accuracy --model DIR --data-root DIR --results rows.jsonl --jobs 8 \\
+        --max-seconds 570 --tune
+    python launch/sweep.py --grid accuracy --model DIR --data-root DIR --results rows.jsonl --jobs 8 \\
+        --max-seconds 570 --rates-from rows.jsonl
+    python -m ds_zo.bench.accuracy rows.jsonl
+
+What launch/train.py takes after `--` goes to every run: `-- --num-eval 200 --dtype fp32`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates
+from ds_zo.bench.grids import GRIDS, Case, Grid, GridError, read_grid
+from ds_zo.bench.sweep import Sweep, read_rows, remaining, run
+
+SCRIPT = Path(__file__).resolve().parent / "train.py"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="smoke", metavar="NAME|FILE", help=f"{', '.join(GRIDS)}, or a JSON file")
+    parser.add_argument(
+        "--results", type=Path, required=True, metavar="FILE", help="rows; what has one is not run again"
+    )
+    parser.add_argument("--model", default="embedded", metavar="NAME_OR_PATH", help="as launch/train.py takes it")
+    parser.add_argument("--data-root", type=Path, metavar="DIR", help="holds a folder of JSONL files for each task")
+
+    part = parser.add_argument_group("part of the grid")
+    part.add_argument("--methods", metavar="A,B", help="these only")
+    part.add_argument("--tasks", metavar="A,B", help="instead of the grid's")
+    part.add_argument("--seeds", metavar="0,1", help="instead of the grid's")
+    part.add_argument("--lrs", metavar="1e-6,1e-7", help="instead of every method's own")
+    part.add_argument(
+        "--tune",
+        action="store_true",
+        help=f"only what chooses rates: methods with several, on {', '.join(SELECT_TASKS)}, seed {SELECT_SEED}",
+    )
+    part.add_argument(
+        "--rates-from", type=Path, metavar="FILE", help="rows that say which rate each method did best with"
+    )
+    part.add_argument("--steps", type=int, metavar="N", help="instead of every method's own")
+    part.add_argument("--limit", type=int, metavar="N", help="the first N of what is left")
+
+    how = parser.add_argument_group("how to run it")
+    how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once (default: %(default)s)")
+    how.add_argument("--max-seconds", type=float, metavar="S", help="end within so long; running cases save themselves")
+    how.add_argument(
+        "--case-seconds", type=float, metavar="S", help="training time a case, for comparisons at equal time"
+    )
+    how.add_argument("--folder", type=Path, metavar="DIR", help="logs and checkpoints (default: beside the results)")
+    how.add_argument("--retry-failed", action="store_true", help="run cases again whose row is a failure")
+    how.add_argument("--fresh", action="store_true", help="a fresh interpreter for each case instead of a fork")
+    how.add_argument("--dry-run", action="store_true", help="show what would be run")
+    parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
+
+    args = parser.parse_args(argv)
+    for name in ("jobs", "max_seconds", "case_seconds", "steps", "limit"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.folder is None:
+        args.folder = args.results.parent / f"{args.results.stem}-runs"
+    return args
+
+
+def chosen_grid(args: argparse.Namespace) -> Grid:
+    """The grid, cut down to what the command line names."""
+    grid = read_grid(args.grid)
+    methods = dict(grid.methods)
+    if args.methods:
+        wanted = args.methods.split(",")
+        unknown = [name for name in wanted if name not in methods]
+        if unknown:
+            raise GridError(
+                f"grid {args.grid} has the methods {', '.join(methods)}; got {', '.join(unknown)} (--methods)"
+            )
+        methods = {name: methods[name] for name in wanted}
+    if args.lrs:
+        lrs = tuple(float(lr) for lr in args.lrs.split(","))
+        methods = {name: dataclasses.replace(m, lrs=lrs if m.lrs else ()) for name, m in methods.items()}
+    tasks, seeds = grid.tasks, grid.seeds
+    if args.tune:
+        methods = {name: m for name, m in methods.items() if len(m.lrs) > 1 and m.lr_of is None}
+        tasks, seeds = tuple(task for task in SELECT_TASKS if task in tasks) or tasks, (SELECT_SEED,)
+    return Grid(
+        methods,
+        tuple(args.tasks.split(",")) if args.tasks else tasks,
+        tuple(int(seed) for seed in args.seeds.split(",")) if args.seeds else seeds,
+    )
+
+
+def cases_left(args: argparse.Namespace) -> tuple[list[Case], int]:
+    """(what is to be run, how many cases there are)."""
+    rates = best_rates(read_rows(args.rates_from)) if args.rates_from else None
+    cases = list(chosen_grid(args).cases(lrs=rates, steps=args.steps))
+    left = remaining(cases, read_rows(args.results), retry_failed=args.retry_failed)
+    return left[: args.limit], len({case.key for case in cases})
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        left, num_cases = cases_left(args)
+    except (GridError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    sweep = Sweep(
+        script=SCRIPT,
+        results=args.results,
+        folder=args.folder,
+        model=args.model,
+        data_root=args.data_root,
+        jobs=args.jobs,
+        max_seconds=args.max_seconds,
+        case_seconds=args.case_seconds,
+        arguments=tuple(args.train_arguments),
+        start="spawn" if args.fresh else "forkserver",
+    )
+    print(f"{num_cases} cases, {len(left)} to run now", flush=True)
+    if args.dry_run:
+        for case in left:
+            print(f"{case.key}: launch/train.py {shlex.join(sweep.command(case))}")
+        return
+    num_rows = run(sweep, left)
+    failed = sum(row["status"] == "failed" for row in read_rows(args.results)[-num_rows:]) if num_rows else 0
+    print(f"{num_rows} rows written to {args.results}, {failed} of them failures; {len(left) - num_rows} cases left")
+
+
+if __name__ == "__main__":
+    main()
