@@ -13,6 +13,8 @@ from ds_zo.projectors import choose_dims
 _PAYLOAD_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 _PROJECTOR_ENTRY_NBYTES = 16
 """A position and a float32 value by row, the same by column, and where each column's entries stand by row."""
+_NUM_LANDINGS = 3
+"""Blocks whose directions may be on the device at once."""
 _MATRIX_LAUNCH_S = 2.5e-4
 """Host time of a matrix's compress, its two copies and its apply."""
 
@@ -22,10 +24,14 @@ class _Counts:
     projector_nbytes: int = 0
     subspace_numel: int = 0
     """Of all d x d matrices."""
-    dense_numel: int = 0
-    """Parameters that Adam sees whole."""
+    whole_numel: int = 0
+    """Of matrices that Adam sees as they are, on the CPU like the d x d ones."""
     vector_numel: int = 0
-    """Those of them that never leave the device."""
+    """Of parameters whose Adam stays on the device."""
+    payload_nbytes: int = 0
+    """One way, all matrices."""
+    largest_payload: int = 0
+    """Of one block or module."""
     projected_nbytes: int = 0
     num_matrices: int = 0
     largest_scratch: int = 0
@@ -38,10 +44,10 @@ def estimate_lsp(
     trace = model.backward_trace(checkpointing=checkpointing)
     counts = _count(model, params)
     rates = model.rates
-    payload = _PAYLOAD_NBYTES[params.payload_dtype]
-    moved_numel = counts.subspace_numel + counts.dense_numel - counts.vector_numel
-    moved = moved_numel * payload
+    moved_numel = counts.subspace_numel + counts.whole_numel
+    moved = counts.payload_nbytes
     update_s = moved_numel / (rates.cpu_adam_gparams * 1e9)
+    sums = (4 if params.payload_dtype == "fp32" else 4 + _PAYLOAD_NBYTES[params.payload_dtype]) * counts.subspace_numel
     # Compress reads every gradient once, apply reads and writes every weight once.
     around = Cost(
         0.0,
@@ -62,8 +68,7 @@ def estimate_lsp(
         device=parts(
             weights=model.weights_nbytes,
             projectors=counts.projector_nbytes,
-            # P^T G Q is summed in float32; one layer's payload each way is in flight; vectors have their Adam here.
-            subspace=4 * counts.subspace_numel + 2 * moved // num_layers + counts.largest_scratch,
+            subspace=sums + _NUM_LANDINGS * counts.largest_payload + counts.largest_scratch,
             states=8 * counts.vector_numel,
             activations=trace.peak.activations,
             logits=trace.peak.logits,
@@ -74,7 +79,7 @@ def estimate_lsp(
         up_nbytes=moved,
         down_nbytes=moved,
         sharded=frozenset({"states"}),
-        reduced_nbytes=4 * (counts.subspace_numel + counts.dense_numel),
+        reduced_nbytes=4 * (moved_numel + counts.vector_numel),
         config=config,
         notes=("activations include the largest gradient that is alive", "step by Eq. 4 of the LSP paper"),
         limits=limits,
@@ -89,21 +94,32 @@ def lsp_step_s(compute_s: float, *, down_s: float, up_s: float, update_s: float,
 
 def _count(model: Model, params: LSPParams) -> _Counts:
     counts = _Counts()
-    in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
-    for p in model.module.parameters():
-        at_edge = id(p) not in in_blocks
-        if p.ndim == 2 and at_edge and params.edge == "freeze":
+    payload = _PAYLOAD_NBYTES[params.payload_dtype]
+    block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
+    travels: dict[object, int] = {}
+    """Payload of each block or module."""
+    for name, p in model.module.named_parameters():
+        at_edge = id(p) not in block_of
+        if p.ndim < 2:
+            counts.vector_numel += p.numel()
+            continue
+        if at_edge and params.edge == "freeze":
             continue
         projects = p.ndim == 2 and params.projector != "none" and not (at_edge and params.edge == "dense")
         dims = choose_dims(p.shape[0], p.shape[1], params.subspace_dim) if projects else None
         if dims is None:
-            counts.dense_numel += p.numel()
-            counts.vector_numel += p.numel() if p.ndim < 2 else 0
-            continue
-        nonzeros = min(params.nonzeros_per_row, *dims)
-        counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
-        counts.subspace_numel += dims[0] * dims[1]
-        counts.projected_nbytes += p.numel() * p.element_size()
-        counts.num_matrices += 1
-        counts.largest_scratch = max(counts.largest_scratch, 4 * dims[0] * p.shape[1])
+            counts.whole_numel += p.numel()
+            nbytes = p.numel() * p.element_size()
+        else:
+            nonzeros = min(params.nonzeros_per_row, *dims)
+            counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
+            counts.subspace_numel += dims[0] * dims[1]
+            counts.projected_nbytes += p.numel() * p.element_size()
+            counts.num_matrices += 1
+            counts.largest_scratch = max(counts.largest_scratch, 4 * dims[0] * p.shape[1])
+            nbytes = payload * dims[0] * dims[1]
+        counts.payload_nbytes += nbytes
+        group = name if at_edge else block_of[id(p)]
+        travels[group] = travels.get(group, 0) + nbytes
+    counts.largest_payload = max(travels.values(), default=0)
     return counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ WIRE = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-STREAMED_INTERVAL = {"wire": 8, "split": 16}
-"""`writeback_interval` where it is left out and blocks stream, by master."""
+_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
+_ALIKE = 1.02
+"""The engine measures which `writeback_interval` is fastest, and of those within this the longest, which rounds least;
+the plan prices them."""
 _FOLD_DRAWS = 0.4
 """Dither of a fold, in normal draws."""
 _VISIT_LAUNCH_S = 2e-4
@@ -60,13 +62,6 @@ class Buffers:
         }
 
 
-def interval_of(stream: StreamConfig, *, streams: bool) -> int:
-    """What `writeback_interval` comes to."""
-    if not stream.fuse_update:
-        return 1
-    return stream.writeback_interval or (STREAMED_INTERVAL[stream.master] if streams else 1)
-
-
 def estimate_zo(
     model: Model,
     limits: Limits,
@@ -95,14 +90,17 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
     narrow = any(u.nbytes < u.scratch_nbytes for u in placement.blocks)
     streams = offload and (stream.resident_blocks or 0) < num_blocks
-    buffers = Buffers(stream, num_passes, interval_of(stream, streams=streams), num_blocks, narrow)
+    fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
+    buffers = Buffers(stream, num_passes, fixed or _INTERVALS[-1], num_blocks, narrow)
     beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
     num_resident = _num_resident(placement, limits, stream, buffers.sizes, beside=beside) if offload else num_blocks
+    stays = spread(num_blocks, num_resident)
+    streamed = [i for i in range(num_blocks) if i not in stays]
+    if fixed is None:
+        buffers = replace(buffers, interval=_best_interval(model, placement, streamed, buffers, params))
     sizes = buffers.sizes(num_resident)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
     second_copy = placement.block_scratch_nbytes if sizes["pairs"] else 0
-    stays = spread(num_blocks, num_resident)
-    streamed = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
     step_s = _step_s(model, placement, streamed, buffers, params)
@@ -159,6 +157,13 @@ def _num_resident(
     return max(0, found)
 
 
+def _best_interval(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> int:
+    if not streamed:
+        return 1
+    seconds = {k: _step_s(model, placement, streamed, replace(buffers, interval=k), params) for k in _INTERVALS}
+    return max(k for k in _INTERVALS if seconds[k] <= _ALIKE * min(seconds.values()))
+
+
 def _table_nbytes(placement: Placement) -> int:
     return sum(-(-p.numel // CHUNK_NUMEL) * _CHUNK_ROW_NBYTES for u in placement.units for p in u.placed)
 
@@ -168,14 +173,15 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
     rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
     num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
     pending = (interval + 1) / 2
+    up, down = _rates_together(rates, placement, streamed, interval)
     seconds: dict[tuple[int, Kind], float] = {}
     for i, unit in enumerate(placement.blocks):
         noise = _noise_s(unit, rates, pending=pending, folds=1 / interval, num_passes=num_passes, params=params)
         cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
         on_host = num_passes * cost.launch_s + _VISIT_LAUNCH_S
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
-        seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes / interval) / (rates.link_up_gbps * 1e9)
-        seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / (rates.link_down_gbps * 1e9)
+        seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes / interval) / up
+        seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
     visits = [u for units in placement.entered_by.values() for u in units] + placement.ambient
     noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
     on_host = num_passes * trace.edge.launch_s + len(visits) * _VISIT_LAUNCH_S
@@ -196,6 +202,17 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
         )
         actions += [*found, pricing.edge()]
     return pricing.seconds(actions, seconds) / num_steps
+
+
+def _rates_together(rates: Rates, placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
+    """Bytes a second up and down: less than either alone where both together are more than the link carries."""
+    moving = [placement.blocks[i] for i in streamed]
+    low = sum(u.low_nbytes for u in placement.blocks) if moving else 0
+    up = sum(u.nbytes for u in moving) + low / interval
+    down = (sum(u.nbytes for u in moving) + low) / interval
+    alone_s = max(up / rates.link_up_gbps, down / rates.link_down_gbps)
+    slower = max(1.0, (up + down) / rates.link_both_gbps / alone_s) if alone_s else 1.0
+    return rates.link_up_gbps * 1e9 / slower, rates.link_down_gbps * 1e9 / slower
 
 
 def _noise_s(unit: Unit, rates: Rates, *, pending: float, folds: float, num_passes: int, params: ZOParams) -> float:
