@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lomo_runs import lively
 from torch import nn
 
 from ds_zo.engines import lsp, lsp_matrices
@@ -17,7 +18,8 @@ CPU = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
 
 def lsp_json(*, offload: bool = True, lr: float = 1e-2, clipping: float = 0.0, **more: Any) -> dict[str, Any]:
     """`params` adds to optimizer.params, the rest to the top level."""
-    params = {"lr": lr, "subspace_dim": 6, "nonzeros_per_row": 2, "fit_steps": 5, **more.pop("params", {})}
+    own = more.pop("params", {})
+    params = {"lr": lr, "subspace_dim": 6, "nonzeros_per_row": 2, "projector": "random", "fit_steps": 3, **own}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": clipping,
@@ -25,6 +27,11 @@ def lsp_json(*, offload: bool = True, lr: float = 1e-2, clipping: float = 0.0, *
         "zero_optimization": CPU if offload else {"stage": 0},
         **more,
     }
+
+
+def small(name: str = "llama", **overrides: Any) -> nn.Module:
+    depth = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
+    return lively(name, **{**depth, **overrides})
 
 
 def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:

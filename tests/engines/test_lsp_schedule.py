@@ -1,0 +1,183 @@
+"""The layer-wise schedule is the synchronous one in another order: the same bits, whatever happens around a step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
+from lsp_runs import lsp_json, settled, small
+
+from ds_zo.engines.lsp_jobs import HostGroup, Moment
+from ds_zo.engines.lsp_queue import Job, UpdateQueue, transition_layer
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "projected": {},
+    "whole": {"params": {"projector": "none"}},
+    "bf16": {"bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
+    "int8 payload": {"params": {"payload_dtype": "int8"}, "clipping": 1.0},
+    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1}},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def run(schedule: str, *, num_batches: int = 6, **json: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    json["params"] = {**json.get("params", {}), "schedule": schedule}
+    engine = start(lsp_json(**json), small())
+    losses = train(engine, batches("llama", num_batches))
+    assert engine.backend._starts_early == (schedule == "layerwise")
+    return losses, settled(engine)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_layerwise_equals_synchronous(name: str) -> None:
+    losses, weights = run("layerwise", **SETTINGS[name])
+    expected_losses, expected = run("sync", **SETTINGS[name])
+    assert losses == expected_losses
+    assert_equal(weights, expected)
+
+
+def test_a_slow_cpu_changes_nothing_and_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam is late for every layer, in an order of its own; a missing wait would use weights of the step before."""
+    expected_losses, expected = run("sync", num_batches=4)
+    update, pause = HostGroup._update, iter([0.02, 0.0, 0.01] * 100)
+
+    def slow(self: HostGroup) -> torch.Tensor:
+        time.sleep(next(pause))
+        return update(self)
+
+    monkeypatch.setattr(HostGroup, "_update", slow)
+    losses, weights = run("layerwise", num_batches=4)
+    assert losses == expected_losses
+    assert_equal(weights, expected)
+
+
+def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() -> None:
+    engine = start(lsp_json(), small())
+    data = list(batches("llama", 2))
+    train(engine, data[:1])
+    engine.backward(engine(**data[1]).loss)
+    groups = engine.backend._host_groups
+    assert all(group.moment is Moment.UPDATING for group in groups)
+    engine.step()
+    assert all(group.moment is Moment.DUE for group in groups)
+    lagging = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    layer = engine.module.model.layers[1]
+    layer.register_forward_pre_hook(lambda *args: seen.update(weight=layer.mlp.up_proj.weight.detach().clone()))
+    seen: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        engine.module(**data[0])  # evaluation of the raw module, as Trainer does
+    weights = settled(engine)
+    assert torch.equal(seen["weight"], weights["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(lagging["lm_head.weight"], weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize("read", ["state_dict", "module_state_dict", "destroy"])
+def test_readers_see_the_step_that_was_made(read: str) -> None:
+    engine = start(lsp_json(), small("gpt2"))
+    train(engine, batches("gpt2", 2))
+    _, expected = run_gpt2_sync()
+    if read == "destroy":
+        module = engine.module
+        engine.destroy()
+        found = dict(module.named_parameters())
+    else:
+        found = engine.module.state_dict() if read == "state_dict" else engine.module_state_dict()
+    assert_equal({name: found[name].detach() for name in expected}, expected)
+
+
+def run_gpt2_sync() -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = start(lsp_json(params={"schedule": "sync"}), small("gpt2"))
+    losses = train(engine, batches("gpt2", 2))
+    return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def test_two_losses_a_step_add_up() -> None:
+    """The engine expects a step after the first backward; what was begun is taken back, and not begun again."""
+    for params in ({}, {"projector": "none"}, {"payload_dtype": "bf16"}):
+        weights = []
+        for schedule in ("layerwise", "sync"):
+            json = lsp_json(lr=1e-3, params={**params, "schedule": schedule, "eps": 1e-5}, clipping=0.1)
+            engine = start(json, small())
+            data = list(batches("llama", 6))
+            for first, second in zip(data[::2], data[1::2], strict=True):
+                engine.backward(engine(**first).loss)
+                engine.backward(engine(**second).loss)
+                engine.step()
+            weights.append(settled(engine))
+            assert not engine.backend._starts_early
+        assert_close(*weights, atol=1e-6)
+
+
+def test_zero_grad_forgets_what_was_begun() -> None:
+    for schedule in ("layerwise", "sync"):
+        weights = []
+        for forgets in (True, False):
+            params = {"schedule": schedule, "eps": 1e-5}
+            engine = start(lsp_json(lr=1e-3, params=params, clipping=0.1), small())
+            data = list(batches("llama", 4))
+            train(engine, data[:2])
+            if forgets:
+                engine.backward(engine(**data[2]).loss)
+                engine.zero_grad()
+            train(engine, data[3:])
+            weights.append(settled(engine))
+        assert_close(*weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_nothing(reentrant: bool) -> None:
+    weights = []
+    for kind in (reentrant, None):
+        engine = start(lsp_json(), checkpointed(small(), kind))
+        train(engine, batches("llama", 3))
+        weights.append(settled(engine))
+    assert_close(*weights, atol=1e-5)
+
+
+def test_a_failure_on_the_adam_thread_is_raised_where_its_result_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: HostGroup) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(HostGroup, "_update", fail)
+    engine = start(lsp_json(), small())
+    with pytest.raises(MemoryError, match="no room"):
+        train(engine, batches("llama", 2))
+
+
+def test_transition_layer_is_the_papers() -> None:
+    # 24 layers; one takes 4 down, 12 on the CPU, 4 up: 100 - 20 of the backward hide 80 / 12 layers' updates.
+    assert transition_layer(24, backward_s=100, download_s=4, update_s=12, upload_s=4) == round(24 - 80 / 12)
+    assert transition_layer(24, backward_s=1000, download_s=4, update_s=12, upload_s=4) == 0
+    assert transition_layer(24, backward_s=10, download_s=4, update_s=12, upload_s=4) == 24
+    assert transition_layer(24, backward_s=10, download_s=0, update_s=0, upload_s=0) == 0
+
+
+@pytest.mark.parametrize(("last_first", "order"), [(False, "abc"), (True, "cba")])
+def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, order: str) -> None:
+    queue, served, gate = UpdateQueue(), [], threading.Event()
+
+    def work(name: str) -> torch.Tensor:
+        served.append(name)
+        return torch.zeros(1)
+
+    def hold() -> torch.Tensor:
+        gate.wait()
+        return torch.zeros(1)
+
+    queue.put(Job(hold, ready=None))
+    jobs = [Job(lambda name=name: work(name), ready=None) for name in "abc"]
+    time.sleep(0.05)  # the first is being held
+    for job in jobs:
+        queue.put(job)
+    queue.last_first = last_first
+    gate.set()
+    for job in jobs:
+        job.wait()
+    queue.close()
+    assert "".join(served) == order
