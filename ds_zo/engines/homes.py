@@ -44,7 +44,9 @@ class Homes:
         self._stream = config.section.stream
         self.device = device
         self._num_passes = 2 * settings.num_directions
-        self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, config.section.rounding)
+        rounding = config.section.rounding
+        assert rounding != "kahan"
+        self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
         self.placement = plan_units(
             module,
             param_groups,
@@ -83,8 +85,7 @@ class Homes:
         is scarce, and where slots are narrower than copies, so that computing and not the link sets the pace."""
         num_slots = self._stream.device_slots if self._stream.overlap else 1
         blocks = self.placement.blocks
-        narrow = any(u.nbytes < u.scratch_nbytes for u in blocks)
-        pairs = self._stream.fuse_update and bool(blocks) and (num_resident > 0 or narrow)
+        pairs = bool(blocks) and (num_resident > 0 or self.placement.narrow)
         return {
             "num_slots": num_slots,
             "num_low_slots": 1 if self.interval > num_slots else num_slots,

@@ -67,6 +67,9 @@ class Visits:
         self._pair = torch.empty(pair_nbytes, dtype=torch.uint8, device=device) if pairs else None
         """Copies with the other sign; see [Note: copies in pairs]."""
         self._one_launch = pairs and num_passes == 2
+        self._as_stored = not (self._one_launch and placement.narrow)
+        """Passes start from weights rounded as a slot would store them, so that they do so on every device. Where
+        copies always come in one launch, nothing is rounded but the copies."""
         benched = interval > 1 and not self._one_launch
         bench_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if benched else 0
         self._bench = Slot(bench_nbytes, device)
@@ -353,7 +356,7 @@ class Visits:
                 dst=None if dst is None else dst.storage,
                 out=out,
                 pair=None if mirrors is None else mirrors[i],
-                as_stored=index is not None and dst is None and pending > 0,
+                as_stored=self._as_stored and index is not None and dst is None and pending > 0,
                 low_in=source[i].low,
                 low_out=None if dst is None else dst.low,
                 exponents_in=source[i].exponents,

@@ -17,8 +17,8 @@ CHUNK_NUMEL = 8192
 LANE_NUMEL = 8
 """Elements that one GPU thread loads, draws for and stores together."""
 
-CARRY_NUMEL = 1 << 34
-"""Offsets after which the second counter word changes (block = offset // 4 fills 32 bits)."""
+CARRY_NUMEL = 1 << 35
+"""Offsets after which the second counter word changes (block = offset // 8 fills 32 bits)."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def _update_kernel(
     scale_ptr,
     rows_ptr,
     cols_ptr,
+    residue_ptr,
     numel,
     matrix_numel,
     num_cols,
@@ -80,6 +81,7 @@ def _update_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLS: tl.constexpr,
+    HAS_RESIDUE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -94,6 +96,9 @@ def _update_kernel(
         u = u * tl.load(scale_ptr)
     x = load_values(p_ptr + start, within, mask, DROPPED) * decay
     x = tl.fma(tl.full(u.shape, -lr, tl.float32), u, x)
+    if HAS_RESIDUE:
+        x = x + load_values(residue_ptr + start, within, mask, DROPPED)
+    exact = x
     if DROPPED > 0:
         if STOCHASTIC:
             bits = fold_lanes(offset + start, step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32), LANES)
@@ -102,6 +107,10 @@ def _update_kernel(
             addend = nearest_addend(x, DROPPED)
         x = round_to(x, addend, DROPPED)
     store_values(p_ptr + start, within, mask, x, DROPPED)
+    if HAS_RESIDUE:
+        dropped = exact - x
+        dropped = round_to(dropped, nearest_addend(dropped, DROPPED), DROPPED)
+        store_values(residue_ptr + start, within, mask, dropped, DROPPED)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -142,8 +151,10 @@ def update_triton(
     rows: torch.Tensor | None = None,
     cols: torch.Tensor | None = None,
     dither: tuple[int, int, int] | None = None,
+    residue: torch.Tensor | None = None,
 ) -> None:
-    """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols); `dither` is (seed, step, offset).
+    """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols); `dither` is (seed, step, offset),
+    `residue` a contiguous tensor of p's dtype that takes what rounding drops.
 
     A parameter that is not contiguous goes through a copy.
     """
@@ -157,6 +168,7 @@ def update_triton(
         p if scale is None else scale,
         p if rows is None else rows,
         p if cols is None else cols,
+        _raw(flat if residue is None else residue),
         p.numel(),
         *_shape(p),
         offset,
@@ -173,6 +185,7 @@ def update_triton(
         HAS_SCALE=scale is not None,
         HAS_ROWS=rows is not None,
         HAS_COLS=cols is not None,
+        HAS_RESIDUE=residue is not None,
         STOCHASTIC=dither is not None,
         LANES=LANES,
         num_warps=NUM_WARPS,

@@ -27,7 +27,7 @@ MAX_UNROLL = 4
 """Gathers that a thread has in flight."""
 GATHER_COLUMNS = 128
 MAX_GATHER_ROWS = 16
-GATHER_ELEMENTS_PER_WARP = 512
+GATHER_ELEMENTS_PER_WARP = 256
 SLAB_COLUMNS = 64
 SLAB_ROWS = 64
 """Rows of a slab that a program updates at a time: with 16 warps, 8 elements a thread."""

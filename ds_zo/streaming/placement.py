@@ -39,6 +39,11 @@ class Placement:
         return [*self.blocks, *self.edges, *self.ambient]
 
     @property
+    def narrow(self) -> bool:
+        """Whether stored blocks are smaller than working copies of them."""
+        return any(u.nbytes < u.scratch_nbytes for u in self.blocks)
+
+    @property
     def block_scratch_nbytes(self) -> int:
         """A working copy of the largest block."""
         return max((u.scratch_nbytes for u in self.blocks), default=0)

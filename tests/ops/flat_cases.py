@@ -14,7 +14,7 @@ STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 CANARY = 72
 """In the padding; fp8 holds it exactly."""
 
-# Whole lanes over two kernel chunks, a ragged tail, odd offsets, frozen ones, offsets beyond 2**33 and across 2**34.
+# Whole lanes over two kernel chunks, a ragged tail, odd offsets, frozen ones, offsets beyond 2**33 and across 2**35.
 SEGMENTS = (
     ops.Segment(start=0, numel=9216, offset=64, group=0),
     ops.Segment(start=9216, numel=1001, offset=9280, group=1),
@@ -22,7 +22,7 @@ SEGMENTS = (
     ops.Segment(start=10752, numel=264, offset=10582, group=1, trainable=False),
     ops.Segment(start=11264, numel=3, offset=10846, group=0, trainable=False),
     ops.Segment(start=11520, numel=512, offset=2**33 + 8, group=1),
-    ops.Segment(start=12032, numel=600, offset=2**34 - 304, group=0),
+    ops.Segment(start=12032, numel=600, offset=2**35 - 304, group=0),
 )
 SMALL_SEGMENTS = (
     ops.Segment(start=0, numel=1032, offset=64, group=0),
