@@ -1,0 +1,103 @@
+"""Tokens/s and GPU memory against model size, ZO beside MeZO, drawn from rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.zo_report import points_of
+
+Row = dict[str, Any]
+_STYLES = {
+    "mezo": ("#444444", "s"),
+    "resident": ("#d08a3c", "^"),
+    "streamed": ("#4878a8", "o"),
+    "fp8": ("#6aa06a", "D"),
+}
+
+
+def plot_sizes(rows: Iterable[Row], folder: Path, *, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """A picture a run and dtype of the model: two panels over the number of parameters; rows at B=1, T=2048 of whole
+    models."""
+    series = group_by_size(rows)
+    if not series:
+        raise ValueError("no row of a whole model at batch 1 and length 2048: run `zo_speed preset` first")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for (run_id, dtype), lines in sorted(series.items()):
+        figure = _figure(run_id, dtype, lines)
+        for suffix in suffixes:
+            written.append(folder / f"zo_sizes_{run_id}_{dtype}.{suffix}".replace("/", "-"))
+            figure.savefig(written[-1], dpi=150)
+    return written
+
+
+def group_by_size(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, list[Row]]]:
+    """Rows of each (run, dtype) by way of running, smallest model first; one row a size, the fastest."""
+    series: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
+    for row in rows:
+        way = _way(row)
+        if way is None or row["layers"] != row["full_layers"]:
+            continue
+        for point in points_of(row):
+            if (point["batch"], point["length"]) != (1, 2048):
+                continue
+            sizes = series.setdefault((str(row["run_id"]), row["dtype"]), {}).setdefault(way, {})
+            best = sizes.get(row["parameters"])
+            if best is None or best["tokens_per_s"] < point["tokens_per_s"]:
+                sizes[row["parameters"]] = point
+    return {
+        key: {way: [sizes[n] for n in sorted(sizes)] for way, sizes in lines.items()} for key, lines in series.items()
+    }
+
+
+def _way(row: Row) -> str | None:
+    """How a row's weights were kept, None for what is not compared here."""
+    if row.get("tokens_per_s") is None or "full_layers" not in row:
+        return None
+    if row["method"] != "zo":
+        return "mezo" if row["method"] == "mezo" else None
+    if row.get("optimizer_params", {}).get("compute_dtype", "auto") != "auto":
+        return None
+    if row["resident"]:
+        return "resident"
+    if row["resident_blocks"]:
+        return None
+    stream = row["stream"]
+    plain = all(stream.get(key, True) for key in ("overlap", "reuse_buffers", "fuse_update"))
+    if not plain or stream.get("wire_dtype", row["dtype"]) not in (row["dtype"], "auto", "fp8"):
+        return None
+    return "fp8" if stream.get("wire_dtype") == "fp8" else "streamed"
+
+
+def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    labels = {
+        "mezo": "MeZO, in memory",
+        "resident": "ZO, all resident",
+        "streamed": f"ZO, all streamed ({dtype} wire)",
+        "fp8": "ZO, all streamed (fp8 wire)",
+    }
+    sizes = sorted({row["parameters"] for rows in lines.values() for row in rows})
+    panels = (("tokens_per_s", "tokens/s"), ("peak_gb", "peak GPU memory, GB"))
+    for axes, (key, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for way, (colour, marker) in _STYLES.items():
+            points = [(row["parameters"], row[key]) for row in lines.get(way, ()) if row.get(key)]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=labels[way])
+        axes.set(xscale="log", yscale="log", xlabel="parameters", title=title)
+        axes.set_xticks(sizes, [f"{n / 1e9:.3g}B" for n in sizes])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    gpu = next((row.get("gpu") for rows in lines.values() for row in rows if row.get("gpu")), "")
+    figure.suptitle(f"{dtype}, B=1, T=2048, random weights; {gpu or 'no GPU'}, run {run_id}", fontsize=10)
+    return figure
