@@ -1,37 +1,48 @@
-"""Scratch memory of the products: one flat buffer for each CUDA stream, grown to the largest request and kept."""
+"""Scratch memory of the products: a flat buffer for each thread and CUDA stream, grown to the largest request and kept.
+
+Work of one stream runs in the order in which it was launched, so a buffer of its own needs no events. Of each thread
+too: the launches of two threads (the caller's, autograd's) may mingle on one stream.
+"""
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
-_buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+_buffers = _Buffers()
 
 
 def scratch(*shapes: tuple[int, int], device: torch.device) -> list[torch.Tensor]:
-    """Uninitialised float32 matrices, valid until the next request on this stream.
-
-    Work of one stream runs in order, so a buffer a stream needs no events; two streams never share one.
-    """
+    """Uninitialised float32 matrices, valid until this thread's next request on this stream."""
     sizes = [rows * cols for rows, cols in shapes]
     flat = _buffer(sum(sizes), device)
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _buffer(numel: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return torch.empty(numel, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _buffers or _buffers[key].numel() < numel:
-        _buffers.pop(key, None)  # before its successor is allocated
-        _buffers[key] = torch.empty(numel, device=device)
-    return _buffers[key]
-
-
 def release() -> None:
-    """Give all buffers back to the allocator."""
-    _buffers.clear()
+    """Give this thread's buffers back to the allocator."""
+    _buffers.by_stream.clear()
 
 
 def num_bytes() -> int:
-    return sum(b.numel() * b.element_size() for b in _buffers.values())
+    """Of this thread's buffers."""
+    return sum(b.numel() * b.element_size() for b in _buffers.by_stream.values())
+
+
+def _buffer(numel: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return torch.empty(numel, device=device)
+    buffers = _buffers.by_stream
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in buffers or buffers[key].numel() < numel:
+        buffers.pop(key, None)  # before its successor is allocated
+        buffers[key] = torch.empty(numel, device=device)
+    return buffers[key]
