@@ -22,12 +22,13 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates
 from ds_zo.bench.grids import GRIDS, Case, Grid, GridError, read_grid
-from ds_zo.bench.sweep import Sweep, read_rows, remaining, run
+from ds_zo.bench.sweep import Start, Sweep, read_rows, remaining, run
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 
@@ -65,7 +66,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     how.add_argument("--folder", type=Path, metavar="DIR", help="logs and checkpoints (default: beside the results)")
     how.add_argument("--retry-failed", action="store_true", help="run cases again whose row is a failure")
-    how.add_argument("--fresh", action="store_true", help="a fresh interpreter for each case instead of a fork")
+    how.add_argument(
+        "--start",
+        choices=get_args(Start),
+        default="forkserver",
+        help="how a case's process begins: forkserver saves the imports, spawn is a fresh interpreter",
+    )
     how.add_argument("--dry-run", action="store_true", help="show what would be run")
     parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
 
@@ -113,8 +119,8 @@ def cases_left(args: argparse.Namespace) -> tuple[list[Case], int]:
     return left[: args.limit], len({case.key for case in cases})
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     try:
         left, num_cases = cases_left(args)
     except (GridError, ValueError) as error:
@@ -129,7 +135,7 @@ def main() -> None:
         max_seconds=args.max_seconds,
         case_seconds=args.case_seconds,
         arguments=tuple(args.train_arguments),
-        start="spawn" if args.fresh else "forkserver",
+        start=args.start,
     )
     print(f"{num_cases} cases, {len(left)} to run now", flush=True)
     if args.dry_run:

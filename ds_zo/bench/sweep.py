@@ -31,6 +31,8 @@ from tqdm import tqdm
 from ds_zo.bench.grids import Case
 
 Row = dict[str, Any]
+Start = Literal["forkserver", "fork", "spawn"]
+"""A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
 PRELOAD = ["ds_zo.bench.run_summary", "ds_zo.tasks", "transformers", "deepspeed"]
 _LAST_WORDS = 1500
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -54,7 +56,7 @@ class Sweep:
     """Of `max_seconds`, kept for running cases to save themselves."""
     case_seconds: float | None = None
     arguments: tuple[str, ...] = ()
-    start: Literal["forkserver", "spawn"] = "forkserver"
+    start: Start = "forkserver"
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, case: Case) -> list[str]:
@@ -193,6 +195,7 @@ def _train(script: str, arguments: list[str], log: str, environment: dict[str, s
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)
+    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1, encoding="utf-8", errors="replace")
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)

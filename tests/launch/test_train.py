@@ -176,3 +176,26 @@ def test_counts_must_be_positive(script: ModuleType, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         script.parse_args(["--epochs", "0"])
     assert "--epochs must be positive, got 0" in capsys.readouterr().err
+
+
+def test_regression_by_the_clock_with_a_row(tmp_path: Path) -> None:
+    """STS-B with a new head, padded on the left: training ends by time, and the best by dev is what is reported."""
+    words = ["sun", "rain", "snow", "wind"]
+    rows = [
+        {"sentence1": f"The {a} came.", "sentence2": f"The {b} came.", "label": 5.0 if a == b else 0.0}
+        for a in words
+        for b in words
+    ]
+    for split in ("train", "dev", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results, output = tmp_path / "rows.jsonl", tmp_path / "out"
+    config = write_config(tmp_path, {"type": "LOMO", "params": {"lr": 0.01}})
+    arguments = ["--deepspeed", config, "--task", "stsb", "--head", "classifier", "--data-dir", tmp_path]
+    arguments += ["--steps", 100_000, "--max-seconds", 1.5, "--eval-every", 20, "--padding-side", "left"]
+    succeed(*arguments, "--results", results, "--output-dir", output, "--no-save", "--skip-zero-shot")
+    (row,) = [json.loads(line) for line in results.read_text().splitlines()]
+    assert row["metric"] == "pearson" and set(row["after_values"]) == {"pearson", "spearman"}
+    assert 0 < row["steps"] < 100_000 and 1.5 <= row["train_s"] < 30
+    scores = {point["step"]: point["dev"]["pearson"] for point in row["curve"] if point["dev"]}
+    assert row["dev"] == max(scores.values()) == scores[row["best_step"]]
+    assert not (output / "model").exists() and row["before"] is None

@@ -1,0 +1,138 @@
+"""Grids as data, which cases are left, the table that rows make, and what becomes of runs that end, fail or are cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_zo.bench.accuracy import best_rates, table
+from ds_zo.bench.grids import GRIDS, Case, GridError, read_grid
+from ds_zo.bench.sweep import Row, Sweep, read_rows, remaining, run
+from ds_zo.config import backend_of
+from ds_zo.config.resolve import resolve
+from ds_zo.tasks import TASKS
+
+
+@pytest.mark.parametrize("name", list(GRIDS))
+def test_shipped_grids_hold_valid_configs_and_known_tasks(name: str) -> None:
+    cases = list(GRIDS[name].cases())
+    assert len({case.key for case in cases}) == len(cases)
+    assert {case.task for case in cases} <= set(TASKS)
+    for case in {case.method: case for case in cases}.values():
+        if backend_of(case.config) is not None:
+            resolve(case.config, world_size=1)
+
+
+def test_the_lomo_papers_grid() -> None:
+    cases = [case for case in GRIDS["lomo"].cases() if case.task == "boolq"]
+    assert {(c.lr, c.warmup) for c in cases if c.method == "lomo"} == {
+        (lr, warmup) for lr in (5e-2, 3e-2) for warmup in (0.05, 0.1, 0.2)
+    }
+    both = [c for c in cases if c.method == "lora+lomo"]
+    assert {c.lora_rank for c in both} == {1, 2, 4, 8} and {c.lr for c in both} == {5e-3, 1e-3, 5e-4}
+    assert all(c.config["gradient_clipping"] == 1.0 and c.batch_size == 16 for c in cases)
+
+
+def test_a_case_writes_what_the_grid_varies_into_its_config() -> None:
+    (case,) = [
+        c for c in GRIDS["accuracy"].cases(lrs={"zo": 2e-6}) if (c.method, c.task, c.seed) == ("zo-fp8", "rte", 2)
+    ]
+    assert case.config["optimizer"]["params"] == {"zo_eps": 1e-3, "lr": 2e-6, "seed": 2}
+    assert case.config["ds_zo"]["stream"] == {"wire_dtype": "fp8"}
+    lomo = next(c for c in GRIDS["accuracy"].cases() if c.method == "lomo")
+    assert lomo.config["scheduler"]["params"]["warmup_max_lr"] == lomo.lr
+    assert GRIDS["accuracy"].methods["lomo"].config["optimizer"]["params"] == {}, "the grid itself is not changed"
+
+
+def test_a_grid_from_a_file_and_its_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    method = {"config": {"optimizer": {"type": "ZO"}}, "lrs": [1e-3, 1e-4], "steps": 7}
+    path.write_text(json.dumps({"tasks": ["sst2"], "seeds": [3], "methods": {"mine": method}}))
+    assert [(c.lr, c.steps, c.seed) for c in read_grid(str(path)).cases()] == [(1e-3, 7, 3), (1e-4, 7, 3)]
+    path.write_text(json.dumps({"tasks": ["sst2"], "methods": {"mine": {**method, "lr": 1}}}))
+    with pytest.raises(GridError, match=r"a method has config, lrs.*; got lr"):
+        read_grid(str(path))
+    with pytest.raises(GridError, match=r"looked for a grid named 'nope'.*the grids are accuracy"):
+        read_grid("nope")
+
+
+def row(method: str, task: str, lr: float, seed: int, dev: float, after: float, metric: str = "accuracy") -> Row:
+    key = f"{method}_{task}_{lr}_{seed}"
+    return {"key": key, "status": "ok", "method": method, "task": task, "lr": lr, "seed": seed, "steps": 10} | {
+        "dev": dev,
+        "after": after,
+        "metric": metric,
+    }
+
+
+def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
+    rows = [
+        row("zo", "sst2", 1e-3, 0, dev=0.9, after=0.5),
+        row("zo", "rte", 1e-3, 0, dev=0.5, after=0.5),
+        row("zo", "sst2", 1e-4, 0, dev=0.6, after=0.99),
+        row("zo", "rte", 1e-4, 0, dev=0.6, after=0.99),
+        row("zo", "rte", 1e-2, 0, dev=0.99, after=0.99),  # not run on all tasks
+        row("zo", "sst2", 1e-3, 1, dev=0.1, after=0.7),
+        row("mezo", "sst2", 1e-3, 0, dev=0.2, after=0.25),
+        row("mezo", "alpaca", 1e-3, 0, dev=9.0, after=8.0, metric="perplexity"),
+    ]
+    assert best_rates(rows)["zo"] == 1e-3
+    text = table(rows, grid=GRIDS["accuracy"])
+    assert "| method | lr | steps | sst2 (accuracy) | rte (accuracy) | alpaca (perplexity) |" in text
+    assert "| zo | 0.001 | 10 | 60.0 ± 14.1 (2) | 50.0 |  |" in text
+    assert "| mezo | 0.001 | 10 | 25.0 |  | 8.00 |" in text
+
+
+def test_settled_cases_are_not_run_again(tmp_path: Path) -> None:
+    cases = list(GRIDS["smoke"].cases())
+    rows = tmp_path / "rows.jsonl"
+    done, failed = cases[0].key, cases[1].key
+    rows.write_text(
+        json.dumps({"key": done, "status": "ok"})
+        + "\n"
+        + json.dumps({"key": failed, "status": "failed"})
+        + '\n{"key": "h'
+    )
+    found = read_rows(rows)
+    assert [c.key for c in remaining(cases, found)] == [c.key for c in cases[2:]]
+    assert [c.key for c in remaining([*cases, *cases], found, retry_failed=True)] == [c.key for c in cases[1:]]
+
+
+SCRIPT = """
+import json, pathlib, signal, sys, time
+
+def main():
+    args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    folder = pathlib.Path(args["--output-dir"])
+    if args["--task"] == "fails":
+        raise SystemExit("error: the reason")
+    if args["--task"] == "endless":
+        stopped = []
+        signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+        (folder / "checkpoints").mkdir()
+        while not stopped:
+            time.sleep(0.05)
+        (folder / "checkpoints" / "latest").write_text("step7")
+        return
+    (folder / "summary.json").write_text(json.dumps({"after": 0.5, "metric": "accuracy", "config": "x"}))
+"""
+
+
+def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    cases = [
+        Case(method="m", task=task, lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2, config={"a": 1})
+        for task in ("endless", "ends", "fails")
+    ]
+    results, folder = tmp_path / "rows.jsonl", tmp_path / "runs"
+    sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=45, grace_s=40, start="fork")
+    assert run(sweep, cases) == 2
+    rows = {row["task"]: row for row in read_rows(results)}
+    assert rows["ends"]["status"] == "ok" and rows["ends"]["after"] == 0.5 and rows["ends"]["config"] == {"a": 1}
+    assert rows["fails"]["status"] == "failed" and "error: the reason" in rows["fails"]["last_words"]
+    assert [case.task for case in remaining(cases, read_rows(results))] == ["endless"]
+    assert sweep.command(cases[0])[-2:] == ["--resume", "latest"]
+    assert not (folder / cases[1].key).exists()
