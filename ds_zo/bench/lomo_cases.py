@@ -46,8 +46,9 @@ def speed(
     _set_checkpointing(model, checkpointing)
     trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream)
     ids = _batch(model, batch, length, where)
-    before = _moved(trainer)
-    measured = measure_steps(lambda: trainer.step(ids), warmup=warmup, steps=steps, device=where)
+    first = [trainer.step(ids) for _ in range(warmup)]
+    before = _moved(trainer)  # a streaming engine settles where blocks live in its first step
+    measured = measure_steps(lambda: trainer.step(ids), warmup=0, steps=steps, device=where)
     return {
         **about,
         "fits": True,
@@ -58,7 +59,8 @@ def speed(
         "tokens_per_s": batch * length / measured["step_s"],
         **measured,
         **trainer.facts,
-        **_streaming(trainer, before, num_steps=warmup + steps),
+        "losses": [float(loss) for loss in first] + measured["losses"],
+        **_streaming(trainer, before, num_steps=steps),
     }
 
 
@@ -151,7 +153,7 @@ def _live_gradients(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def accumulation(
-    *, micro_batches: int = 4, batch: int = 8, length: int = 64, steps: int = 60, lr: float = 0.05, device: str = "cpu"
+    *, micro_batches: int = 4, batch: int = 8, length: int = 64, steps: int = 40, lr: float = 0.05, device: str = "cpu"
 ) -> Row:
     """`accumulation: sequential` beside the true batch: the embedded model reads held-out Python, the same rows in the
     same order, once a whole batch a step and once a micro-batch an update. A third run has the true batch's exact
@@ -306,20 +308,17 @@ def _least_nbytes(method: str, numel: int, *, streamed: bool) -> int:
 
 
 def _moved(trainer: Trainer) -> tuple[int, int] | None:
-    runtime = _found(trainer.engine, "backend.homes.runtime") or _found(trainer.engine, "backend.runtime")
+    runtime = _found(trainer.engine, "backend._homes.runtime")
     return None if runtime is None else (runtime.bytes_up, runtime.bytes_down)
 
 
 def _streaming(trainer: Trainer, before: tuple[int, int] | None, *, num_steps: int) -> Row:
-    """Traffic, and what the backend said it planned."""
+    """Traffic a step, and what the backend says of its placement."""
     after = _moved(trainer)
-    row: Row = {}
-    if before is not None and after is not None:
-        row["up_gb_a_step"], row["down_gb_a_step"] = ((after[i] - before[i]) / num_steps / 1e9 for i in (0, 1))
-    describe = _found(trainer.engine, "backend.describe")
-    if describe is not None:
-        row["plan"] = describe()
-    return row
+    if before is None or after is None:
+        return {}
+    up, down = ((after[i] - before[i]) / num_steps / 1e9 for i in (0, 1))
+    return {"up_gb_a_step": up, "down_gb_a_step": down, "placement": trainer.engine.backend.describe()}
 
 
 def _found(owner: Any, path: str) -> Any:

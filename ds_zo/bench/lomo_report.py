@@ -35,13 +35,7 @@ def _gib(case: str, key: str = "peak_gb") -> Callable[[Rows], float]:
 
 
 def _finite_steps(case: str) -> Callable[[Rows], float]:
-    """Counted with warm-up, whose losses are not kept: a NaN there would be in all that follow."""
-
-    def count(rows: Rows) -> float:
-        losses = rows[case]["losses"]
-        return len(losses) + rows[case]["params"].get("warmup", 2) if all(map(math.isfinite, losses)) else 0
-
-    return count
+    return lambda rows: sum(map(math.isfinite, rows[case]["losses"]))
 
 
 TARGETS = (
@@ -67,7 +61,8 @@ TARGETS = (
 )
 
 
-def markdown(rows: Iterable[Row]) -> str:
+def markdown(rows: Iterable[Row], *, plan: Callable[[Row], Row | None] | None = None) -> str:
+    """`plan` says of a row what was to be expected, or None where nothing was planned."""
     runs: dict[str, dict[str, Row]] = {}
     for row in rows:
         runs.setdefault(row["run_id"], {})[row["case"]] = row
@@ -77,6 +72,8 @@ def markdown(rows: Iterable[Row]) -> str:
     for run_id, found in runs.items():
         parts.append(f"## Run {run_id}\n\n{_machine(next(iter(found.values())))}")
         parts += [table(found.values()) for table in (_speeds, _memory, _accumulation, _failures)]
+        if plan is not None:
+            parts.append(_plans(found.values(), plan))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -160,6 +157,18 @@ def _accumulation(rows: Iterable[Row]) -> str:
             f"{row['largest_sgd_difference']:.1e})."
         )
     return "\n\n".join(said)
+
+
+def _plans(rows: Iterable[Row], plan: Callable[[Row], Row | None]) -> str:
+    lines = []
+    for row in rows:
+        planned = plan(row)
+        if planned is None:
+            continue
+        pairs = [(planned[key] * scale, row[key] * scale) for key, scale in (("peak_gb", _GIB_OF_GB), ("step_s", 1e3))]
+        cells = [f"{wanted:.4g} / {got:.4g} ({got / wanted - 1:+.1%})" for wanted, got in pairs]
+        lines.append((row["case"], *cells, planned["setting"]))
+    return _table(("planned / measured", "peak GiB", "ms a step", "plan"), lines) if lines else ""
 
 
 def _failures(rows: Iterable[Row]) -> str:

@@ -2,7 +2,7 @@
 
 python -m ds_zo.bench.lomo_speed run --preset speed --out rows.jsonl
 python -m ds_zo.bench.lomo_speed run --preset all --only 7b --out rows.jsonl --resume
-python -m ds_zo.bench.lomo_speed report rows.jsonl
+python -m ds_zo.bench.lomo_speed report rows.jsonl --plan
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ds_zo.bench.lomo_plans import planned
 from ds_zo.bench.lomo_report import markdown
 from ds_zo.bench.runner import Case, read_rows, run_cases
 
@@ -139,10 +140,13 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
     report = commands.add_parser("report", help="rows as Markdown")
     report.add_argument("rows", type=Path)
+    report.add_argument(
+        "--plan", action="store_true", help="what the planner expects, beside (seconds a model, no GPU)"
+    )
     report.add_argument("--out", type=Path, help="a file to write instead of printing")
     args = parser.parse_args(arguments)
     if args.command == "report":
-        text = markdown(read_rows(args.rows))
+        text = markdown(read_rows(args.rows), plan=planned if args.plan else None)
         if args.out is None:
             print(text)
         else:
