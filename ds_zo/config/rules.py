@@ -37,6 +37,10 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
         _check_only_zo_replays(config)
     if isinstance(config.optimizer, LOMOParams):
         _check_lomo(config, config.optimizer)
+        _check_lomo_storage(config)
+    elif config.section.rounding == "kahan":
+        text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
+        raise ConfigError(text, at="ds_zo.rounding")
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
@@ -158,6 +162,29 @@ def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
             f'{config.params_at}.accumulation to "sequential" for one small update a micro-batch'
         )
         raise ConfigError(text, at="gradient_accumulation_steps")
+
+
+def _check_lomo_storage(config: Resolved) -> None:
+    """LOMO stores weights as it computes with them."""
+    stream, model = config.section.stream, _DTYPE_NAMES[config.dtype]
+    if stream.wire_dtype not in ("auto", model):
+        text = (
+            f"wire_dtype must be auto or the model's {model} under {config.backend}, which updates weights in the form "
+            f"they travel in, got {shown(stream.wire_dtype)}; leave it out"
+        )
+        raise ConfigError(text, at="ds_zo.stream.wire_dtype")
+    if stream.master == "split" and "master" in stream.model_fields_set:
+        text = (
+            f"master split belongs to ZO, got it under {config.backend}, which has no second plane; leave it out, and "
+            "choose by ds_zo.rounding what becomes of the bits that storage drops"
+        )
+        raise ConfigError(text, at="ds_zo.stream.master")
+    if config.stream and config.section.rounding == "kahan":
+        text = (
+            "kahan rounding keeps what it drops on the device, so it excludes block streaming, got both; write "
+            "stochastic, or remove zero_optimization.offload_param"
+        )
+        raise ConfigError(text, at="ds_zo.rounding")
 
 
 def _scheduler_warning(ds_config: dict[str, Any], lr: float) -> list[str]:

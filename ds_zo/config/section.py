@@ -98,8 +98,9 @@ class DsZoConfig(ConfigModel):
     stream: StreamConfig = Field(default_factory=StreamConfig)
     """Block streaming."""
 
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How an update meets 16-bit or 8-bit storage; nearest loses most small updates."""
+    rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
+    """How an update meets 16-bit or 8-bit storage; nearest loses most small updates. kahan (LOMO and AdaLOMO on the
+    device): nearest, and what it drops is kept for the next update, in as much memory as the weights take."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""

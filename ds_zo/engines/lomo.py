@@ -39,7 +39,7 @@ from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
-from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, shared_parameters
+from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
@@ -75,6 +75,8 @@ class Slot:
     """The backward pass that its gradient last came in; see [Note: once a backward]."""
     block: RecomputedBlock | None = None
     """The block that it stands in and nowhere else, where blocks stream."""
+    residue: torch.Tensor | None = None
+    """What rounding dropped so far (`rounding: kahan`)."""
     held: torch.Tensor | None = None
     """The sum so far of a gradient that comes in parts; see [Note: gradients in parts]."""
 
@@ -110,7 +112,7 @@ class LOMOBackend(Backend):
         clips = config.gradient_clipping > 0
         self._by_layer = clips and self.settings.norm_scope == "group"
         self._two_passes = half or (clips and not self._by_layer)
-        self._stochastic = config.section.rounding == "stochastic"
+        self._rounding = config.section.rounding
         self._world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self._phase = Phase.IDLE
         self._pass = 0
@@ -187,6 +189,7 @@ class LOMOBackend(Backend):
                 )
         slot_of = {id(slot.parameter): slot for slot in self._slots}
         units = self._homes.placement.blocks
+        refuse_shared_modules(units)
         found = []
         for unit, shared in zip(units, shared_parameters(self.module, [u.module for u in units]), strict=True):
             block = RecomputedBlock(unit, self._homes, consumer=self, shared=shared)
@@ -465,8 +468,10 @@ class LOMOBackend(Backend):
         p = slot.parameter
         group = self._group_of[id(p)]
         lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
-        rounds = self._stochastic and p.dtype is not torch.float32
-        dither = Dither(step=self._num_updates, offset=slot.offset) if rounds else None
+        rounds = self._rounding if p.dtype is not torch.float32 else None
+        dither = Dither(step=self._num_updates, offset=slot.offset) if rounds == "stochastic" else None
+        if rounds == "kahan" and slot.residue is None:
+            slot.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
         if slot.is_adapter:
             assert self.settings.adapter is not None
             lr = self.settings.adapter.lr * self._schedule_factor(group)
@@ -482,6 +487,7 @@ class LOMOBackend(Backend):
                 coef=coef,
                 clip_value=self.settings.clip_grad_value,
                 dither=dither,
+                residue=slot.residue,
             )
             return
         self._update_weight(slot, grad, lr=lr, decay=1.0 - lr * weight_decay, coef=coef, dither=dither)
@@ -497,7 +503,16 @@ class LOMOBackend(Backend):
         dither: Dither | None,
     ) -> None:
         clip_value = self.settings.clip_grad_value
-        sgd_update_(slot.parameter, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither)
+        sgd_update_(
+            slot.parameter,
+            grad,
+            lr=lr,
+            decay=decay,
+            coef=coef,
+            clip_value=clip_value,
+            dither=dither,
+            residue=slot.residue,
+        )
 
     def _schedule_factor(self, group: Mapping[str, Any]) -> float:
         """How far a schedule has moved the rate of the group that an adapter stands in: its own follows."""
@@ -541,10 +556,11 @@ class LOMOBackend(Backend):
             "step": self._num_updates,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "moments": {s.name: s.moments.state_dict() for s in self._slots if s.moments is not None},
+            "residues": {s.name: s.residue for s in self._slots if s.residue is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
-        kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}}
+        kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}
         self._num_updates = int(kept["step"])
         if self._scaler is not None:
             self._scaler.restart()
@@ -552,6 +568,8 @@ class LOMOBackend(Backend):
                 self._scaler.load_state_dict(kept["scaler"])
             self._show_scale(overflow=False)
         for slot in self._slots:
+            residue = kept.get("residues", {}).get(slot.name) if self._rounding == "kahan" else None
+            slot.residue = None if residue is None else residue.to(self.device, slot.parameter.dtype, copy=True)
             saved = kept["moments"].get(slot.name)
             kind = AdamMoments if slot.is_adapter else FactoredMoments
             slot.moments = None if saved is None else kind.from_state_dict(saved, device=self.device)

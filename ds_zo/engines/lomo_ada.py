@@ -43,4 +43,5 @@ class AdaLOMOBackend(LOMOBackend):
             coef=coef,
             clip_value=self.settings.clip_grad_value,
             dither=dither,
+            residue=slot.residue,
         )

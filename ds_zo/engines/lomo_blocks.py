@@ -1,9 +1,10 @@
 """Blocks that keep nothing but their inputs, and are computed again when their gradient comes.
 
-[Note: recomputed blocks] A block's weights are on the device only while it is visited, so its forward runs without a
-graph. In the backward pass the block is visited once more: it is run again from its inputs, with the randomness and the
-autocast state of the first time, and a backward of its own consumes its gradients while the weights are there. What a
-user's checkpointing around a block would do is thereby done; checkpointing inside one still works.
+[Note: recomputed blocks] A block's weights are on the device only while it is visited, so the graph of its forward is
+dropped at once. (It is made all the same: without one, torch takes other kernels here and there, whose results differ
+in the last bit.) In the backward pass the block is visited once more: it is run again from its inputs, with the
+randomness and the autocast state of the first time, and a backward of its own consumes its gradients while the weights
+are there. What a user's checkpointing around a block would do is thereby done; checkpointing inside one still works.
 
 [Note: gradients in parts] That inner backward ends with the visit. The gradient of a weight that is used elsewhere too
 is handed to the outer graph, which adds up what comes from all its uses. A block that ran several times is visited as
@@ -208,16 +209,22 @@ class RecomputedBlock:
         return True
 
     def first_time(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs without a graph; those that had one are leaves that require gradients."""
         versions = [t._version for t in tensors]
-        args, kwargs = call.arguments(tensors)
-        with self._homes.visit(self.unit), _no_autocast_cache(self._homes.device):
+        args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
+        with (
+            self._homes.visit(self.unit),
+            _no_autocast_cache(self._homes.device),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),  # a checkpoint around us keeps none of it
+        ):
             output = self._forward(*args, **kwargs)
         if versions != [t._version for t in tensors]:
             raise ValueError(
                 f"block {self.unit.name} changes its input in place, so it cannot be computed again from it: make a "
                 "copy there, or keep the model on the device (remove zero_optimization.offload_param)"
             )
-        return call.keep_output(output)
+        return [t.detach().requires_grad_(t.requires_grad) for t in call.keep_output(output)]
 
     # Backward
 
@@ -265,14 +272,18 @@ class _Recompute(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
-        return tuple(outputs)
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.requires_grad))
+        return tuple(t.requires_grad_(False) for t in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextmanager
@@ -295,6 +306,19 @@ def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
             "tensors in tuples, lists or dicts, or keep the model on the device (remove "
             "zero_optimization.offload_param)"
         )
+
+
+def refuse_shared_modules(units: Sequence[Unit]) -> None:
+    """A module that stands in two blocks has one home, and would be used where it is not brought up."""
+    seen: dict[int, str] = {}
+    for unit in units:
+        for name, m in unit.module.named_modules():
+            if id(m) in seen and next(m.parameters(), None) is not None:
+                raise ValueError(
+                    f"blocks {seen[id(m)]} and {unit.name} share the module {name}: share its parameters instead, or "
+                    "keep the model on the device (remove zero_optimization.offload_param)"
+                )
+            seen[id(m)] = unit.name
 
 
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:

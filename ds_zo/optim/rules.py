@@ -87,12 +87,14 @@ def sgd_update_(
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
     dither: Dither | None = None,
+    residue: torch.Tensor | None = None,
 ) -> None:
     """p <- round(decay * p - lr * clamp(coef * grad, -clip_value, clip_value)).
 
-    `coef` is a float32 scalar on p's device. Without `dither` rounding is to nearest.
+    `coef` is a float32 scalar on p's device. Without `dither` rounding is to nearest. `residue`, of p's shape and
+    dtype, takes what rounding to nearest drops and adds it the next time (Kahan); it starts as zeros.
     """
-    _apply_(p, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither)
+    _apply_(p, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither, residue=residue)
 
 
 @torch.no_grad()
@@ -109,6 +111,7 @@ def adalomo_update_(
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
     dither: Dither | None = None,
+    residue: torch.Tensor | None = None,
 ) -> None:
     """AdaLOMO's update (arXiv 2310.10195) of one parameter, which is its own normalisation group.
 
@@ -137,7 +140,7 @@ def adalomo_update_(
     update_rms = _factored_square_sum(grad, rows=rows, cols=cols, coef=coef).sqrt() / root_numel
     weight_rms = torch.linalg.vector_norm(p, dtype=torch.float32) / root_numel
     scale = weight_rms.clamp_(min=eps[1]) / (update_rms / clip_threshold).clamp_(min=1.0)
-    _apply_(p, grad, lr=lr, decay=decay, coef=coef, scale=scale, rows=rows, cols=cols, dither=dither)
+    _apply_(p, grad, lr=lr, decay=decay, coef=coef, scale=scale, rows=rows, cols=cols, dither=dither, residue=residue)
 
 
 @torch.no_grad()
@@ -153,6 +156,7 @@ def adamw_update_(
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
     dither: Dither | None = None,
+    residue: torch.Tensor | None = None,
 ) -> None:
     """AdamW for the few parameters that are worth two moments."""
     g = _clipped(grad.float(), coef, clip_value)
@@ -161,7 +165,7 @@ def adamw_update_(
     moments.mean_square.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
     bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
     denominator = (moments.mean_square / bias_square).sqrt_().add_(eps)
-    _apply_(p, (moments.mean / bias).div_(denominator), lr=lr, decay=decay, dither=dither)
+    _apply_(p, (moments.mean / bias).div_(denominator), lr=lr, decay=decay, dither=dither, residue=residue)
 
 
 def _average_(average: torch.Tensor, value: torch.Tensor, kept: float) -> None:
@@ -211,8 +215,10 @@ def _apply_(
     rows: torch.Tensor | None = None,
     cols: torch.Tensor | None = None,
     dither: Dither | None,
+    residue: torch.Tensor | None = None,
 ) -> None:
-    """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)))."""
+    """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)) + residue); residue <- what is dropped."""
+    assert dither is None or residue is None
     if p.is_cuda:
         from ds_zo.ops.triton_lomo import update_triton
 
@@ -227,6 +233,7 @@ def _apply_(
             rows=rows,
             cols=cols,
             dither=None if dither is None else (dither.seed, dither.step, dither.offset),
+            residue=residue,
         )
         return
     u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
@@ -236,8 +243,12 @@ def _apply_(
     if decay != 1.0:
         x.mul_(decay)
     x.add_(u, alpha=-lr)
+    if residue is not None:
+        x.add_(residue)
     if x is not p:
         _round_into(p, x, dither)
+    if residue is not None:
+        residue.copy_(x.sub_(p))
 
 
 def _round_into(p: torch.Tensor, x: torch.Tensor, dither: Dither | None) -> None:

@@ -26,6 +26,13 @@ def config_for(kind: str = "LOMO", *, clipping: float = 0.0, lr: float = 0.1, **
     }
 
 
+def streamed(kind: str = "LOMO", *, stream: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """`stream` is `ds_zo.stream`."""
+    place = {"stage": 0, "offload_param": {"device": "cpu"}}
+    section = {**more.pop("ds_zo", {}), "stream": stream or {}}
+    return config_for(kind, zero_optimization=place, ds_zo=section, **more)
+
+
 def start(config: dict[str, Any], model: nn.Module, **kwargs: Any) -> Any:
     return deepspeed.initialize(model=model, config=config, **kwargs)[0]
 

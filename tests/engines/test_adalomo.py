@@ -73,12 +73,16 @@ def test_a_parameter_that_is_thawed_late_begins_its_averages_then() -> None:
     assert 0 < (head - before).abs().max() < 1
 
 
+STREAMED = {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}}
 RUNS: dict[str, dict[str, Any]] = {
     "LOMO": {},
     "AdaLOMO": {},
     "LOMO, bf16": {"bf16": {"enabled": True}},
     "AdaLOMO, bf16": {"bf16": {"enabled": True}},
     "LOMO, fp16": {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2}},
+    "LOMO, bf16, kahan": {"bf16": {"enabled": True}, "ds_zo": {"rounding": "kahan"}},
+    "LOMO, bf16, streamed": {"bf16": {"enabled": True}, **STREAMED},
+    "AdaLOMO, streamed": STREAMED,
 }
 
 
@@ -86,8 +90,9 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_resume_equals_uninterrupted(name: str, asynchronous: bool, tmp_path: Path) -> None:
     schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
-    section = {"checkpoint": {"asynchronous": asynchronous}}
-    config = config_for(name.split(",")[0], clipping=1.0, lr=1e-2, scheduler=schedule, ds_zo=section, **RUNS[name])
+    more = dict(RUNS[name])
+    section = {"checkpoint": {"asynchronous": asynchronous}, **more.pop("ds_zo", {})}
+    config = config_for(name.split(",")[0], clipping=1.0, lr=1e-2, scheduler=schedule, ds_zo=section, **more)
     whole = start(config, lively("llama"))
     train(whole, batches("llama", 3))
     whole.save_checkpoint(str(tmp_path))

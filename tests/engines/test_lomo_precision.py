@@ -30,7 +30,7 @@ class Line(nn.Module):
 def test_stochastic_rounding_moves_weights_in_the_mean_where_nearest_does_not(half: str, kind: str) -> None:
     lr, num_steps = 1e-4, 50  # a step is 1/40 (bf16) or 1/5 (fp16) of the spacing below 1
     moved: dict[str, torch.Tensor] = {}
-    for rounding in ("stochastic", "nearest"):
+    for rounding in ("stochastic", "nearest", "kahan"):
         more: dict[str, Any] = {half: {"enabled": True}, "ds_zo": {"rounding": rounding}}
         if half == "fp16":
             more[half]["initial_scale_power"] = 4  # the default, 2 ** 16, is more than fp16 holds
@@ -40,10 +40,13 @@ def test_stochastic_rounding_moves_weights_in_the_mean_where_nearest_does_not(ha
             engine.step()
         assert engine.skipped_steps == 0
         moved[rounding] = 1.0 - engine.module.weight.detach().float()
+        if rounding == "kahan":
+            moved[rounding] -= engine.backend.state_dict()["residues"]["weight"].float()
     assert not moved["nearest"].any()
     # AdaLOMO's update is lr times the weights' own scale, which is one here, and sinks by half a percent.
     assert moved["stochastic"].mean().item() == pytest.approx(lr * num_steps, rel=0.1)
     assert moved["stochastic"].unique().numel() > 1
+    assert moved["kahan"].mean().item() == pytest.approx(lr * num_steps, rel=0.02)
 
 
 def test_rounding_is_the_same_run_after_run_and_differs_from_step_to_step() -> None:

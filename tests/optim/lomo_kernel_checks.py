@@ -90,6 +90,22 @@ def check_wide_direction_for_narrow_storage(device: str) -> None:
     compare(*both(p, u, device, lr=0.05, decay=1.0, dither=rules.Dither(step=1, offset=0)))
 
 
+def check_residue(device: str) -> None:
+    """Compares weight + residue: a last bit may tip a rounding, and the residue then makes up for it."""
+    for dtype in DTYPES[1:]:
+        for p, _ in (case((9, 200), dtype), [t.t() for t in case((200, 9), dtype)]):
+            found, residues = p.to(device, copy=True), [torch.zeros(9, 200, dtype=dtype) for _ in range(2)]
+            expected, theirs = p.clone(), residues[1].to(device)
+            for step in range(3):
+                _, g = case((9, 200), dtype, seed=step)
+                rules._apply_(expected, g.clone(), lr=1e-3, decay=0.999, dither=None, residue=residues[0])
+                update_triton(found, g.to(device), lr=1e-3, decay=0.999, residue=theirs)
+            assert residues[0].any()
+            sums = found.cpu().float() + theirs.cpu().float(), expected.float() + residues[0].float()
+            torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-5)
+            assert (found.cpu() != expected).float().mean() < 0.002
+
+
 def check_strided_parameter(device: str) -> None:
     p, g = (t.t() for t in case((40, 30), torch.float32))
     compare(*both(p, g, device, lr=0.05, decay=1.0, dither=None))

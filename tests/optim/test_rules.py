@@ -33,6 +33,21 @@ def test_rounding_is_unbiased_and_lands_on_neighbours(dtype: torch.dtype) -> Non
     assert 0.05 < (moved / step).std() < 1  # each element has draws of its own every step
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_residue_keeps_what_nearest_rounding_loses(dtype: torch.dtype) -> None:
+    p, lost = (torch.ones(100, dtype=dtype) for _ in range(2))
+    residue = torch.zeros_like(p)
+    step = 2.0**-14
+    for _ in range(300):
+        sgd_update_(p, torch.ones(100, dtype=dtype), lr=step, residue=residue)
+        sgd_update_(lost, torch.ones(100, dtype=dtype), lr=step)
+    assert (lost == 1.0).all()
+    torch.testing.assert_close(
+        p.double() + residue.double(), torch.full((100,), 1 - 300 * step).double(), rtol=0, atol=step
+    )
+    assert residue.abs().max() <= 2.0**-9
+
+
 def test_dither_depends_on_step_and_offset_alone() -> None:
     def rounded(**where: int) -> torch.Tensor:
         p = torch.ones(2048, dtype=torch.bfloat16)
