@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,10 @@ def lazy_model(
 
 
 def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
-    """A model on the meta device whose parameters are drawn on `device` when an engine reads them."""
+    """A model on the meta device whose parameters are drawn on `device` when an engine reads them.
+
+    A value depends on seed and name alone, whatever the order of reading: all contenders start from the same weights.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -69,12 +73,13 @@ def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # type: ignore[operator]
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=device)
 
     def draw(name: str) -> torch.Tensor:
         value = torch.empty(shapes[name], dtype=dtype, device=device)
         if value.dim() == 1:
             return value.fill_(1.0 if name.endswith(".weight") else 0.0)  # a norm's scale, or a bias
+        generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
         return value.normal_(0.0, 0.02, generator=generator)
 
     attach_source(model, draw)

@@ -1,0 +1,219 @@
+"""One contender's case, as its child runs it: build, warm up, time, take apart, profile."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.bench.contenders import ALL, Contender
+from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps, synchronize
+from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
+from ds_zo.bench.traces import profile_steps
+from ds_zo.bench.workload import batches_of
+
+Row = dict[str, Any]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUM_PARTED, NUM_PROFILED = 4, 4
+"""Steps taken apart, and steps profiled: ZenFlow's period is four."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What all contenders of a table have in common."""
+
+    model: str
+    batch: int
+    length: int
+    steps: int
+    warmup: int
+    dtype: str
+    device: str
+    layers: int | None = None
+    device_memory_gb: float | None = None
+    checkpointing: bool = True
+    data: str | None = None
+    seed: int = 0
+    profile: bool = True
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
+
+    def lazy_model(self) -> nn.Module:
+        return lazy_model(
+            self.model,
+            dtype=DTYPES[self.dtype],
+            device=self.where,
+            num_layers=self.layers,
+            max_length=self.length,
+            seed=self.seed,
+        )
+
+
+@dataclass
+class Trainer:
+    """A step in its three parts, so that each can be timed."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor], Any]
+    update: Callable[[], Any]
+    num_parameters: int
+
+
+def measure_machine(*, device: str) -> Row:
+    """Link and CPU-Adam bandwidth, in the same run as the cases they explain."""
+    row: Row = {"cpu_adam_gparams_per_s": cpu_adam_gparams_per_s(numel=2**27 if device == "cuda" else 2**20)}
+    if device == "cuda":
+        row["link_gbps"] = link_gbps(torch.device("cuda", 0))
+        row["gpu_total_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
+    row["omp_num_threads"] = os.environ.get("OMP_NUM_THREADS")
+    return row
+
+
+def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
+    """The case of one contender; `config` is its whole DeepSpeed JSON, `spec` the fields of `Spec`."""
+    wanted, entrant = Spec(**spec), ALL[contender]
+    if wanted.device == "cuda":
+        torch.cuda.set_device(wanted.where)
+        if wanted.device_memory_gb is not None:
+            cap_device_memory(wanted.device_memory_gb, wanted.where)
+    torch.manual_seed(wanted.seed)
+    start = time.perf_counter()
+    trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted)
+    load_s = time.perf_counter() - start
+
+    model_config = config_of_model(wanted.model, num_layers=wanted.layers, max_length=wanted.length)
+    batches = batches_of(
+        wanted.model,
+        model_config,
+        batch=wanted.batch,
+        length=wanted.length,
+        data=None if wanted.data is None else Path(wanted.data),
+        seed=wanted.seed,
+    )
+    num_done = 0
+    losses: list[torch.Tensor] = []
+
+    def batch() -> torch.Tensor:
+        nonlocal num_done
+        num_done += 1
+        return batches(num_done - 1).to(wanted.where, non_blocking=True)
+
+    def step() -> torch.Tensor:
+        loss = trainer.forward(batch())
+        trainer.backward(loss)
+        trainer.update()
+        losses.append(loss.detach().clone())
+        return loss
+
+    measured = measure_steps(step, warmup=wanted.warmup, steps=wanted.steps, device=wanted.where)
+    measured["losses"] = [round(float(loss), 5) for loss in losses]
+    tokens = wanted.batch * wanted.length
+    row: Row = {
+        "contender": contender,
+        "title": entrant.title,
+        "settings": entrant.settings,
+        "parameters": trainer.num_parameters,
+        "tokens_per_s": tokens / measured["step_s"],
+        "tokens_per_s_mean": tokens / measured["step_wall_s"],
+        "load_s": round(load_s, 2),
+        **measured,
+    }
+    row |= _parts(trainer, batch, wanted.where)
+    if wanted.profile and wanted.device == "cuda":
+        row |= profile_steps(step, steps=NUM_PROFILED)
+    return row
+
+
+def _parts(trainer: Trainer, batch: Callable[[], torch.Tensor], device: torch.device) -> Row:
+    """Median seconds of forward, backward and update, each waited for: what overlaps across them is not seen here."""
+    seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
+    for _ in range(NUM_PARTED):
+        ids = batch()
+        synchronize(device)
+        stamps = [time.perf_counter()]
+        loss = trainer.forward(ids)
+        for part in (lambda loss=loss: trainer.backward(loss), trainer.update, None):
+            synchronize(device)
+            stamps.append(time.perf_counter())
+            if part is not None:
+                part()
+        for values, (before, after) in zip(seconds.values(), pairwise(stamps), strict=True):
+            values.append(after - before)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    model = _model(entrant, config, spec)
+    num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    _set_checkpointing(model, spec.checkpointing)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine.train()
+    return Trainer(
+        forward=lambda ids: engine(input_ids=ids, labels=ids, use_cache=False).loss,
+        backward=engine.backward,
+        update=engine.step,
+        num_parameters=num_parameters,
+    )
+
+
+def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
+    """As each update path is meant to be fed: ours read the weights themselves where they stream them, ZeRO-3 builds
+    the model in partitions, the rest have it on the device. The weights are the same."""
+    lazy = spec.lazy_model()
+    streams = entrant.backend is not None and "offload_param" in config["zero_optimization"]
+    if streams:
+        return lazy
+    if entrant.backend is None and config["zero_optimization"]["stage"] == 3:
+        return _partitioned(lazy, config, spec)
+    return materialise(lazy, spec.where)
+
+
+def _partitioned(lazy: nn.Module, config: Row, spec: Spec) -> nn.Module:
+    """Built under `zero.Init`, so that it is never whole on the device, then given the values of `lazy`."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    deepspeed.init_distributed()
+    dtype = DTYPES[spec.dtype]
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
+        model: nn.Module = AutoModelForCausalLM.from_config(lazy.config, dtype=dtype)
+    source = getattr(lazy, "_ds_zo_source", None) or dict(lazy.named_parameters()).__getitem__
+    for name, p in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            p.copy_(source(name))
+    return model
+
+
+def _peer(entrant: Contender, config: Row, spec: Spec) -> Trainer:
+    from ds_zo.bench.lomo_peers import make_trainer
+
+    model = materialise(spec.lazy_model(), spec.where)
+    _set_checkpointing(model, spec.checkpointing)
+    model.train()
+    lr = config["optimizer"]["params"]["lr"]
+    peer = make_trainer("peer_lomo", model, batch_size=spec.batch, lr=lr)
+    return Trainer(
+        forward=lambda ids: peer.forward({"input_ids": ids, "labels": ids}),
+        backward=peer.backward,
+        update=peer.update,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def _set_checkpointing(model: Any, enabled: bool) -> None:
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

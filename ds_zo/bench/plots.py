@@ -1,0 +1,169 @@
+"""Plots of a comparison as inline SVG, from rows alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+
+_STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
+_COLOURS = (
+    *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#5f6b7a", "#b5a642", "#3aa6b9"),
+    *("#2f4b7c", "#a05195", "#f0803c", "#487e4c"),
+)
+_PARTS = (("forward_s", "forward", "#4c72b0"), ("backward_s", "backward", "#55a868"), ("update_s", "update", "#dd8452"))
+_DEVICE = (
+    ("gpu_compute_s", "GPU computes", "#9aa7b8"),
+    ("copy_exposed_s", "only copies", "#c44e52"),
+    ("gpu_idle_s", "GPU idle", "#e4e4e4"),
+)
+SMOOTHED_STEPS = 4
+"""Losses are means over this many steps: one batch's says little."""
+
+
+def memory_against_speed(rows: Sequence[Row]) -> str:
+    """Each contender by what it needs on the device and how fast it is: up and to the left is better."""
+    key = memory_key(rows)
+    figure, axes = _figure(7.6, 4.8)
+    points = sorted((row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s"))
+    for gb, speed, row in points:
+        axes.scatter(gb, speed, s=64, color=_colour(rows, row), marker=_marker(row), zorder=3)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _plain_ticks(axes, x=[gb for gb, _, _ in points], y=[speed for _, speed, _ in points])
+    _label_points(axes, [(gb, speed, row["contender"]) for gb, speed, row in points])
+    axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
+    axes.set_ylabel("tokens/s (median step)")
+    return _svg(figure, "memory against speed")
+
+
+def breakdown(rows: Sequence[Row]) -> str:
+    """Where a step's time goes: its parts, each waited for, and below them what the GPU did in an unhindered step."""
+    shown = [row for row in rows if row.get("forward_s") is not None]
+    profiled = any(row.get("gpu_compute_s") is not None for row in shown)
+    figure, axes = _figure(7.6, 0.9 + (0.55 if profiled else 0.36) * max(1, len(shown)))
+    offset = 0.2 if profiled else 0.0
+    for kind, height, places in ((_PARTS, 0.36 if profiled else 0.6, -offset), (_DEVICE, 0.3, offset)):
+        left = [0.0] * len(shown)
+        for key, label, colour in kind:
+            widths = [1e3 * (row.get(key) or 0.0) for row in shown]
+            if any(widths):
+                at = [i + places for i in range(len(shown))]
+                axes.barh(at, widths, height=height, left=left, color=colour, label=label, zorder=3)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(shown)), [row["contender"] for row in shown])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms a step")
+    axes.legend(ncols=3 if profiled else 1, fontsize=9, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return _svg(figure, "breakdown of a step")
+
+
+def learning_curves(rows: Sequence[Row], *, against: str) -> str:
+    """Loss against `steps`, or against `seconds` at each contender's mean speed."""
+    figure, axes = _figure(7.6, 4.2)
+    for row in rows:
+        losses = smoothed(row.get("losses") or [])
+        if not losses:
+            continue
+        unit = 1.0 if against == "steps" else row["step_wall_s"]
+        at = [unit * (i + 1) for i in range(len(losses))]
+        line = "-" if _is_ours(row) else "--"
+        axes.plot(at, losses, line, color=_colour(rows, row), label=row["contender"], linewidth=1.6)
+    if against == "seconds":
+        axes.set_xscale("log")
+    axes.set_xlabel("steps" if against == "steps" else "seconds of training")
+    axes.set_ylabel(f"loss (mean of {SMOOTHED_STEPS} steps)")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _svg(figure, f"loss against {against}")
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    windows = (losses[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(losses)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def memory_key(rows: Sequence[Row]) -> str:
+    """On a machine without a GPU the host's memory is all there is to compare."""
+    return "peak_gb" if any(row.get("peak_gb") for row in rows) else "host_peak_gb"
+
+
+def _is_ours(row: Row) -> bool:
+    return not str(row.get("settings", "")).startswith(("stock", "stage 0", "the authors"))
+
+
+def _marker(row: Row) -> str:
+    return "o" if _is_ours(row) else "X"
+
+
+def _colour(rows: Sequence[Row], row: Row) -> str:
+    names = [other.get("contender") for other in rows]
+    return _COLOURS[names.index(row["contender"]) % len(_COLOURS)]
+
+
+def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Names beside their points, moved apart where they would cover one another."""
+    axes.figure.canvas.draw()
+    taken: list[tuple[float, float, float]] = []
+    for gb, speed, name in sorted(points, key=lambda point: -point[1]):
+        x, y = axes.transData.transform((gb, speed))
+        width = 6.0 * len(name)
+        on_right = x + width + 10 < axes.bbox.x1
+        start = x + 9 if on_right else x - 9 - width
+        shift = next(
+            shift
+            for step in range(40)
+            for shift in (6.5 * step, -6.5 * step)
+            if all(
+                abs(y + shift - other_y) >= 12 or start > other_x + other_width or other_x > start + width
+                for other_x, other_y, other_width in taken
+            )
+        )
+        taken.append((start, y + shift, width))
+        scale = 72.0 / axes.figure.dpi
+        axes.annotate(
+            name,
+            (gb, speed),
+            xytext=((9 if on_right else -9) * scale, shift * scale),
+            textcoords="offset points",
+            ha="left" if on_right else "right",
+            va="center",
+            fontsize=9,
+        )
+
+
+def _plain_ticks(axes: Axes, *, x: Sequence[float], y: Sequence[float]) -> None:
+    """Numbers instead of powers of ten, at 1, 2 and 5 of each decade, and room around the points."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis, limits, values in ((axes.xaxis, axes.set_xlim, x), (axes.yaxis, axes.set_ylim, y)):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axis.set_minor_formatter(NullFormatter())
+        if values and min(values) > 0:
+            limits(min(values) / 1.5, max(values) * 1.5)
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """Without the XML prologue, described for those who cannot see it; names inside are salted by the figure's, since
+    one page holds several."""
+    text = io.StringIO()
+    with rc_context(_STYLE | {"svg.hashsalt": name, "svg.id": name.replace(" ", "-")}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)

@@ -1,0 +1,221 @@
+"""A comparison as a Markdown table and as one HTML page, from rows alone."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed, smoothed
+
+Row = dict[str, Any]
+_ERROR_CHARACTERS = 110
+
+NOTES = (
+    "Speed is of the median step, in brackets of the mean, which counts steps that wait for a delayed update.",
+    "Forward, backward and update are each waited for, so what overlaps across them shows in the step's time only.",
+    "Copies alone: time a step in which the GPU's copy engines work and nothing computes. Up and down: bytes copied "
+    "between host and GPU. Both are from the profiler's trace of later steps.",
+    "GPU memory is what PyTorch allocated at its most, in brackets what it reserved. Host memory is the larger of the "
+    "process's peak and the fall of the machine's free memory, which helper processes share in.",
+)
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; margin: 2rem auto; max-width: 78rem;
+  padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+.facts { color: #555; } .scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .86rem; } th, td { padding: .3rem .6rem; text-align: right;
+  border-bottom: 1px solid #e3e6ea; white-space: nowrap; } th { text-align: right; color: #444; }
+th:first-child, td:first-child { text-align: left; font-weight: 600; } td.words { text-align: left; white-space: normal;
+  min-width: 18rem; color: #444; } tr.failed td { color: #8a2f2f; }
+figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .88rem; }
+pre { background: #f6f7f9; padding: .7rem; overflow-x: auto; font-size: .78rem; white-space: pre-wrap; }
+"""
+
+
+def write_report(rows: Sequence[Row], out: Path, *, target_loss: float | None = None) -> str:
+    """Writes report.md and report.html into `out`; returns the Markdown."""
+    text = markdown(rows, target_loss=target_loss)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text(text + "\n", encoding="utf-8")
+    (out / "report.html").write_text(page(rows, target_loss=target_loss), encoding="utf-8")
+    return text
+
+
+def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
+    columns = _columns(target_loss)
+    lines = [f"## {title_of(rows)}", "", facts_of(rows), ""]
+    lines.append("| " + " | ".join(columns) + " |")
+    lines.append("| " + " | ".join(["---"] * len(columns)) + " |")
+    for row in contenders(rows):
+        cells = [cell(row).replace("|", "\\|") for cell in columns.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"- {note}" for note in NOTES)])
+
+
+def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
+    """One file that opens without a server or a network."""
+    entrants = contenders(rows)
+    done = [row for row in entrants if row["status"] == "ok"]
+    body = [f"<h1>{_text(title_of(rows))}</h1>", f'<p class="facts">{_text(facts_of(rows))}</p>']
+    body += ['<div class="scroll">', _table(entrants, target_loss), "</div>"]
+    body += [f'<p class="facts">{_text(note)}</p>' for note in NOTES]
+    if done:
+        figures = (
+            ("Memory against speed", memory_against_speed(done), "Up and to the left is better. Circles are ours."),
+            ("Where a step's time goes", breakdown(done), "Upper bar: the parts, each waited for. Lower: the GPU."),
+            ("Loss against steps", learning_curves(done, against="steps"), "The same batches in the same order."),
+            ("Loss against time", learning_curves(done, against="seconds"), "At each contender's mean speed."),
+        )
+        for name, svg, caption in figures:
+            body.append(f"<h2>{_text(name)}</h2><figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>")
+    failed = [row for row in entrants if row["status"] != "ok"]
+    if failed:
+        body.append("<h2>Last words</h2>")
+        body += [
+            f"<details><summary>{_text(row['case'])}: {_text(row['status'])}</summary>"
+            f"<pre>{_text(row.get('error'))}\n\n{_text(row.get('last_words') or '')}</pre></details>"
+            for row in failed
+        ]
+    head = f'<meta charset="utf-8"><title>{_text(title_of(rows))}</title><style>{STYLE}</style>'
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    content = "\n".join(body)
+    return f'<!doctype html>\n<html lang="en"><head>{head}{viewport}</head>\n<body>\n{content}\n</body></html>\n'
+
+
+def contenders(rows: Sequence[Row]) -> list[Row]:
+    """Rows of contenders, all of one run: two machines of a kind differ by more than most contenders do."""
+    runs = {row["run_id"] for row in rows}
+    if len(runs) > 1:
+        raise ValueError(f"a table compares rows of one run, got {', '.join(sorted(runs))}: choose one (--run-id)")
+    return [
+        row | {"contender": row["case"], "settings": row.get("settings") or _settings(row)}
+        for row in rows
+        if "contender" in row.get("params", {})
+    ]
+
+
+def _settings(row: Row) -> str:
+    """Of a case that ended before it could say."""
+    from ds_zo.bench.contenders import ALL
+
+    return ALL[row["case"]].settings if row["case"] in ALL else ""
+
+
+def title_of(rows: Sequence[Row]) -> str:
+    spec = contenders(rows)[0]["params"]["spec"]
+    cap = spec.get("device_memory_gb")
+    card = f", GPU memory capped at {cap:g} GB" if cap is not None else ""
+    layers = f" cut to {spec['layers']} layers" if spec.get("layers") else ""
+    return f"{spec['model']}{layers}, {spec['batch']} x {spec['length']} tokens, {spec['dtype']}{card}"
+
+
+def facts_of(rows: Sequence[Row]) -> str:
+    first = contenders(rows)[0]
+    facts = [f"run {first['run_id']}", first.get("gpu") or "no GPU", f"{first.get('cpus')} CPUs"]
+    machine = next((row for row in rows if row.get("cpu_adam_gparams_per_s")), None)
+    if machine is not None:
+        if machine.get("link_gbps"):
+            link = machine["link_gbps"]
+            facts.append(f"link {link['up']:.1f} GB/s up, {link['down']:.1f} down, {link['both']:.1f} both")
+        facts.append(f"CPU Adam {machine['cpu_adam_gparams_per_s']:.2f} G parameters/s")
+    size = next((row["parameters"] for row in rows if row.get("parameters")), None)
+    if size is not None:
+        facts.append(f"{size / 1e9:.3g} B parameters")
+    spec = first["params"]["spec"]
+    facts.append("activations recomputed" if spec["checkpointing"] else "activations kept")
+    facts.append(f"commit {first.get('commit')}")
+    facts += [f"{name} {version}" for name, version in first.get("versions", {}).items()]
+    return "; ".join(facts)
+
+
+def time_to_loss(row: Row, target: float) -> float | None:
+    """Seconds of training until the smoothed loss is at `target`, at the mean speed of the timed steps."""
+    for i, loss in enumerate(smoothed(row.get("losses") or [])):
+        if loss <= target:
+            return float((i + 1) * row["step_wall_s"])
+    return None
+
+
+def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
+    def milliseconds(key: str) -> Callable[[Row], str]:
+        return lambda row: _number(row.get(key), scale=1e3)
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "contender": lambda row: str(row["contender"]),
+        "tokens/s": _speed,
+        "step ms": lambda row: _spread(row),
+        "forward": milliseconds("forward_s"),
+        "backward": milliseconds("backward_s"),
+        "update": milliseconds("update_s"),
+        "copies alone": milliseconds("copy_exposed_s"),
+        "GPU GB": lambda row: _pair(row.get("peak_gb"), row.get("peak_reserved_gb")),
+        "host GB": lambda row: _number(_host_gb(row)),
+        "up GB": lambda row: _number(row.get("up_gb")),
+        "down GB": lambda row: _number(row.get("down_gb")),
+        "loss after N": _loss,
+    }
+    if target_loss is not None:
+        columns[f"s to loss {target_loss:g}"] = lambda row: _number(time_to_loss(row, target_loss))
+    columns["set up as"] = lambda row: str(row.get("settings") or "")
+    return columns
+
+
+def _speed(row: Row) -> str:
+    if row["status"] != "ok":
+        return f"{row['status']}: {_first_line(row.get('error'))}"
+    return f"{row['tokens_per_s']:,.0f} ({row['tokens_per_s_mean']:,.0f})"
+
+
+def _spread(row: Row) -> str:
+    if row.get("step_s") is None:
+        return ""
+    return f"{_number(row['step_s'], scale=1e3)} ({_number(row['step_s_min'], scale=1e3)} to " + (
+        f"{_number(row['step_s_max'], scale=1e3)})"
+    )
+
+
+def _loss(row: Row) -> str:
+    losses = row.get("losses") or []
+    return f"{smoothed(losses)[-1]:.3f} ({len(losses)})" if losses else ""
+
+
+def _host_gb(row: Row) -> float | None:
+    peak = row.get("host_peak_gb")
+    on_gpu = row.get("device") == "cuda"
+    return max(peak, row.get("host_drop_gb") or 0.0) if peak is not None and on_gpu else peak
+
+
+def _pair(value: float | None, bracketed: float | None) -> str:
+    return "" if value is None else f"{_number(value)} ({_number(bracketed)})"
+
+
+def _number(value: float | None, *, scale: float = 1.0) -> str:
+    if value is None:
+        return ""
+    value *= scale
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _first_line(error: Any) -> str:
+    line = (str(error or "").strip().splitlines() or [""])[0]
+    return line if len(line) <= _ERROR_CHARACTERS else line[: _ERROR_CHARACTERS - 3] + "..."
+
+
+def _table(rows: Sequence[Row], target_loss: float | None) -> str:
+    columns = _columns(target_loss)
+    parts = ["<table><thead><tr>", *(f"<th>{_text(name)}</th>" for name in columns), "</tr></thead><tbody>"]
+    for row in rows:
+        failed = row["status"] != "ok"
+        parts.append('<tr class="failed">' if failed else "<tr>")
+        for name, cell in columns.items():
+            words = name == "set up as" or (failed and name == "tokens/s")
+            parts.append(f'<td class="words">{_text(cell(row))}</td>' if words else f"<td>{_text(cell(row))}</td>")
+        parts.append("</tr>")
+    return "".join([*parts, "</tbody></table>"])
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))

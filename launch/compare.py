@@ -1,0 +1,21 @@
+#!/usr/bin/env python
+"""Stock ZeRO-Offload, ZeRO-3, ZenFlow, SuperOffload, AdamW, SGD, ZO, LOMO, AdaLOMO and LSP on the same model and data.
+
+    python launch/compare.py --model random:llama-1.3b --batch 4 --seq 1024 --out runs/llama-1.3b
+
+The same as `ds-zo bench`, which `--help` describes, from a clone that is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # before torch: a forked case must find CUDA untouched
+
+from ds_zo.bench.compare import main
+
+if __name__ == "__main__":
+    sys.exit(main())
