@@ -56,8 +56,7 @@ SQRT_HALF_BITS = 0x3F3504F3
 EXPONENT_FIELD = -(1 << 23)
 ONE_LESS_HALF_STEP = 1.0 - 2.0**-17
 THREE_HALVES_LESS_HALF_STEP = 1.5 - 2.0**-16
-MINUS_TWO_LN2_SCALED = -2.0 * 0.6931471805599453 * 2.0**-23
-"""For an exponent still standing in the exponent field, that is times 2**23."""
+MINUS_TWO_LN2 = -2.0 * 0.6931471805599453
 
 Floats = NDArray[np.float32]
 Words = NDArray[Any]
@@ -184,7 +183,7 @@ def minus_two_log(u: Floats) -> Floats:
     f -= np.float32(1)
     result = _polynomial(f, LOG_COEFFICIENTS)
     result *= f
-    result += exponent.astype(np.float32) * np.float32(MINUS_TWO_LN2_SCALED)
+    result += exponent.astype(np.float32) * np.float32(MINUS_TWO_LN2 * 2.0**-23)
     return result
 
 

@@ -38,12 +38,8 @@ def bits_float(bits):
 
 @triton.jit
 def load_values(ptr, index, mask, DROPPED: tl.constexpr):
-    return decode_values(tl.load(ptr + index, mask=mask, other=0), DROPPED)
-
-
-@triton.jit
-def decode_values(raw, DROPPED: tl.constexpr):
     """Stored elements as float32 (fp8: before their scale)."""
+    raw = tl.load(ptr + index, mask=mask, other=0)
     if DROPPED == BF16:
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif DROPPED == FP8:

@@ -15,11 +15,11 @@ from ds_zo.ops.segments import LANE_NUMEL
 from ds_zo.ops.triton_formats import (
     FP8,
     bits_float,
-    decode_values,
     dither_addend,
     fit_exponents,
     float_bits,
     join,
+    load_values,
     nearest_addend,
     power_of_two,
     round_to,
@@ -28,10 +28,9 @@ from ds_zo.ops.triton_formats import (
 )
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes
 
-LANES = 128
-"""Lanes of 8 elements that a program works on at a time; with 4 warps, one a thread."""
-NUM_WARPS = 4
-PREFETCH = True
+LANES = 256
+"""Lanes of 8 elements that a program works on at a time; with 8 warps, one a thread."""
+NUM_WARPS = 8
 
 _LANE: tl.constexpr = tl.constexpr(LANE_NUMEL)
 _GROUP_LANES: tl.constexpr = tl.constexpr(32)
@@ -82,7 +81,6 @@ def _replay_perturb_kernel(
     PERTURB: tl.constexpr,
     DITHER_OUT: tl.constexpr,
     LANES: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     row = chunks_ptr + (first_chunk + tl.program_id(0)) * 4
     start = tl.multiple_of(tl.load(row), 256)
@@ -96,8 +94,6 @@ def _replay_perturb_kernel(
 
     lane = tl.arange(0, LANES)
     within = lane[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
-    if PREFETCH:
-        ahead = tl.load(src_ptr + start + within, mask=within < numel, other=0)
     for skip in range(0, numel, LANES * _LANE):
         at = start + skip
         if VECTOR:
@@ -106,17 +102,7 @@ def _replay_perturb_kernel(
             mask = within < numel - skip
         offset = first_offset + skip
 
-        if PREFETCH:
-            raw = ahead
-            # Asked for before this round's draws, so that it arrives meanwhile.
-            ahead = tl.load(
-                src_ptr + at + LANES * _LANE + within,
-                mask=(lane * _LANE < numel - skip - LANES * _LANE)[:, None],
-                other=0,
-            )
-        else:
-            raw = tl.load(src_ptr + at + within, mask=mask, other=0)
-        x = decode_values(raw, DROPPED)
+        x = load_values(src_ptr + at, within, mask, DROPPED)
         if HAS_LOW_IN:
             x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), DROPPED)
         if DROPPED == FP8:
@@ -253,7 +239,6 @@ def replay_perturb_triton(call: Call) -> None:
             PERTURB=call.out is not None and call.scale != 0.0,
             DITHER_OUT=call.rounds_out,
             LANES=LANES,
-            PREFETCH=PREFETCH and chunks.vector,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
