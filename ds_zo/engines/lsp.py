@@ -177,9 +177,8 @@ class LSPBackend(Backend):
 
     def settle(self) -> None:
         """Brings every weight to the last step, where the layer-wise schedule let it lag until its next use."""
-        for group in self._host_groups:
-            group.settle()
-            self._prefetch_after(group)
+        for index in range(len(self._host_groups)):
+            self._settle_for(index)
 
     def _settle_for(self, index: int | None) -> None:
         """Before group `index` is used; None: before a forward pass of the whole module."""

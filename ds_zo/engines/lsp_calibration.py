@@ -42,10 +42,10 @@ class Calibration:
         settings = self._settings
         if settings.projector != "learned":
             return
-        if step > 0 and step % settings.check_interval == 0 and step != self._checked_step:
-            self._checked_step, self._batch = step, 0
-        elif self._batch is not None:
+        if self._batch is not None:
             self._batch += 1
+        elif step > 0 and step % settings.check_interval == 0 and step != self._checked_step:
+            self._checked_step, self._batch = step, 0
 
     @property
     def _looks(self) -> bool:

@@ -68,6 +68,8 @@ class BackwardClock:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Around the last complete backward pass."""
+        self._first: torch.cuda.Event | None = None
         self._begin = 0.0
         self._backward_s: float | None = None
         self._transition: int | None = None
@@ -76,14 +78,16 @@ class BackwardClock:
         self._read()
         self._transition = None
         if self._is_cuda:
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._events[0].record()
+            self._first = torch.cuda.Event(enable_timing=True)
+            self._first.record()
         else:
             self._begin = time.perf_counter()
 
     def end(self) -> None:
-        if self._events is not None:
-            self._events[1].record()
+        if self._first is not None:
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
+            self._events, self._first = (self._first, last), None
         else:
             self._backward_s = time.perf_counter() - self._begin
 

@@ -50,7 +50,9 @@ def clip_(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scales each tensor to a norm of at most `max_norm` (0: no limit); returns their norms as they came."""
     norms = torch.stack(torch._foreach_norm(grads))
     if max_norm > 0:
-        torch._foreach_mul_(grads, list((max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0).unbind()))
+        coefs = (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
+        if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU to look is free, and most steps clip nothing
+            torch._foreach_mul_(grads, list(coefs.unbind()))
     return norms
 
 

@@ -1,0 +1,285 @@
+"""What trains how, calibration, payloads, accumulation, and a run that goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_close, assert_equal, batches, start, train
+from lsp_runs import identity_projectors, lsp_json, settled, small
+from tiny_models import tiny_batch
+
+from ds_zo.config import ConfigError
+from ds_zo.engines import lsp, lsp_calibration
+from ds_zo.engines.lsp_payload import Carry, Codec
+from ds_zo.projectors import relative_bias
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def kinds(engine: Any) -> dict[str, bool]:
+    """Parameter: whether it is projected."""
+    return {slot.name: slot.subspace is not None for slot in engine.backend._slots}
+
+
+def test_what_trains_how() -> None:
+    llama = kinds(start(lsp_json(), small()))
+    assert all(llama[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkvo")
+    assert llama["model.embed_tokens.weight"] and llama["lm_head.weight"]
+    assert not llama["model.norm.weight"] and not llama["model.layers.1.input_layernorm.weight"]
+    gpt2 = kinds(start(lsp_json(), small("gpt2")))
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] and not gpt2["transformer.h.0.attn.c_attn.bias"]
+    assert "lm_head.weight" not in gpt2 and gpt2["transformer.wte.weight"]  # tied: one parameter
+    dense = kinds(start(lsp_json(params={"edge": "dense"}), small()))
+    assert not dense["model.embed_tokens.weight"] and not dense["lm_head.weight"]
+    assert dense["model.layers.0.mlp.up_proj.weight"]
+    frozen = start(lsp_json(params={"edge": "freeze"}), small())
+    assert kinds(frozen).keys() == llama.keys() - {"model.embed_tokens.weight", "lm_head.weight"}
+    before = settled(frozen)
+    train(frozen, batches("llama", 2))
+    moved = {name for name, value in settled(frozen).items() if not torch.equal(value, before[name])}
+    assert moved == kinds(frozen).keys()
+    # 16 x 16 and 8 x 16 are no larger than d x d; 24 x 16 and 67 x 16 are. d is at most the smaller side.
+    large = start(lsp_json(params={"subspace_dim": 18}), small())
+    assert not kinds(large)["model.layers.0.self_attn.q_proj.weight"]
+    shapes = {slot.name: slot.shape for slot in large.backend._slots}
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == (16, 16)
+    assert "6 matrices in 16 x 16" not in large.backend.describe() and "matrices in 16 x 16" in large.backend.describe()
+
+
+def test_frozen_parameters_stay_and_cost_nothing() -> None:
+    model = small()
+    model.model.layers[0].requires_grad_(False)
+    engine = start(lsp_json(), model)
+    assert not any(name.startswith("model.layers.0.") for name in kinds(engine))
+    before = settled(engine)
+    train(engine, batches("llama", 2))
+    after = settled(engine)
+    assert all(torch.equal(before[name], after[name]) == name.startswith("model.layers.0.") for name in before)
+    model.model.layers[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
+        train(engine, batches("llama", 1))
+
+
+@pytest.mark.parametrize("extra", [{}, {"params": {"projector": "none"}}, {"offload": False}])
+def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
+    """In the subspace too: the sum of projections is the projection of the sum."""
+    large = start({**lsp_json(lr=1e-3, **extra), "train_micro_batch_size_per_gpu": 4}, small())
+    whole = [tiny_batch("llama", seed=seed, batch_size=4, length=8) for seed in range(3)]
+    train(large, whole)
+    engine = start(lsp_json(lr=1e-3, gradient_accumulation_steps=2, **extra), small())
+    halves = [{k: v[i : i + 2] for k, v in batch.items()} for batch in whole for i in (0, 2)]
+    train(engine, halves)
+    assert engine.global_steps == 3
+    assert_close(settled(engine), settled(large), atol=1e-5)
+
+
+def learned(**params: Any) -> dict[str, Any]:
+    return lsp_json(params={"projector": "learned", "fit_steps": 30, **params})
+
+
+def test_projectors_are_fitted_before_the_first_step_and_the_bias_is_known() -> None:
+    engine = start(learned(), small())
+    twin = start(lsp_json(), small())  # the same draws, unfitted
+    [batch] = batches("llama", 1)
+    model = small()
+    model(**batch).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    train(engine, [batch])
+    for slot, drawn in zip(engine.backend._slots, twin.backend._slots, strict=True):
+        if slot.subspace is not None:
+            after = relative_bias(gradients[slot.name], slot.subspace.P, slot.subspace.Q)
+            before = relative_bias(gradients[slot.name], drawn.subspace.P, drawn.subspace.Q)
+            assert float(after) < min(1.0, float(before))
+            assert engine.backend.biases[slot.name] == pytest.approx(float(after), rel=1e-3)
+
+
+def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check leaves its own step's update as it was."""
+    monkeypatch.setattr(lsp_calibration, "relative_bias", lambda G, *projectors: float(G.shape[0] == 24))
+    engines = [start(learned(check_interval=interval, fit_steps=5), small()) for interval in (2, 1000)]
+    for engine in engines:
+        train(engine, batches("llama", 3))
+    assert_equal(*map(settled, engines))
+    for slot in engines[0].backend._slots:
+        if slot.subspace is not None:
+            assert slot.subspace.num_draws == (2 if slot.parameter.shape[0] == 24 else 1)
+    for engine in engines:
+        train(engine, batches("llama", 1, first=3))
+    refitted, kept = map(settled, engines)
+    changed = {name for name, value in kept.items() if not torch.equal(refitted[name], value)}
+    assert changed == {f"model.layers.{i}.mlp.{part}_proj.weight" for i in (0, 1) for part in ("gate", "up")}
+
+
+def test_a_refit_carries_the_moments_over() -> None:
+    """From identity to identity projectors nothing may change: a run with refits is the run without. It is not where
+    moments are zeroed."""
+
+    def run(*, refits: bool, zeroed: bool = False) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            identity_projectors(patch)
+            make = lsp.first_projectors
+            patch.setattr(lsp_calibration, "draw", lambda p, i, s, num_draws, device: make(p, i, s, device=device))
+            patch.setattr(lsp_calibration, "relative_bias", lambda *args: 1.0)
+            patch.setattr(lsp_calibration.Calibration, "_fit", lambda *args, **kwargs: None)
+            if zeroed:
+                patch.setattr(lsp_calibration, "carry_moments", lambda M, V, *args: (M * 0, V * 0))
+            interval = 2 if refits else 1000
+            engine = start(lsp_json(lr=1e-3, params={"projector": "learned", "check_interval": interval}), small())
+            train(engine, batches("llama", 6))
+            return settled(engine)
+
+    expected = run(refits=False)
+    assert_close(run(refits=True), expected, atol=1e-6)
+    zeroed = run(refits=True, zeroed=True)
+    assert max(float((zeroed[name] - expected[name]).abs().max()) for name in expected) > 1e-3
+
+
+def test_several_calibration_batches_go_on_with_one_fit() -> None:
+    engine = start(learned(check_interval=2, bias_threshold=0.01, calibration_batches=3, fit_steps=6), small())
+    draws = []
+    for batch in batches("llama", 6):
+        train(engine, [batch])
+        draws.append({s.subspace.num_draws for s in engine.backend._slots if s.subspace is not None})
+    assert draws == [{1}, {1}, {1}, {1}, {2}, {2}]  # a look at steps 2, 3 and 4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_payloads_error_comes_with_the_next(dtype: str) -> None:
+    torch.manual_seed(0)
+    shape = (5, 7)
+    codec = Codec([shape], [{"bf16": torch.bfloat16, "int8": torch.int8}[dtype]])
+    carry, buffer = Carry(torch.device("cpu")), torch.empty(codec.num_bytes(), dtype=torch.uint8)
+    assert codec.num_bytes() < 4 * 35
+    sent, total = torch.zeros(shape), torch.zeros(shape)
+    value = torch.randn(shape)
+    for _ in range(50):
+        carry.encode(codec, 0, value, buffer)
+        sent += codec.decode(0, buffer)
+        total += value
+    once = torch.empty_like(buffer)
+    codec.encode(0, value, once)
+    lost = (codec.decode(0, once) - value).abs()
+    assert float(lost.max()) > 1e-4
+    torch.testing.assert_close(sent, total, rtol=0, atol=2 * float(lost.max()) + 1e-4)  # of one payload, not of fifty
+    carry.encode(codec, 0, value * float("nan"), buffer)
+    assert carry.errors[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_small_payloads_train_about_as_well(dtype: str) -> None:
+    losses = {}
+    for payload in ("fp32", dtype):
+        engine = start(lsp_json(lr=1e-3, params={"payload_dtype": payload}), small())
+        losses[payload] = train(engine, [*batches("llama", 1)] * 10)
+    assert losses[dtype] != losses["fp32"]
+    assert losses[dtype][-1] == pytest.approx(losses["fp32"][-1], rel=0.02)
+    assert losses[dtype][-1] < losses[dtype][0] - 0.1
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1}},
+    "int8 bf16": {"params": {"payload_dtype": "int8"}, "bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
+    "on the device": {"offload": False},
+    "inside a window": {
+        "gradient_accumulation_steps": 3,
+        "params": {"projector": "learned", "check_interval": 1, "calibration_batches": 2, "edge": "dense"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
+    json = lsp_json(**RESUMED[name], ds_zo={"checkpoint": {"asynchronous": name != "refits"}})
+    data = list(batches("llama", 8))
+    whole = start(json, small())
+    expected = train(whole, data)
+    saving = start(json, small())
+    train(saving, data[:5])
+    saving.save_checkpoint(str(tmp_path))
+    saving.wait_for_checkpoint()
+    resumed = start(json, small(seed=1))
+    train(resumed, data[7:])  # whatever it was before
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, data[5:]) == expected[5:]
+    assert_equal(settled(resumed), settled(whole))
+
+
+def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
+    engine = start(lsp_json(), small())
+    train(engine, batches("llama", 1))
+    engine.save_checkpoint(str(tmp_path))
+    other = start(lsp_json(params={"subspace_dim": 5}), small())
+    with pytest.raises(Exception, match="subspace_dim"):
+        other.load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(offload: bool) -> None:
+    engine = start(lsp_json(offload=offload, clipping=0.1), small())
+    reference = start(lsp_json(offload=offload, clipping=0.1), small())
+    data = list(batches("llama", 3))
+    for one in (engine, reference):
+        train(one, data[:1])
+    engine.backward(engine(**data[1]).loss * float("nan"))
+    engine.step()
+    assert engine.skipped_steps == 1 and not engine.was_step_applied()
+    for one in (engine, reference):
+        train(one, data[2:])
+    assert_equal(settled(engine), settled(reference))
+    assert engine.skipped_steps == 1
+
+
+def test_weights_in_bf16_do_not_lose_small_updates() -> None:
+    """A hundred steps of 1e-5 move a weight of size 1, which rounds to 2^-8, by about 1e-3 on average."""
+    moved = {}
+    for rounding in ("stochastic", "nearest"):
+        json = lsp_json(lr=2e-5, bf16={"enabled": True}, ds_zo={"rounding": rounding})
+        engine = start(json, small())
+        before = settled(engine)
+        train(engine, [*batches("llama", 1)] * 8)
+        after = settled(engine)
+        moved[rounding] = sum(int((after[name] != before[name]).sum()) for name in after if "proj" in name)
+    assert moved["stochastic"] > 2 * moved["nearest"]
+
+
+def test_what_it_cannot_do_is_refused_with_the_remedy() -> None:
+    streamed = {"stage": 0, "offload_param": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=r"remove offload_param.*offload_param\.device"):
+        start({**lsp_json(), "zero_optimization": streamed}, small())
+    with pytest.raises(ConfigError, match=r"use bf16.*fp16\.enabled"):
+        start({**lsp_json(), "fp16": {"enabled": True}}, small())
+
+
+def test_groups_and_schedules_are_read_at_the_step() -> None:
+    model = small()
+    named = dict(model.named_parameters())
+    head = [named.pop("lm_head.weight")]
+    groups = [{"params": list(named.values())}, {"params": head, "lr": 0.0, "weight_decay": 0.0}]
+    engine = start(lsp_json(), model, model_parameters=groups)
+    before = settled(engine)
+    train(engine, batches("llama", 1))
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    after = settled(engine)
+    assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    train(engine, batches("llama", 1))
+    assert_equal(settled(engine), after)
+
+
+def test_fits_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = True
+    try:
+        engine = start(learned(fit_steps=1), small())
+        with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+            train(engine, batches("llama", 1))
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
+    assert any("matrices fitted: relative bias" in record.getMessage() for record in caplog.records)
