@@ -100,12 +100,12 @@ def planned(timeline: Timeline) -> Recording:
 
 
 def merged(spans: Iterable[Sequence[Any]], *, gap_s: float = _GAP_S) -> list[list[Any]]:
-    """In order of time, neighbours of one kind less than `gap_s` apart as one."""
+    """In order of time, neighbouring kernels of one kind less than `gap_s` apart as one; a copy stays one block's."""
     result: list[list[Any]] = []
     last_of: dict[str, list[Any]] = {}
     for lane, kind, start, end in sorted(spans, key=lambda span: span[2]):
         last = last_of.get(lane)
-        if last is not None and last[1] == kind and start - last[3] <= gap_s:
+        if lane == "compute" and last is not None and last[1] == kind and start - last[3] <= gap_s:
             last[3] = max(last[3], end)
             continue
         last_of[lane] = [lane, kind, start, end]

@@ -74,8 +74,7 @@ def run_case(
     ZO warms up for at least one write-back interval (`age`): before that fewer updates are pending, and replay is
     cheaper.
     """
-    where = torch.device(device)
-    _start_device(where, cap_gb)
+    where = _start_device(device, cap_gb)
     pairs = [(int(b), int(t)) for b, t in inputs] if inputs else [(batch, length)]
     config = config_of(shape, num_layers=layers, max_length=max(t for _, t in pairs))
     model = random_model(config, dtype=DTYPES[dtype], device=where)
@@ -111,12 +110,14 @@ def run_case(
     return row
 
 
-def _start_device(device: torch.device, cap_gb: float | None) -> None:
-    if device.type != "cuda":
-        return
-    torch.cuda.set_device(device)
-    if cap_gb is not None:
-        cap_device_memory(cap_gb, device)
+def _start_device(name: str, cap_gb: float | None = None) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+        if cap_gb is not None:
+            cap_device_memory(cap_gb, device)
+    return device
 
 
 def _lacking_memory(row: Row, device: torch.device, cap_gb: float | None) -> Row | None:
@@ -230,9 +231,9 @@ def run_machine(*, numel: int = 200_000_000, device: str = "cuda") -> Row:
     """What the speed rows of the same run rest on: the link both ways, and the fused kernels' rates."""
     from ds_zo.bench import kernels
 
-    _start_device(torch.device(device), None)
+    where = _start_device(device)
     rates = {}
     for name, call, _ in kernels.cases(numel):
         if name in KERNELS:
             rates[name] = numel / kernels.median_ms(call)[0] / 1e6
-    return {"method": "machine", "link_gbps": link_gbps(device), "kernel_gparameters_per_s": rates}
+    return {"method": "machine", "link_gbps": link_gbps(where), "kernel_gparameters_per_s": rates}

@@ -74,7 +74,7 @@ def _way(row: Row) -> str | None:
 def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -94,6 +94,7 @@ def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
         axes.set(xscale="log", yscale="log", xlabel="parameters", title=title)
         axes.set_xticks(sizes, [f"{n / 1e9:.3g}B" for n in sizes])
         axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
