@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -156,8 +157,8 @@ def _lomo_optim(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
     import torch.distributed as dist
 
     peer = importlib.import_module("lomo_optim")
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    if not dist.is_initialized():  # it asks for its rank
+        dist.init_process_group("nccl" if next(model.parameters()).is_cuda else "gloo")
     adaptive, clipped = method == "peer_adalomo", method == "peer_lomo_clipped"
     rate = lr or (5e-4 if adaptive else 1e-3)
     make = peer.AdaLomo if adaptive else peer.Lomo
@@ -168,8 +169,17 @@ def _lomo_optim(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
             optimizer.grad_norm(loss)
         optimizer.fused_backward(loss, rate)
 
-    words = f"lomo-optim {make.__name__}" + (", clip_grad_norm 1, two backwards on one forward" if clipped else "")
+    words = f"lomo-optim {_version('lomo-optim')} {make.__name__}" + (
+        ", clip_grad_norm 1, two backwards on one forward" if clipped else ""
+    )
     return Trainer(forward=_loss_of(model), backward=backward, update=_nothing, settings=words)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # on the path, not installed
+        return "(version unknown)"
 
 
 def _torch(method: str, model: nn.Module, *, lr: float | None) -> Trainer:

@@ -42,8 +42,8 @@ def test_every_kind_of_case_gives_a_row(rows: dict[str, Row]) -> None:
     for row in speeds:
         assert row["tokens_per_s"] > 0 and row["step_s_min"] <= row["step_s"] <= row["step_s_max"]
         assert len(row["losses"]) == row["params"]["warmup"] + row["params"]["steps"]
-    # The same weights and batch: one piece of work. (Streamed ones are drawn in another order.)
-    losses = [row["losses"][0] for row in speeds if "stream" not in row["params"]]
+    # The same weights and batch for all: what they are compared at is one piece of work.
+    losses = [row["losses"][0] for row in speeds]
     assert math.isfinite(losses[0]) and max(losses) - min(losses) < 0.01
     assert "config" in rows["speed/lomo"] and rows["speed/lomo"]["config"]["gradient_clipping"] == 0
 
@@ -52,6 +52,7 @@ def test_streamed_cases_stream(rows: dict[str, Row]) -> None:
     row = rows["streamed/1.3b"]
     assert row["config"]["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "3 blocks stream" in row["placement"]
+    assert row["losses"] == pytest.approx(rows["speed/lomo"]["losses"], abs=1e-6 if DEVICE == "cpu" else 1e-2)
     up, down = row["up_gb_a_step"], row["down_gb_a_step"]
     # Three blocks, two slots: each pass finds two where the one before left them, and brings the third.
     assert up == pytest.approx(2 / 3 * down) and down > 0
@@ -72,7 +73,8 @@ def test_sequential_accumulation_is_not_accumulation(rows: dict[str, Row]) -> No
 
 def test_report_of_measured_rows(rows: dict[str, Row]) -> None:
     text = markdown(rows.values())
-    assert "| LOMO against AdamW on the GPU (fused) | ≥ 1.1 |" in text
+    assert "≥" not in text  # toy models are held to no target
+    assert "| speed/adamw_fused |" in text
     assert "| paper/memory-lomo-checkpointed |" in text and "Sequential accumulation, 2 updates of 2 rows" in text
 
 
