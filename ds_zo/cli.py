@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     _add_plan(commands)
     _add_report(commands)
+    _add_bench(commands)
 
     args = parser.parse_args(argv)
     try:
@@ -138,3 +139,20 @@ def _replay(args: argparse.Namespace) -> None:
     verified = replay(args.base, args.trajectory, step=args.step, out=args.out, device=args.device)
     how = "its hash is the recorded one" if verified else "no hash to compare with was recorded at this step and device"
     print(f"step {args.step} -> {args.out} ({how})")
+
+
+def _add_bench(commands: Any) -> None:
+    from ds_zo.bench.compare import add_arguments
+
+    bench = commands.add_parser("bench", help="stock DeepSpeed and ours head to head: rows, table, page")
+    add_arguments(bench)
+    bench.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from ds_zo.bench.compare import run
+    from ds_zo.bench.runner import prepare_to_fork
+
+    if not (args.list or args.report_only):
+        prepare_to_fork()
+    run(args)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import Case, Row, read_rows, run_cases
+from ds_zo.bench.runner import Case, Row, prepare_to_fork, read_rows, run_cases
 
 MACHINE = "machine"
 """The case that measures link and CPU-Adam bandwidth."""
@@ -75,19 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="ds-zo bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-def run(args: argparse.Namespace) -> int:
+    if argv is None:
+        prepare_to_fork()
     try:
-        return _run(args)
+        run(parser.parse_args(argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
-def _run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+def run(args: argparse.Namespace) -> None:
+    """What the arguments ask for; a `ValueError` says what is wrong with them."""
     from ds_zo.bench.contenders import ALL
     from ds_zo.bench.report import write_report
 
@@ -95,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
             print(f"{name:<{width}}  {contender.title}: {contender.settings}")
-        return 0
+        return
     rows_file = args.out / "rows.jsonl"
     if not args.report_only:
         device = args.device or _device()
@@ -114,7 +112,6 @@ def _run(args: argparse.Namespace) -> int:
         rows = last_run(rows_file, args.run_id)
     write_csv(rows, args.out / "rows.csv")
     print(write_report(rows, args.out, target_loss=args.target_loss))
-    return 0
 
 
 def _device() -> str:

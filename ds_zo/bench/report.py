@@ -11,6 +11,7 @@ from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed, 
 
 Row = dict[str, Any]
 _ERROR_CHARACTERS = 110
+_SETTINGS = "set up as"
 
 NOTES = (
     "Speed is of the median step, in brackets of the mean, which counts steps that wait for a delayed update.",
@@ -22,15 +23,17 @@ NOTES = (
 )
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; margin: 2rem auto; max-width: 78rem;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; margin: 2rem auto; max-width: 84rem;
   padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 .facts { color: #555; } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .86rem; } th, td { padding: .3rem .6rem; text-align: right;
+table { border-collapse: collapse; font-size: .84rem; } th, td { padding: .3rem .5rem; text-align: right;
   border-bottom: 1px solid #e3e6ea; white-space: nowrap; } th { text-align: right; color: #444; }
 th:first-child, td:first-child { text-align: left; font-weight: 600; } td.words { text-align: left; white-space: normal;
   min-width: 18rem; color: #444; } tr.failed td { color: #8a2f2f; }
-figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .88rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(34rem, 100%), 1fr)); gap: 0 2rem; }
+figure { margin: 0 0 1rem; } figure svg { max-width: 100%; height: auto; }
+figcaption { color: #555; font-size: .88rem; }
 pre { background: #f6f7f9; padding: .7rem; overflow-x: auto; font-size: .78rem; white-space: pre-wrap; }
 """
 
@@ -61,7 +64,7 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     done = [row for row in entrants if row["status"] == "ok"]
     body = [f"<h1>{_text(title_of(rows))}</h1>", f'<p class="facts">{_text(facts_of(rows))}</p>']
     body += ['<div class="scroll">', _table(entrants, target_loss), "</div>"]
-    body += [f'<p class="facts">{_text(note)}</p>' for note in NOTES]
+    body += ['<ul class="facts">', *(f"<li>{_text(note)}</li>" for note in NOTES), "</ul>"]
     if done:
         figures = (
             ("Memory against speed", memory_against_speed(done), "Up and to the left is better. Circles are ours."),
@@ -69,8 +72,13 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
             ("Loss against steps", learning_curves(done, against="steps"), "The same batches in the same order."),
             ("Loss against time", learning_curves(done, against="seconds"), "At each contender's mean speed."),
         )
+        body.append('<div class="figures">')
         for name, svg, caption in figures:
-            body.append(f"<h2>{_text(name)}</h2><figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>")
+            body.append(
+                f"<section><h2>{_text(name)}</h2><figure>{svg}<figcaption>{_text(caption)}</figcaption></figure></section>"
+            )
+        body.append("</div>")
+    body += ["<h2>How each is set up</h2>", _settings_table(entrants)]
     failed = [row for row in entrants if row["status"] != "ok"]
     if failed:
         body.append("<h2>Last words</h2>")
@@ -146,7 +154,7 @@ def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
     columns: dict[str, Callable[[Row], str]] = {
         "contender": lambda row: str(row["contender"]),
         "tokens/s": _speed,
-        "step ms": lambda row: _spread(row),
+        "step ms": _spread,
         "forward": milliseconds("forward_s"),
         "backward": milliseconds("backward_s"),
         "update": milliseconds("update_s"),
@@ -159,7 +167,7 @@ def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
     }
     if target_loss is not None:
         columns[f"s to loss {target_loss:g}"] = lambda row: _number(time_to_loss(row, target_loss))
-    columns["set up as"] = lambda row: str(row.get("settings") or "")
+    columns[_SETTINGS] = lambda row: str(row.get("settings") or "")
     return columns
 
 
@@ -205,16 +213,23 @@ def _first_line(error: Any) -> str:
 
 
 def _table(rows: Sequence[Row], target_loss: float | None) -> str:
-    columns = _columns(target_loss)
+    """Numbers only: how each is set up has a table of its own on the page."""
+    columns = {name: cell for name, cell in _columns(target_loss).items() if name != _SETTINGS}
     parts = ["<table><thead><tr>", *(f"<th>{_text(name)}</th>" for name in columns), "</tr></thead><tbody>"]
     for row in rows:
-        failed = row["status"] != "ok"
-        parts.append('<tr class="failed">' if failed else "<tr>")
-        for name, cell in columns.items():
-            words = name == "set up as" or (failed and name == "tokens/s")
-            parts.append(f'<td class="words">{_text(cell(row))}</td>' if words else f"<td>{_text(cell(row))}</td>")
-        parts.append("</tr>")
+        if row["status"] == "ok":
+            parts += ["<tr>", *(f"<td>{_text(cell(row))}</td>" for cell in columns.values()), "</tr>"]
+        else:
+            parts.append(f'<tr class="failed"><td>{_text(row["contender"])}</td>')
+            parts.append(f'<td class="words" colspan="{len(columns) - 1}">{_text(_speed(row))}</td></tr>')
     return "".join([*parts, "</tbody></table>"])
+
+
+def _settings_table(rows: Sequence[Row]) -> str:
+    lines = [
+        f'<tr><td>{_text(row["contender"])}</td><td class="words">{_text(row["settings"])}</td></tr>' for row in rows
+    ]
+    return "".join(["<table><tbody>", *lines, "</tbody></table>"])
 
 
 def _text(value: Any) -> str:

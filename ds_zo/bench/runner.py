@@ -3,8 +3,8 @@
 [Note: fork from a warm parent] Importing torch, transformers and DeepSpeed takes tens of seconds on a cold machine,
 more than most cases compute. The parent imports them once, never touches CUDA, and forks a child a case: the child
 starts at once and initialises CUDA itself. PyTorch asks the driver whether there is a GPU, which would spoil every
-fork, unless PYTORCH_NVML_BASED_CUDA_CHECK is set before it is imported. A parent that did touch CUDA, and a case whose
-variables are read when libraries load, get a fresh interpreter instead.
+fork, unless PYTORCH_NVML_BASED_CUDA_CHECK is set before it is imported: commands call `prepare_to_fork` first. A parent
+that did touch CUDA, and a case whose variables are read when libraries load, get a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
 from tqdm import tqdm
 
 Row = dict[str, Any]
@@ -41,6 +39,7 @@ HARNESS_KEYS = (
     *("last_words", "error", "started", "gpu", "cpus", "commit", "versions"),
 )
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _POLL_S = 0.1
 _LAST_WORDS = 2000
 _LAST_WORDS_S = 0.3
@@ -67,6 +66,17 @@ class Case:
         """Of everything that decides what is measured."""
         text = json.dumps([self.target, self.params, dict(self.env)], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def prepare_to_fork() -> None:
+    """Starts this command anew, unless it was started so that a CUDA build of PyTorch leaves the driver alone. To be
+    called first thing by a command's main, never by a library."""
+    import torch
+
+    if torch.version.cuda is not None and os.environ.get(_NVML_CHECK) is None:
+        os.environ[_NVML_CHECK] = "1"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def run_cases(
