@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_zo.planner.rates import Rates
-from ds_zo.planner.shapes import SHAPES, config_of
+from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.planner.trace import Trace, trace_pass
 from ds_zo.streaming.blocks import find_blocks
 
@@ -110,10 +110,7 @@ def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates:
     """From its config alone. `name` is a folder, a model of the Hub (or its cache), or `random:SHAPE`."""
     from transformers import AutoModelForCausalLM
 
-    if name.startswith("random:") or name in SHAPES:
-        config = config_of(name, max_length=max(2048, seq))
-    else:
-        config = _pretrained_config(name)
+    config = load_config(name, seq=seq)
     config.use_cache = False  # ZO switches it off for its passes, checkpointing for its own
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
@@ -122,8 +119,12 @@ def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates:
     return Model(name, module, batch, seq, dtype, rates or Rates())
 
 
-def _pretrained_config(name: str) -> Any:
+def load_config(name: str, *, seq: int) -> Any:
+    """Of a shape, long enough for `seq` tokens; of a folder or a Hub name, as it stands there."""
     from transformers import AutoConfig
+
+    if name.startswith(RANDOM) or name in SHAPES:
+        return config_of(name, max_length=max(2048, seq))
 
     try:
         return AutoConfig.from_pretrained(name)

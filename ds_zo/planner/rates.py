@@ -51,7 +51,11 @@ class Rates:
 
 def load_rates(path: str | Path) -> Rates:
     """From a file with any of `Rates`' fields, at the top or under `rates`, as `ds-zo report --json` writes it."""
-    found = json.loads(Path(path).read_text())
+    text = Path(path).read_text()
+    try:
+        found = json.loads(text[max(0, text.find("{")) :])  # redirected output may start with a line of DeepSpeed's
+    except json.JSONDecodeError as error:
+        raise ValueError(f"rates must be JSON, got {error} ({path})") from error
     if isinstance(found, dict) and isinstance(found.get("rates"), dict):
         found = found["rates"]
     if not isinstance(found, dict):

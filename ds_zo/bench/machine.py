@@ -1,0 +1,233 @@
+"""`ds-zo report`: what this machine has of what ds_zo needs, how fast it is, and what to do where something is amiss.
+
+Beside `ds_report`, which lists DeepSpeed's operators. Nothing is built; what takes the GPU takes a second or two.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
+from ds_zo.bench.measure import environment, host_free_bytes
+from ds_zo.bench.profile_layers import LayerTimes, profile_layers
+from ds_zo.planner.table import grid
+
+Status = Literal["ok", "warn"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    found: str
+    status: Status = "ok"
+    remedy: str = ""
+
+
+@dataclass
+class Machine:
+    """What `inspect_machine` found."""
+
+    checks: list[Check]
+    rates: dict[str, Any]
+    """What could be measured of `planner.Rates`: `ds-zo plan --rates` takes it, and its own figures for the rest."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    layers: LayerTimes | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def render(self) -> str:
+        lines = grid(["check", "status", "found"], [[c.name, c.status, c.found] for c in self.checks])
+        remedies = [f"  {c.name}: {c.remedy}" for c in self.checks if c.remedy]
+        if remedies:
+            lines += ["", "What to do:", *remedies]
+        if self.rates:
+            shown = [[name, f"{value:.4g}"] for name, value in self.rates.items() if name != "name"]
+            lines += ["", *grid(["rate, for ds-zo plan --rates", "measured"], shown)]
+        if self.layers is not None:
+            lines += ["", self.layers.render()]
+        return "\n".join(lines)
+
+
+def inspect_machine(*, layers: str | None = None, batch: int = 1, seq: int = 2048) -> Machine:
+    """`layers` names a model whose layers are timed too."""
+    has_gpu = torch.cuda.is_available()
+    rates: dict[str, Any] = {}
+    checks = [_cuda(), _driver(), _triton(), _locked_memory(), _host_memory(), _huge_pages(), _cores(), _compiler()]
+    checks.append(_attempt("CPU Adam", lambda: _cpu_adam(rates)))
+    if has_gpu:
+        checks.insert(4, _attempt("pinning", _pinning))
+        checks.append(_attempt("link", lambda: _link(rates)))
+    profile = profile_layers(layers, batch=batch, seq=seq) if layers else None
+    return Machine(checks, rates, environment(), profile)
+
+
+def _attempt(name: str, check: Callable[[], Check]) -> Check:
+    """A report that breaks off at the first thing that is wrong would be no help."""
+    try:
+        return check()
+    except Exception as error:
+        return Check(name, f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}", "warn")
+
+
+# The device
+
+
+def _cuda() -> Check:
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+        fp8 = "fp8 in hardware" if (major, minor) >= (8, 9) else "fp8 decoded in the kernel"
+        return Check(
+            "GPU",
+            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {memory:.1f} GB, sm_{major}{minor}, "
+            f"{fp8}; torch {torch.__version__}",
+        )
+    if torch.version.cuda is None:
+        return Check(
+            "GPU",
+            f"torch {torch.__version__} is built without CUDA",
+            "warn",
+            "install torch's CUDA build; everything runs on the CPU until then, for tests only",
+        )
+    return Check(
+        "GPU",
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none",
+        "warn",
+        "check nvidia-smi and CUDA_VISIBLE_DEVICES, and give a container its GPUs (--gpus all)",
+    )
+
+
+def _driver() -> Check:
+    path = Path("/proc/driver/nvidia/version")
+    if path.exists():
+        words = path.read_text().splitlines()[0].split()
+        version = next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+        return Check("driver", f"{version}, torch's CUDA {torch.version.cuda}")
+    return Check("driver", "none", "warn", "install NVIDIA's driver for this GPU")
+
+
+def _triton() -> Check:
+    try:
+        import triton
+    except ImportError:
+        return Check("Triton", "missing", "warn", 'the kernels need it on a GPU: pip install "ds-zo[gpu]"')
+    return Check("Triton", triton.__version__)
+
+
+def _pinning() -> Check:
+    from ds_zo.streaming.host_store import HostStore
+
+    store = HostStore(torch.device("cuda"), pin=True)
+    nbytes = 256 * 2**20
+    store.take(nbytes)
+    pinned = store.pinned_nbytes == nbytes
+    store.close()
+    if pinned:
+        return Check("pinning", "256 MiB of ordinary memory registered with CUDA")
+    return Check(
+        "pinning", "refused", "warn", "raise the locked-memory limit: ulimit -l unlimited (or --ulimit memlock=-1)"
+    )
+
+
+def _link(rates: dict[str, Any]) -> Check:
+    found = device_rates(torch.device("cuda"))
+    rates |= found
+    up, down, both = (found[f"link_{way}_gbps"] for way in ("up", "down", "both"))
+    text = f"{up:.1f} GB/s up, {down:.1f} down, {both:.1f} both ways"
+    if min(up, down) < 10:
+        remedy = "the card may sit in a narrow or old slot, or behind a virtualised IOMMU: see nvidia-smi -q -d PCIE"
+        return Check("link", text, "warn", remedy)
+    return Check("link", text)
+
+
+# The host
+
+
+def _locked_memory() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check("locked memory", "unlimited")
+    text = f"limit {soft / 1e9:.3g} GB (ulimit -l)"
+    if not torch.cuda.is_available():
+        return Check("locked memory", text)
+    # CUDA pins through its driver, which most kernels do not count against the limit: `pinning` has the last word.
+    return Check("locked memory", text, "ok", "only where pinning is refused: ulimit -l unlimited")
+
+
+def _host_memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = host_free_bytes()
+    text = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f}"
+    if free < 16e9:
+        return Check(
+            "host memory", text, "warn", "streamed weights live here: plan with --host-memory-gb before training"
+        )
+    return Check("host memory", text)
+
+
+def _huge_pages() -> Check:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = path.read_text().partition("[")[2].partition("]")[0] if path.exists() else ""
+    if chosen in ("always", "madvise"):
+        return Check("huge pages", chosen)
+    remedy = f"pinning is faster with them: echo madvise > {path}"
+    return Check("huge pages", chosen or "not offered by this kernel", "warn", remedy if path.exists() else "")
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    text = f"{cores}, torch uses {torch.get_num_threads()}"
+    limit = os.environ.get("OMP_NUM_THREADS")
+    if limit is not None and int(limit) < cores // 2:
+        remedy = f"CPU Adam gets {limit} of {cores} cores: raise or unset OMP_NUM_THREADS"
+        return Check("cores", f"{text}, OMP_NUM_THREADS={limit}", "warn", remedy)
+    return Check("cores", text)
+
+
+def _compiler() -> Check:
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    ninja = shutil.which("ninja")
+    missing = [name for name, path in (("a C++ compiler", compiler), ("ninja", ninja)) if path is None]
+    if missing:
+        remedy = "stock ZeRO-Offload builds its CPU Adam with them; ds_zo itself needs neither"
+        return Check("compiler", f"without {' and '.join(missing)}", "warn", remedy)
+    return Check("compiler", f"{compiler}, ninja")
+
+
+def _cpu_adam(rates: dict[str, Any]) -> Check:
+    rates |= host_rates()
+    torchs = f"torch's: {rates['cpu_adam_gparams']:.2f} G parameters/s"
+    folder = _extensions() / "cpu_adam"
+    if (folder / "lock").exists():
+        remedy = f"if no build is running, one was killed and the next waits for ever: remove {folder.name}/lock"
+        return Check("CPU Adam", f"DeepSpeed's build folder is locked; {torchs}", "warn", remedy)
+    if not (folder / "cpu_adam.so").exists():
+        return Check("CPU Adam", f"DeepSpeed's is not built yet (one to three minutes at first use); {torchs}")
+    speed = deepspeed_adam_gparams_per_s(timeout_s=90)
+    if speed is None:
+        remedy = f"remove the build folder {folder.name} under TORCH_EXTENSIONS_DIR and have it built anew"
+        return Check("CPU Adam", f"DeepSpeed's is built and does not load; {torchs}", "warn", remedy)
+    rates["cpu_adam_gparams"] = speed
+    return Check("CPU Adam", f"DeepSpeed's: {speed:.2f} G parameters/s; {torchs}")
+
+
+def _extensions() -> Path:
+    """Where torch keeps what it has built; asking torch itself would make the folder."""
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    from torch.utils.cpp_extension import get_default_build_root
+
+    cuda = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{cuda}"

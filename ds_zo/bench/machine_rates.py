@@ -1,0 +1,114 @@
+"""The figures of `planner.Rates`, measured: each takes a fraction of a second."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_zo.bench.measure import link_gbps, synchronize
+
+_REPEATS = 5
+
+
+def device_rates(device: torch.device) -> dict[str, Any]:
+    """Of a CUDA device: its link, its matrix products, its memory, its launches and our noise."""
+    link = link_gbps(device)
+    size = 8192
+    square = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    matmul_s = seconds_of(lambda: square @ square, device)
+    flat = torch.zeros(2**28, device=device)
+    sweep_s = seconds_of(lambda: flat.add_(1.0), device)
+    small = torch.zeros(16, device=device)
+    launch_s = seconds_of(lambda: [small.add_(1.0) for _ in range(1000)], device) / 1000
+    return {
+        "name": torch.cuda.get_device_name(device),
+        "link_up_gbps": link["up"],
+        "link_down_gbps": link["down"],
+        "link_both_gbps": link["both"],
+        # Products of a block are smaller and less square than this one.
+        "matmul_tflops": 0.88 * 2 * size**3 / matmul_s / 1e12,
+        "device_memory_gbps": 2 * flat.nbytes / sweep_s / 1e9,
+        # A model's operation costs several times a bare launch: modules, hooks, checks.
+        "launch_us": 5 * launch_s * 1e6,
+        "backward_launch_us": 3 * launch_s * 1e6,
+    } | _noise_rate(device)
+
+
+def _noise_rate(device: torch.device) -> dict[str, float]:
+    """Draws a second inside the fused kernel: the slope between replaying few updates and many."""
+    from ds_zo import ops
+
+    numel = 2**26
+    table = ops.build_table([ops.Segment(0, numel, 0, 0, True)], device)
+    storage = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    log = torch.zeros(64, 3, device=device)
+    log[:, 1] = 1.0
+
+    def replay(num_entries: int) -> None:
+        ops.replay_perturb(
+            storage,
+            table=table,
+            log=log,
+            first_entry=0,
+            num_entries=num_entries,
+            num_directions=1,
+            dst=None,
+            out=storage,
+            seed=0,
+            step=64,
+            direction=0,
+            scale=0.0,
+            distribution="normal",
+            fold=False,
+            rounding="nearest",
+        )
+
+    few, many = 2, 18
+    slope_s = (seconds_of(lambda: replay(many), device) - seconds_of(lambda: replay(few), device)) / (many - few)
+    return {"noise_gdraws": numel / slope_s / 1e9} if slope_s > 0 else {}
+
+
+def host_rates() -> dict[str, Any]:
+    """Of the CPU: torch's fused Adam, and matrix products."""
+    device = torch.device("cpu")
+    size = 1024
+    square = torch.randn(size, size)
+    matmul_s = seconds_of(lambda: square @ square, device)
+    return {"cpu_adam_gparams": _torch_adam_gparams_per_s(numel=2**24), "cpu_gflops": 2 * size**3 / matmul_s / 1e9}
+
+
+def deepspeed_adam_gparams_per_s(*, timeout_s: float) -> float | None:
+    """In a process of its own: loading it may build it anew, or wait for ever for a build that was killed."""
+    code = "from ds_zo.bench.measure import cpu_adam_gparams_per_s as f; print('SPEED', f(numel=2**25))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    found = [line for line in done.stdout.splitlines() if line.startswith("SPEED ")]
+    return float(found[-1].split()[1]) if found else None
+
+
+def _torch_adam_gparams_per_s(*, numel: int) -> float:
+    parameter = torch.nn.Parameter(torch.zeros(numel))
+    parameter.grad = torch.full((numel,), 1e-3)
+    adam = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
+    return numel / seconds_of(adam.step, torch.device("cpu")) / 1e9
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS) -> float:
+    """The median of a few calls after one that is not counted."""
+    call()
+    found = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
