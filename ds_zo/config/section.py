@@ -102,6 +102,9 @@ class DsZoConfig(ConfigModel):
     """How an update meets 16-bit or 8-bit storage; nearest loses most small updates. kahan (LOMO and AdaLOMO on the
     device): nearest, and what it drops is kept for the next update, in as much memory as the weights take."""
 
+    cuda_graphs: bool = True
+    """ZO: replay small blocks as CUDA graphs where weights stay on the device. What can't be recorded runs as usual."""
+
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""
 

@@ -86,6 +86,11 @@ class Visits:
         runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
 
     @property
+    def in_one_launch(self) -> bool:
+        """Whether the copies of a step's two passes are made together, each always in the same place."""
+        return self._one_launch
+
+    @property
     def scratch_nbytes(self) -> int:
         return self.scratch.numel() + (0 if self._pair is None else self._pair.numel())
 

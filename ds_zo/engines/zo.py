@@ -28,6 +28,7 @@ from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.engines.graphs import BlockGraphs
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
 from ds_zo.engines.module_state import ReplayedState
@@ -58,6 +59,8 @@ class ZOBackend(Backend):
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ReplayedState(self.homes, module)
+        graphs = config.section.cuda_graphs and device.type == "cuda"
+        self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
         self._pretrained = PretrainedSaving(module, self.state.read)
         self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
@@ -369,6 +372,8 @@ class ZOBackend(Backend):
             self._leave_module_whole()
         self._closed = True
         self._copies.close()
+        if self._graphs is not None:
+            self._graphs.close()
         self._pretrained.close()
         self.state.close()
         self.homes.close()

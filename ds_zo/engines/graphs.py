@@ -1,0 +1,160 @@
+"""CUDA graphs of blocks that are too small to keep the GPU busy while Python launches their kernels.
+
+[Note: graphs of blocks] Working copies made in pairs lie in the same two places for every step, so a block's forward of
+one pass is the same list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the
+recording read them, outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out,
+no random numbers drawn. Whatever can't be recorded runs as it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+from torch.utils import _pytree as pytree
+
+from ds_zo.engines.homes import Homes
+from ds_zo.engines.twins import Lockstep
+from ds_zo.streaming.units import Unit
+
+MOST_FLOPS = 0.5e12
+"""A block's forward of less work than this takes an H200 less time than launching its kernels takes Python."""
+
+Key = tuple[Any, ...]
+
+
+@dataclass
+class Recording:
+    """One block's forward of one pass for inputs of one shape."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    spec: Any
+
+    def replay(self, tensors: list[torch.Tensor]) -> Any:
+        for static, tensor in zip(self.inputs, tensors, strict=True):
+            static.copy_(tensor)
+        self.graph.replay()
+        return pytree.tree_unflatten([output.clone() for output in self.outputs], self.spec)
+
+
+class BlockGraphs:
+    """Stands before the forward of each block and replays it where it can."""
+
+    def __init__(self, homes: Homes, lockstep: Lockstep, *, device: torch.device) -> None:
+        self._homes = homes
+        self._lockstep = lockstep
+        self._device = device
+        self._recordings: dict[Key, Recording | None] = {}
+        """None: seen not to be replayable."""
+        self._outputs: dict[Key, list[torch.Tensor]] = {}
+        """Where the replayable put their outputs."""
+        self._statics: dict[Key, list[torch.Tensor]] = {}
+        self._made_for: object = None
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(device)
+        self._wrapped: list[Unit] = []
+        entered = {id(module) for module in homes.placement.entered_by}
+        for unit in homes.placement.blocks:
+            has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
+            if not has_hooks_inside and not any(part.direct for part in unit.parts):
+                unit.module.forward = partial(self._forward, unit, unit.module.forward)
+                self._wrapped.append(unit)
+
+    def close(self) -> None:
+        self._recordings.clear()
+        self._outputs.clear()
+        self._statics.clear()
+        while self._wrapped:
+            self._wrapped.pop().module.__dict__.pop("forward", None)
+
+    def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not (self._lockstep.inside and self._homes.visits.in_one_launch):
+            return forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        if not self._pays(unit, tensors) or not all(_is_plain(leaf) for leaf in others):
+            return forward(*args, **kwargs)
+        if self._made_for is not self._homes.visits:  # working copies have moved
+            self._recordings.clear()
+            self._outputs.clear()
+            self._made_for = self._homes.visits
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        same = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
+        key = (id(unit), self._lockstep.current, *same)
+        if key in self._recordings:
+            recording = self._recordings[key]
+            return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
+        if key not in self._outputs:
+            return self._watched(key, same, partial(forward, *args, **kwargs))
+        self._recordings[key] = recording = self._record(forward, leaves, spec, key=key, same=same)
+        return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
+
+    def _pays(self, unit: Unit, tensors: list[torch.Tensor]) -> bool:
+        num_tokens = max(
+            (t.shape[0] * t.shape[1] for t in tensors if t.dim() == 3 and t.is_floating_point()), default=0
+        )
+        on_device = all(t.device == self._device for t in tensors)
+        return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_FLOPS
+
+    def _watched(self, key: Key, same: Key, call: Callable[[], Any]) -> Any:
+        """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same."""
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        before = generator.get_offset()
+        result = call()
+        leaves, _ = pytree.tree_flatten(result)
+        if generator.get_offset() != before or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            self._recordings[key] = None
+            return result
+        self._outputs[key] = self._shared(("out", same, *((t.shape, t.dtype) for t in leaves)), leaves)
+        return result
+
+    def _shared(self, key: Key, like: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Blocks and passes run one after the other, so those with tensors of one shape share them."""
+        if key not in self._statics:
+            self._statics[key] = [torch.empty_like(t) for t in like]
+        return self._statics[key]
+
+    def _record(
+        self, forward: Callable[..., Any], leaves: list[Any], spec: Any, *, key: Key, same: Key
+    ) -> Recording | None:
+        inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        rest = iter(inputs)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        error: Exception | None = None
+        output_spec: Any = None
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results, output_spec = pytree.tree_flatten(forward(*args, **kwargs))
+                for static, result in zip(self._outputs[key], results, strict=True):
+                    static.copy_(result)
+            except Exception as raised:
+                error = raised
+            try:
+                graph.capture_end()
+            except RuntimeError as raised:
+                error = error or raised
+        current.wait_stream(self._stream)
+        if error is not None:
+            logger.info(f"ds_zo: a block runs without a CUDA graph, for it can't be recorded: {error}")
+            return None
+        return Recording(graph, inputs, self._outputs[key], output_spec)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Values that decide what a forward does by being what they are; a cache, say, changes."""
+    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))

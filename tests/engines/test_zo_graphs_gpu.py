@@ -1,0 +1,83 @@
+"""Blocks replayed as CUDA graphs give what blocks launched kernel by kernel give."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from equivalence_runs import Weights, assert_same_weights, masters_of, one_step, zo_config, zo_engine
+from torch import nn
+from zoo import CASES, seeded
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
+
+
+def run(make: Any, batch: Any, *, graphs: bool, dtype: str | None = None, num_steps: int = 8) -> tuple[Weights, int]:
+    config = zo_config(lr=1e-4, offload=False, dtype=dtype, section={"cuda_graphs": graphs})
+    with zo_engine(make(), config) as engine:
+        for step in range(num_steps):
+            one_step(engine, batch(step % 3))
+        recorder = engine.backend._graphs
+        num_recorded = 0 if recorder is None else sum(r is not None for r in recorder._recordings.values())
+        return masters_of(engine), num_recorded
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "qwen2"])
+def test_graphs_change_nothing(name: str, dtype: str | None) -> None:
+    case = CASES[name]
+    expected, none = run(case.make, case.batch, graphs=False, dtype=dtype)
+    found, num_recorded = run(case.make, case.batch, graphs=True, dtype=dtype)
+    assert none == 0
+    assert num_recorded > 0
+    assert_same_weights(found, expected)
+
+
+class Sighted(nn.Module):
+    """A block whose forward reads a number back, which no recording can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1.0 if float(x.sum()) > 0 else 0.5)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stack_batch(seed: int) -> dict[str, Any]:
+    return {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("block", [Sighted, Noisy])
+def test_what_cannot_be_replayed_runs_as_usual(block: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    expected, _ = run(lambda: seeded(lambda: Stack(block)), stack_batch, graphs=False)
+    torch.manual_seed(0)
+    found, num_recorded = run(lambda: seeded(lambda: Stack(block)), stack_batch, graphs=True)
+    assert num_recorded == 0
+    assert_same_weights(found, expected)
