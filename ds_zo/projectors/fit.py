@@ -14,6 +14,8 @@ from ds_zo.projectors.sparse import SparseProjector
 CHECK_EVERY = 5
 """Steps of a fit between looks at its bias and the clock, each of which waits for the device."""
 SLAB_COLUMNS = 256
+"""Columns of a projector that its overlap with another makes dense at a time."""
+TEMPORARY_NUMEL = 1 << 22
 DENSE_FRACTION = 16
 """A matrix product makes an entry about this many times as fast as a dot product by elementwise operations."""
 BETAS, EPS = (0.9, 0.99), 1e-12
@@ -221,10 +223,19 @@ def _times_gram(S: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
 
 
 def _at_positions(P: SparseProjector, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Sum over pairs of (left right^T) at P's positions: one dot product each, or all entries where that is cheaper."""
-    left = torch.cat([pair[0] for pair in pairs], dim=1)
+    """Sum over pairs of (left right^T) at P's positions: one dot product each, or all entries where that is cheaper.
+
+    A few rows at a time: the temporaries of an embedding's fit must not outgrow its gradient.
+    """
     right = torch.cat([pair[1] for pair in pairs], dim=1)
-    if DENSE_FRACTION * P.nonzeros >= P.dim:
-        return (left @ right.t()).gather(1, P.indices.long())
-    dots = [(left * right[columns.int()]).sum(dim=1) for columns in P.indices.t()]
-    return torch.stack(dots, dim=1)
+    num_rows = max(1, TEMPORARY_NUMEL // right.shape[1])
+    parts = []
+    for first in range(0, P.num_rows, num_rows):
+        part = slice(first, first + num_rows)
+        left, indices = torch.cat([pair[0][part] for pair in pairs], dim=1), P.indices[part]
+        if DENSE_FRACTION * P.nonzeros >= P.dim:
+            parts.append((left @ right.t()).gather(1, indices.long()))
+        else:
+            dots = [(left * right[columns.int()]).sum(dim=1) for columns in indices.t()]
+            parts.append(torch.stack(dots, dim=1))
+    return torch.cat(parts)

@@ -35,7 +35,7 @@ class SparseProjector:
             )
         self.dim = dim
         self.num_rows, self.nonzeros = indices.shape
-        self.indices = indices.to(_index_dtype(dim))
+        self.indices = indices.to(_index_dtype(dim)).contiguous()
         self.values = values.to(torch.float32).contiguous()
         entries = _entries_by_column(self.indices.cpu().numpy(), dim)
         self._column_entries = torch.from_numpy(entries).to(values.device)

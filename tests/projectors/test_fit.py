@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from projector_cases import gradient, matrix, pair
@@ -13,8 +15,9 @@ BETA = 0.01
 
 
 @pytest.mark.parametrize("nonzeros", [2, 8])
-def test_gradient_equals_autograd(nonzeros: int) -> None:
-    """By few and by many non-zeros, which take different ways to the same dot products."""
+def test_gradient_equals_autograd(nonzeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By few and by many non-zeros, which take different ways to the same dot products, some rows at a time."""
+    monkeypatch.setattr(sys.modules[fit.__module__], "TEMPORARY_NUMEL", 1000)
     G = matrix(24, 40).double()
     P, Q = pair(24, 40, 64 if nonzeros == 2 else 12, nonzeros)
     p, q = (x.dense().double().requires_grad_() for x in (P, Q))
