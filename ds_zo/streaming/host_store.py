@@ -37,6 +37,8 @@ class HostStore:
         buffer = raw[skip : skip + nbytes]
         _ask_for_huge_pages(buffer)
         self.nbytes += nbytes
+        if self._pin:
+            buffer.zero_()  # on all cores: registering would touch the pages one by one
         if self._pin and self._register(buffer):
             self.pinned_nbytes += nbytes
         return buffer
