@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Row = dict[str, Any]
 
@@ -36,7 +39,13 @@ def memory_against_speed(rows: Sequence[Row]) -> str:
         axes.scatter(gb, speed, s=64, color=_colour(rows, row), marker=_marker(row), zorder=3)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _plain_ticks(axes, x=[gb for gb, _, _ in points], y=[speed for _, speed, _ in points])
+    for axis, limits, values in (
+        (axes.xaxis, axes.set_xlim, [gb for gb, _, _ in points]),
+        (axes.yaxis, axes.set_ylim, [speed for _, speed, _ in points]),
+    ):
+        _plain_ticks(axis)
+        if min(values) > 0:
+            limits(min(values) / 1.5, max(values) * 1.5)
     _label_points(axes, [(gb, speed, row["contender"]) for gb, speed, row in points])
     axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
     axes.set_ylabel("tokens/s (median step)")
@@ -78,6 +87,7 @@ def learning_curves(rows: Sequence[Row], *, against: str) -> str:
         axes.plot(at, losses, line, color=_colour(rows, row), label=row["contender"], linewidth=1.6)
     if against == "seconds":
         axes.set_xscale("log")
+        _plain_ticks(axes.xaxis)
     axes.set_xlabel("steps" if against == "steps" else "seconds of training")
     axes.set_ylabel(f"loss (mean of {SMOOTHED_STEPS} steps)")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -138,16 +148,11 @@ def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> Non
         )
 
 
-def _plain_ticks(axes: Axes, *, x: Sequence[float], y: Sequence[float]) -> None:
-    """Numbers instead of powers of ten, at 1, 2 and 5 of each decade, and room around the points."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    for axis, limits, values in ((axes.xaxis, axes.set_xlim, x), (axes.yaxis, axes.set_ylim, y)):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axis.set_minor_formatter(NullFormatter())
-        if values and min(values) > 0:
-            limits(min(values) / 1.5, max(values) * 1.5)
+def _plain_ticks(axis: Axis) -> None:
+    """Numbers instead of powers of ten, at 1, 2 and 5 of each decade."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -160,10 +165,12 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Without the XML prologue, described for those who cannot see it; names inside are salted by the figure's, since
-    one page holds several."""
+    """Without the XML prologue, described for those who cannot see it; ids bear the figure's name, since one page
+    holds several."""
     text = io.StringIO()
-    with rc_context(_STYLE | {"svg.hashsalt": name, "svg.id": name.replace(" ", "-")}):
+    with rc_context(_STYLE | {"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    return svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+    prefix = name.replace(" ", "-")
+    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)

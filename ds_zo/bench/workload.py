@@ -58,7 +58,7 @@ def text_batches(model_name: str, data: Path | None, *, batch: int, length: int,
     return at
 
 
-def _some(sources: Any, *, num_characters: int = 2_000_000) -> str:
+def _some(sources: Any, *, num_characters: int = 500_000) -> str:
     text = ""
     for _, source in sources:
         text += source + "\n"

@@ -1,0 +1,80 @@
+"""One command, from contenders to rows, table and page, at a shape that a CPU can train."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_zo.bench.compare import main
+from ds_zo.bench.contenders import DIFFERING
+from ds_zo.bench.runner import read_rows
+
+REPO = Path(__file__).parents[2]
+NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compare")
+    command = [sys.executable, str(REPO / "launch" / "compare.py"), "--model", "random:llama-tiny", "--layers", "1"]
+    command += ["--batch", "2", "--seq", "16", "--steps", "3", "--warmup", "1", "--dtype", "fp32", "--device", "cpu"]
+    command += ["--lr", "zo=0.5e-5", "--min-free-host-gib", "0.1", "--contenders", ",".join(NAMES), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| zero3-offload-param | " in done.stdout
+    return out
+
+
+def contenders(out: Path) -> dict[str, dict[str, Any]]:
+    return {row["case"]: row for row in read_rows(out / "rows.jsonl") if row["case"] != "machine"}
+
+
+def test_every_contender_starts_from_the_same_weights_and_sees_the_same_batch(results: Path) -> None:
+    rows = contenders(results)
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(NAMES, "ok")
+    first = [rows[name]["losses"][0] for name in NAMES]
+    assert first == pytest.approx([first[0]] * len(NAMES), abs=2e-3)
+    assert all(len(row["losses"]) == 4 and row["tokens_per_s"] > 0 for row in rows.values())
+    assert all(row["forward_s"] > 0 and row["host_peak_gb"] > 0.1 for row in rows.values())
+    # LSP's matrices are smaller than its subspace here, which makes it AdamW as well.
+    for name in ("zero3-offload-param", "lsp"):
+        assert rows[name]["losses"] == pytest.approx(rows["adamw"]["losses"], abs=1e-3)
+    assert rows["zo"]["losses"] != pytest.approx(rows["adamw"]["losses"], abs=1e-3)
+
+
+def test_the_files_differ_in_three_sections_alone_and_lr_is_as_asked(results: Path) -> None:
+    configs = {path.stem: json.loads(path.read_text()) for path in (results / "configs").glob("*.json")}
+    assert configs.keys() == set(NAMES)
+    shared = [{key: value for key, value in config.items() if key not in DIFFERING} for config in configs.values()]
+    assert all(other == shared[0] for other in shared)
+    assert configs["zo"]["optimizer"]["params"]["lr"] == 0.5e-5
+    assert all(contenders(results)[name]["params"]["config"] == config for name, config in configs.items())
+
+
+def test_the_table_and_the_page_are_made_from_the_rows_alone(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (results / "rows.csv").open() as file:
+        assert [row["case"] for row in csv.DictReader(file)] == ["machine", *NAMES]
+    page = (results / "report.html").read_text()
+    for name in ("report.md", "report.html", "rows.csv"):
+        (results / name).unlink()
+    assert main(["--report-only", "--out", str(results)]) == 0
+    assert (results / "report.html").read_text() == page
+    assert "G parameters/s" in capsys.readouterr().out
+
+
+def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--model", "random:opt-7b"], "unknown shape 'opt-7b'"),
+        (["--contenders", "zo,adam"], "unknown contender adam"),
+        (["--lr", "zo"], "NAME=NUMBER"),
+        (["--report-only"], "there are none"),
+    ):
+        assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
+        assert words in capsys.readouterr().err

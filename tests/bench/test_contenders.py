@@ -1,0 +1,92 @@
+"""The comparison is fair by construction: one JSON but for three sections, one set of batches, one ruler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ds_zo.bench.contenders import ALL, DIFFERING, chosen, config_of, shared_config
+from ds_zo.bench.traces import read_trace, union_length
+from ds_zo.bench.workload import text_batches, zipf_batches
+from ds_zo.config import backend_of, resolve
+from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+
+SHARED = shared_config(batch=2, dtype="bf16")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].peer is None])
+def test_a_contender_is_its_three_sections_and_deepspeed_accepts_them(name: str) -> None:
+    config = config_of(ALL[name], SHARED)
+    assert {key: value for key, value in config.items() if key not in DIFFERING} == SHARED
+    DeepSpeedConfig(config)
+    assert backend_of(config) == ALL[name].backend
+    if ALL[name].backend is not None:
+        assert resolve(config).ignored == ()
+
+
+def test_a_smaller_card_is_told_to_ours_and_shrinks_the_buckets_of_stock() -> None:
+    ours = config_of(ALL["zo"], SHARED, device_memory_gb=4)
+    assert ours["ds_zo"]["stream"]["device_memory_gb"] == 4
+    stock = config_of(ALL["zero2-offload"], SHARED, device_memory_gb=4)["zero_optimization"]
+    assert stock["reduce_bucket_size"] == stock["allgather_bucket_size"] == 40_000_000
+    assert config_of(ALL["zero2-offload"], SHARED)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+
+
+def test_a_learning_rate_is_one_contenders_own() -> None:
+    assert config_of(ALL["sgd"], SHARED, lr=0.5)["optimizer"]["params"]["lr"] == 0.5
+    assert ALL["sgd"].optimizer["params"]["lr"] != 0.5
+
+
+def test_host_memory_planned_for_offload_is_what_was_measured() -> None:
+    """LLaMA-1.3B took 32 GB of host memory on an H200, of which 1.5 were libraries."""
+    assert ALL["zero2-offload"].host_bytes(1_345_423_360) / 1e9 + 1.5 == pytest.approx(32, rel=0.05)
+
+
+def test_contenders_are_chosen_by_name() -> None:
+    assert [c.name for c in chosen(["zo", "adamw"])] == ["adamw", "zo"]
+    with pytest.raises(ValueError, match="unknown contender adam; there are adamw, sgd"):
+        chosen(["adam"])
+
+
+def test_random_weights_get_the_same_learnable_tokens_in_every_process() -> None:
+    first, second = (zipf_batches(100, batch=8, length=500, seed=3) for _ in range(2))
+    assert torch.equal(first(5), second(5)) and not torch.equal(first(5), first(6))
+    counts = torch.bincount(first(0).flatten(), minlength=100).sort(descending=True).values
+    assert counts[0] / counts.sum() == pytest.approx(1 / sum(1 / rank for rank in range(1, 101)), rel=0.15)
+    frequencies = counts[counts > 0] / counts.sum()
+    assert float(-(frequencies * frequencies.log()).sum()) < 0.95 * math.log(100)
+
+
+def test_a_model_that_can_read_gets_text() -> None:
+    ids = text_batches(str(EMBEDDED_MODEL), None, batch=2, length=64, seed=0)(0)
+    assert ids.shape == (2, 64) and len(ids.unique()) > 10
+    assert not torch.equal(ids[0], ids[1])
+
+
+def event(category: str, start: float, duration: float, name: str = "k", nbytes: int = 0) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "ts": start, "dur": duration, "name": name, "args": {"bytes": nbytes}}
+
+
+def test_a_copy_counts_where_nothing_computes_beside_it() -> None:
+    events = [
+        event("kernel", 0, 10),
+        event("gpu_memcpy", 5, 15, "Memcpy HtoD (Pinned -> Device)", 3_000),
+        event("gpu_memcpy", 18, 4, "Memcpy DtoH (Device -> Pinned)", 1_000),
+        event("gpu_memcpy", 30, 5, "Memcpy DtoD (Device -> Device)", 9_000),
+        event("cpu_op", 0, 1000),
+    ]
+    found = read_trace(events, steps=2)
+    assert found["up_gb"] == 1.5e-6 and found["down_gb"] == 0.5e-6
+    assert found["gpu_compute_s"] == pytest.approx(7.5e-6)
+    assert found["gpu_copy_s"] == pytest.approx(8.5e-6)
+    assert found["copy_exposed_s"] == pytest.approx(6e-6)
+    assert found["gpu_idle_s"] == pytest.approx(4e-6)
+    assert read_trace([event("cpu_op", 0, 5)], steps=1) == {}
+
+
+def test_intervals_are_united() -> None:
+    assert union_length([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7

@@ -1,0 +1,98 @@
+"""The page is whole in one file and looks right in a browser, where there is one."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparison_rows import MEASURED, rows
+
+from ds_zo.bench.report import contenders, markdown, page, time_to_loss
+
+BROWSER = os.environ.get("DS_ZO_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell"))), None
+)
+
+PROBE = """
+<script>
+const boxes = [...document.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect());
+const labels = [...document.querySelectorAll('svg[aria-label="memory against speed"] text')]
+  .filter((text) => NAMES.includes(text.textContent.trim())).map((text) => text.getBoundingClientRect());
+let covered = 0;
+labels.forEach((a, i) => labels.slice(i + 1).forEach((b) => {
+  covered += a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+}));
+document.title = JSON.stringify({
+  sizes: boxes.map((box) => [box.width, box.height]), labels: labels.length, covered,
+  overflow: document.documentElement.scrollWidth - window.innerWidth,
+  rows: document.querySelectorAll("table")[0].rows.length,
+  requests: performance.getEntriesByType("resource").length,
+});
+</script>
+"""
+
+
+def in_browser(text: str, folder: Path, *, width: int) -> dict[str, Any]:
+    """What a real browser makes of the page, measured by a script that the page itself does not have."""
+    file = folder / "page.html"
+    probe = PROBE.replace("NAMES", json.dumps(list(MEASURED)))
+    file.write_text(text.replace("</body>", f"{probe}</body>"), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1600", "--dump-dom"]
+    command = [str(BROWSER), *options, f"--user-data-dir={folder / 'profile'}", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    found = re.search(r"<title>(.*?)</title>", done.stdout, flags=re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    measured: dict[str, Any] = json.loads(html.unescape(found.group(1)))
+    return measured
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium on the PATH, or named by DS_ZO_CHROMIUM")
+@pytest.mark.parametrize("width", [1400, 500], ids=["desk", "phone"])
+def test_a_browser_shows_four_plots_and_the_table_without_overflow(tmp_path: Path, width: int) -> None:
+    seen = in_browser(page(rows(), target_loss=9.0), tmp_path, width=width)
+    assert len(seen["sizes"]) == 4
+    assert all(w > min(400, 0.8 * width) and h > 150 for w, h in seen["sizes"])
+    assert seen["rows"] == 1 + len(MEASURED) + 1
+    assert seen["overflow"] <= 0
+    assert seen["requests"] == 0
+    assert seen["labels"] == len(MEASURED)
+    assert width < 1000 or seen["covered"] == 0
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_quotes() -> None:
+    text = page(rows())
+    assert not re.search(r'(?:src|href)="https?:', text)
+    assert "out of memory &amp; &lt;no more&gt;" in text and "<no more>" not in text
+    assert len(re.findall(r' id="', text)) == len(set(re.findall(r' id="([^"]*)"', text)))
+
+
+def test_the_table_has_every_contender_its_settings_and_its_failure() -> None:
+    text = markdown(rows(), target_loss=9.0)
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[0][2:] for line in lines] == [*MEASURED, "superoffload"]
+    assert "| 16,583 (16,258) | 247 (240 to 272) |" in lines[0]
+    assert "oom: torch.OutOfMemoryError" in lines[-1] and "90% of the cores" in lines[-1]
+    assert "pinned, overlap_comm" in lines[2]
+    assert "link 55.2 GB/s up" in text and "4.20 G parameters/s" in text and "s to loss 9" in text
+    assert len({line.count(" | ") for line in lines}) == 1
+
+
+def test_time_to_a_loss_is_of_the_smoothed_curve() -> None:
+    row = {"losses": [4.0, 1.0, 4.0, 4.0, 3.0, 1.0, 1.0], "step_wall_s": 0.5}
+    assert time_to_loss(row, 3.0) == 1.0
+    assert time_to_loss({**row, "losses": [4.0, 4.0, 4.0, 4.0, 0.0]}, 3.0) == 2.5
+    assert time_to_loss(row, 0.5) is None
+
+
+def test_rows_of_two_runs_are_not_compared() -> None:
+    mixed = rows()
+    mixed[3]["run_id"] = "r2"
+    with pytest.raises(ValueError, match="one run, got r1, r2"):
+        contenders(mixed)
