@@ -84,7 +84,9 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig) 
     stays = spread(num_blocks, num_resident)
     streamed = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in streamed)
-    still_loaded = sum(placement.blocks[i].nbytes for i in streamed[-num_slots:])
+    # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.
+    ends = [*streamed[-num_slots:], *streamed[:num_slots]] if stream.overlap else []
+    still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
     zero: dict[str, Any] = {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}
     config = _config(model, backend, zero)
     section = stream.model_dump(exclude_unset=True)
@@ -105,7 +107,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig) 
         ),
         host=parts(weights=store, process=PROCESS_NBYTES),
         step_s=_streamed_step_s(model, trace, streamed, [u.nbytes for u in placement.blocks], num_slots=num_slots),
-        up_nbytes=2 * store - still_loaded,
+        up_nbytes=2 * store - still_there,
         down_nbytes=store,
         reduced_nbytes=model.weights_nbytes,
         config=config,

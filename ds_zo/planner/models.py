@@ -138,6 +138,5 @@ def load_config(name: str, *, seq: int) -> Any:
 def _loss_on_paper(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
     """What the chunked loss holds beside the logits: one chunk in float32 and its log-softmax."""
     rows = min(max(1, _CHUNK_NUMEL // vocab_size), logits.numel() // vocab_size)
-    chunk = logits.new_empty(rows, vocab_size, dtype=torch.float32)
-    scores = torch.empty_like(chunk)
-    return scores.sum()
+    chunk = logits.reshape(-1, vocab_size)[:rows].float()
+    return torch.empty_like(chunk).sum()

@@ -1,0 +1,131 @@
+"""Bytes that a plan promises are those of the buffers that engines take: the same units, laid out the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+from planned_models import planned
+from tiny_models import tiny_batch, tiny_model
+
+import ds_zo  # noqa: F401
+from ds_zo.config.optimizers import LSPParams, ZOParams
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner import Estimate, Limits
+from ds_zo.planner.estimate import PROCESS_NBYTES
+from ds_zo.planner.lomo import estimate_lomo
+from ds_zo.planner.lsp import estimate_lsp
+from ds_zo.planner.zo import estimate_zo
+
+pytestmark = pytest.mark.usefixtures("single_process")
+OFFLOADED = {"device": "cpu"}
+
+
+DEEP = {"num_hidden_layers": 7}
+"""So that what slots hold between steps is less than a model."""
+
+
+def start(name: str, kind: str, params: dict[str, Any], *, dtype: str = "fp32", shape: Any = None, **more: Any) -> Any:
+    """An engine for a toy model; `more` are top-level keys."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, **params}},
+        **more,
+    }
+    return deepspeed.initialize(model=tiny_model(name, **(shape or {})), config=config)[0]
+
+
+def streams(stream: dict[str, Any]) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 0, "offload_param": OFFLOADED}, "ds_zo": {"stream": stream}}
+
+
+def one_step(engine: Any, *, seed: int = 0) -> None:
+    engine.backward(engine(**tiny_batch("llama", seed=seed, batch_size=2, length=8)).loss)
+    engine.step()
+
+
+def zo_plan(name: str, *, offload: bool = True, num_directions: int = 1, **stream: Any) -> Estimate:
+    model = planned(name, dtype="bf16")
+    params = ZOParams(num_directions=num_directions)
+    return estimate_zo(model, Limits(), stream=StreamConfig(**stream), params=params, offload=offload)
+
+
+@pytest.mark.parametrize(
+    ("stream", "num_directions"),
+    [
+        ({"resident_blocks": 0, "writeback_interval": 4}, 1),
+        ({"resident_blocks": 0, "writeback_interval": 1, "device_slots": 3}, 1),
+        ({"resident_blocks": 1, "writeback_interval": 4, "master": "wire"}, 2),
+        ({"resident_blocks": 2, "writeback_interval": 4}, 1),
+        ({"resident_blocks": 0, "writeback_interval": 4, "master": "wire", "wire_dtype": "fp8"}, 1),
+    ],
+)
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, Any], num_directions: int) -> None:
+    plan = zo_plan(name, num_directions=num_directions, **stream)
+    engine = start(name, "ZO", {"num_directions": num_directions}, dtype="bf16", **streams(stream))
+    homes = engine.backend.homes
+    units, runtime, visits = homes.placement.units, homes.runtime, homes.visits
+    assert plan.host_nbytes - PROCESS_NBYTES == homes.store.nbytes
+    slots = [*runtime.slots, *runtime._low_pool]
+    assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
+    assert plan.device["scratch"] + plan.device.get("second_copy", 0) == visits.scratch_nbytes
+    weights = sum(u.nbytes * (not u.streamed) + u.low_nbytes * (not u.low_streamed) for u in units)
+    assert plan.device["weights"] == weights + visits._bench.buffer.numel()
+
+
+def test_zo_without_offload_keeps_everything_on_the_device() -> None:
+    plan = zo_plan("opt", offload=False)
+    homes = start("opt", "ZO", {}, dtype="bf16").backend.homes
+    assert plan.host_nbytes == PROCESS_NBYTES and homes.store.nbytes == 0
+    assert plan.device["weights"] == sum(u.nbytes + u.low_nbytes for u in homes.placement.units)
+    assert "slots" not in plan.device and plan.up_nbytes == plan.down_nbytes == 0
+
+
+def test_zo_moves_the_planned_bytes() -> None:
+    model = planned("llama", **DEEP)
+    stream = {"resident_blocks": 1, "writeback_interval": 4}
+    plan = estimate_zo(model, Limits(), stream=StreamConfig(**stream), offload=True)
+    engine = start("llama", "ZO", {}, shape=DEEP, **streams(stream))
+    runtime = engine.backend.homes.runtime
+    for seed in range(2):
+        one_step(engine, seed=seed)
+    up, down = runtime.bytes_up, runtime.bytes_down
+    for seed in range(4):
+        one_step(engine, seed=seed)
+    assert (runtime.bytes_up - up, runtime.bytes_down - down) == (4 * plan.up_nbytes, 4 * plan.down_nbytes)
+
+
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+def test_streamed_lomo_takes_and_moves_the_planned_bytes(kind: Any) -> None:
+    stream = {"resident_blocks": 1}
+    plan = estimate_lomo(
+        planned("llama", **DEEP), Limits(), backend=kind.lower(), stream=StreamConfig(**stream), offload=True
+    )
+    engine = start("llama", kind, {}, shape=DEEP, **streams(stream))
+    homes = engine.backend._homes
+    assert plan.host["weights"] == homes.store.nbytes
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in homes.runtime.slots)
+    assert plan.device["weights"] == sum(u.nbytes for u in homes.placement.units if not u.streamed)
+    for _ in range(2):
+        up, down = homes.runtime.bytes_up, homes.runtime.bytes_down
+        one_step(engine)
+    assert homes.runtime.bytes_down - down == plan.down_nbytes
+    assert homes.runtime.bytes_up - up == plan.up_nbytes
+
+
+@pytest.mark.parametrize("edge", ["lsp", "freeze", "dense"])
+@pytest.mark.parametrize("payload", ["fp32", "bf16"])
+def test_lsp_takes_the_planned_bytes_on_the_host(payload: Any, edge: Any) -> None:
+    own = {"subspace_dim": 8, "nonzeros_per_row": 2, "payload_dtype": payload, "edge": edge}
+    plan = estimate_lsp(planned("llama"), Limits(), params=LSPParams(**own))
+    place = {"zero_optimization": {"stage": 0, "offload_optimizer": OFFLOADED}}
+    backend = start("llama", "LSP", {**own, "projector": "random"}, **place).backend
+    assert plan.host["payload"] == pytest.approx(backend._store.nbytes, rel=0.02)  # which aligns every matrix
+    assert plan.host["states"] == sum(m.num_bytes for group in backend._host_groups for m in group.moments)
+    projectors = [s.subspace for s in backend._slots if s.subspace is not None]
+    taken = sum(pair.P.num_bytes + pair.Q.num_bytes for pair in projectors)
+    assert plan.device["projectors"] == pytest.approx(taken, rel=0.25)  # columns are filled up to the fullest

@@ -1,0 +1,67 @@
+"""Plans against peaks that were measured on an H200: the rows committed with the bench, and figures of the README."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_zo.bench
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner import Limits, Model, load_model
+from ds_zo.planner.lomo import estimate_lomo
+from ds_zo.planner.stock import estimate_on_device, estimate_torch_adamw, estimate_zero_offload
+from ds_zo.planner.zo import estimate_zo
+
+RESULTS = Path(ds_zo.bench.__file__).parent / "results"
+BEFORE_PAIRS = {"b124ba4", "98564ef"}
+"""Commits that did not make both perturbed copies at once yet."""
+GIB = 2**30
+
+
+@lru_cache(maxsize=4)
+def model(shape: str, batch: int, seq: int) -> Model:
+    return load_model(f"random:{shape}", batch=batch, seq=seq)
+
+
+def zo_rows() -> list[dict[str, Any]]:
+    lines = (RESULTS / "h200_zo_speed.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row.get("method") == "zo" and row.get("commit") in BEFORE_PAIRS]
+
+
+@pytest.mark.parametrize("row", zo_rows(), ids=lambda row: f"{row['shape']}-{row['run']}-{row['stream']}")
+def test_zo_rows(row: dict[str, Any]) -> None:
+    stream = {"writeback_interval": row["interval"], "master": row["master"], **(row["stream"] or {})}
+    planned = estimate_zo(
+        model(row["shape"], row["batch"], row["length"]),
+        Limits(),
+        stream=StreamConfig(**stream),
+        offload=row["stream"] is not None,
+    )
+    on_device = planned.device_nbytes - planned.device.get("second_copy", 0)
+    assert on_device / 1e9 == pytest.approx(row["peak_gb"], rel=0.005)
+    assert planned.host_nbytes / 1e9 == pytest.approx(row["host_rss_gb"], rel=0.03)
+    assert planned.host.get("weights", 0) + planned.host.get("low_plane", 0) == pytest.approx(1e9 * row["host_gb"])
+    assert planned.up_nbytes / 1e9 == pytest.approx(row["up_gb_a_step"], rel=0.01)
+    assert planned.down_nbytes / 1e9 == pytest.approx(row["down_gb_a_step"], rel=0.01)
+    assert planned.step_s == pytest.approx(row["step_s"], rel=0.15)
+
+
+def test_lomo_and_adamw_of_llama_7b() -> None:
+    """4 x 1024 tokens, checkpointing: LOMO 15.2 GiB, torch's AdamW on bf16 weights 62.8."""
+    llama = model("llama-7b", 4, 1024)
+    assert estimate_lomo(llama, Limits()).device_nbytes / GIB == pytest.approx(15.2, rel=0.01)
+    assert estimate_torch_adamw(llama, Limits()).device_nbytes / GIB == pytest.approx(62.8, rel=0.01)
+    assert estimate_lomo(llama, Limits()).step_s == pytest.approx(0.460, rel=0.15)
+
+
+def test_offload_and_adamw_of_llama_1_3b() -> None:
+    """4 x 1024 tokens, checkpointing: ZeRO-Offload 5.65 GB on the GPU and 32 on the host, DeepSpeed's AdamW 28.3."""
+    llama = model("llama-1.3b", 4, 1024)
+    offload = estimate_zero_offload(llama, Limits())
+    assert offload.device_nbytes / 1e9 == pytest.approx(5.65, rel=0.05)
+    assert offload.host_nbytes / 1e9 == pytest.approx(32, rel=0.1)
+    assert estimate_on_device(llama, Limits()).device_nbytes / 1e9 == pytest.approx(28.3, rel=0.05)
