@@ -3,11 +3,12 @@
 [Note: graphs of blocks] Working copies made in pairs lie in the same two places for every step, so a block's forward of
 one pass is the same list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the
 recording read them, outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out,
-no random numbers drawn. Whatever can't be recorded runs as it did.
+no random numbers drawn, no number read back. Whatever can't be recorded runs as it did.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,7 @@ class BlockGraphs:
         self._statics: dict[Key, list[torch.Tensor]] = {}
         self._made_for: object = None
         self._pool: Any = None
+        self._gave_up = False
         self._stream = torch.cuda.Stream(device)
         self._wrapped: list[Unit] = []
         entered = {id(module) for module in homes.placement.entered_by}
@@ -76,7 +78,7 @@ class BlockGraphs:
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if not (self._lockstep.inside and self._homes.visits.in_one_launch):
+        if self._gave_up or not (self._lockstep.inside and self._homes.visits.in_one_launch):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -107,12 +109,21 @@ class BlockGraphs:
         return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_FLOPS
 
     def _watched(self, key: Key, same: Key, call: Callable[[], Any]) -> Any:
-        """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same."""
+        """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same: a
+        recording that fails would leave the allocator recording."""
         generator = torch.cuda.default_generators[self._device.index or 0]
-        before = generator.get_offset()
-        result = call()
+        before, mode = generator.get_offset(), torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                result = call()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
         leaves, _ = pytree.tree_flatten(result)
-        if generator.get_offset() != before or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        waits = any("synchronizing" in str(warning.message) for warning in seen)
+        draws = generator.get_offset() != before
+        if waits or draws or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
             return result
         self._outputs[key] = self._shared(("out", same, *((t.shape, t.dtype) for t in leaves)), leaves)
@@ -150,7 +161,8 @@ class BlockGraphs:
                 error = error or raised
         current.wait_stream(self._stream)
         if error is not None:
-            logger.info(f"ds_zo: a block runs without a CUDA graph, for it can't be recorded: {error}")
+            self._gave_up = True
+            logger.warning(f"ds_zo: blocks run without CUDA graphs from now on, for one can't be recorded: {error}")
             return None
         return Recording(graph, inputs, self._outputs[key], output_spec)
 
