@@ -20,9 +20,11 @@ from ds_zo.bench.runner import Case, Row, prepare_to_fork, read_rows, run_cases
 
 MACHINE = "machine"
 """The case that measures link and CPU-Adam bandwidth."""
+_BUILD_S = 300.0
+"""The first use of CPU Adam may compile it, and a build that is stopped leaves a lock behind."""
 _IMPORTS_GB = 1.5
 """Host memory of a child before its model: Python, torch, CUDA."""
-_LISTS = ("seconds", "losses", "last_words", "versions", "params", "env", "link_gbps")
+_LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,12 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--steps", type=int, default=16, help="timed steps (default: %(default)s)")
     how.add_argument("--warmup", type=int, default=4, help="untimed steps before them (default: %(default)s)")
+    how.add_argument(
+        "--max-s", type=float, default=40.0, help="fewer timed steps where they take longer (default: %(default)s)"
+    )
     how.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     how.add_argument("--timeout-s", type=float, default=150.0, help="limit of one case (default: %(default)s)")
     how.add_argument(
         "--min-free-host-gib", type=float, default=4.0, help="a case leaves this much (default: %(default)s)"
     )
+    how.add_argument("--total-s", type=float, help="start no case after this; --resume makes the rest")
     how.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
     to = parser.add_argument_group("results")
@@ -107,6 +113,7 @@ def run(args: argparse.Namespace) -> None:
             min_free_host_gib=args.min_free_host_gib,
             device=device,
             spawn=args.spawn,
+            total_s=args.total_s,
         )
     else:
         rows = last_run(rows_file, args.run_id)
@@ -154,9 +161,12 @@ def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
         data=None if args.data is None else str(args.data),
         seed=args.seed,
         profile=not args.no_profile,
+        max_s=args.max_s,
     )
     num_parameters = count_parameters(spec)
-    machine = Case(MACHINE, "ds_zo.bench.entrant:measure_machine", {"device": device}, timeout_s=args.timeout_s)
+    machine = Case(
+        MACHINE, "ds_zo.bench.entrant:measure_machine", {"device": device}, timeout_s=max(args.timeout_s, _BUILD_S)
+    )
     cases = [machine]
     for contender in chosen(names):
         if contender.missing is not None:

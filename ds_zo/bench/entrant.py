@@ -22,8 +22,9 @@ from ds_zo.bench.workload import batches_of
 
 Row = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NUM_PARTED, NUM_PROFILED = 4, 4
-"""Steps taken apart, and steps profiled: ZenFlow's period is four."""
+NUM_EXTRA = 4
+"""Steps taken apart, and as many profiled: ZenFlow's period is four."""
+SLOW_S, NUM_EXTRA_SLOW = 4.0, 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Spec:
     data: str | None = None
     seed: int = 0
     profile: bool = True
+    max_s: float | None = None
+    """Most seconds that timed steps may take, where fewer of them do."""
 
     @property
     def where(self) -> torch.device:
@@ -115,7 +118,7 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         losses.append(loss.detach().clone())
         return loss
 
-    measured = measure_steps(step, warmup=wanted.warmup, steps=wanted.steps, device=wanted.where)
+    measured = measure_steps(step, warmup=wanted.warmup, steps=wanted.steps, device=wanted.where, max_s=wanted.max_s)
     measured["losses"] = [round(float(loss), 5) for loss in losses]
     tokens = wanted.batch * wanted.length
     row: Row = {
@@ -128,16 +131,20 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         "load_s": round(load_s, 2),
         **measured,
     }
-    row |= _parts(trainer, batch, wanted.where)
+    num_extra = NUM_EXTRA if measured["step_s"] < SLOW_S else NUM_EXTRA_SLOW
+    row |= _parts(trainer, batch, wanted.where, steps=num_extra)
     if wanted.profile and wanted.device == "cuda":
-        row |= profile_steps(step, steps=NUM_PROFILED)
+        try:
+            row |= profile_steps(step, steps=num_extra)
+        except Exception as error:  # what was measured without the profiler is not lost for it
+            row["profile_error"] = f"{type(error).__name__}: {error}"
     return row
 
 
-def _parts(trainer: Trainer, batch: Callable[[], torch.Tensor], device: torch.device) -> Row:
+def _parts(trainer: Trainer, batch: Callable[[], torch.Tensor], device: torch.device, *, steps: int) -> Row:
     """Median seconds of forward, backward and update, each waited for: what overlaps across them is not seen here."""
     seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
-    for _ in range(NUM_PARTED):
+    for _ in range(steps):
         ids = batch()
         synchronize(device)
         stamps = [time.perf_counter()]

@@ -19,18 +19,28 @@ from typing import Any
 import torch
 
 _REPO = Path(__file__).resolve().parents[2]
+_FEWEST_STEPS = 3
 _PACKAGES = ("ds_zo", "deepspeed", "torch", "transformers", "accelerate", "triton")
 
 
-def measure_steps(step: Callable[[], Any], *, warmup: int, steps: int, device: torch.device | str) -> dict[str, Any]:
+def measure_steps(
+    step: Callable[[], Any], *, warmup: int, steps: int, device: torch.device | str, max_s: float | None = None
+) -> dict[str, Any]:
     """Median, fastest and slowest of `steps` calls after `warmup` untimed ones, with the peaks of memory.
 
     A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
-    timed by events on the current stream, so that nothing waits between steps.
+    timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, three at
+    least, where the last warm-up step says that they would take longer.
     """
     device = torch.device(device)
+    warmup_seconds = []
     for _ in range(warmup):
+        start = time.perf_counter()
         step()
+        synchronize(device)
+        warmup_seconds.append(time.perf_counter() - start)
+    if max_s is not None and warmup_seconds:
+        steps = min(steps, max(_FEWEST_STEPS, int(max_s / warmup_seconds[-1])))
     returned: list[Any] = []
     synchronize(device)
     if device.type == "cuda":
@@ -58,6 +68,7 @@ def measure_steps(step: Callable[[], Any], *, warmup: int, steps: int, device: t
         "step_s_max": max(seconds),
         "step_wall_s": wall_s / steps,
         "seconds": [round(s, 6) for s in seconds],
+        "warmup_seconds": [round(s, 6) for s in warmup_seconds],
         "losses": losses,
         "loss": losses[-1] if losses else None,
         **memory_peaks(device),
@@ -166,7 +177,8 @@ def cpu_adam_gparams_per_s(*, numel: int = 2**27, steps: int = 4) -> float:
 
 def environment() -> dict[str, Any]:
     """The machine and the software, found without initialising CUDA."""
-    return {"gpu": gpu_name(), "cpus": os.cpu_count(), "commit": commit(), "versions": versions()}
+    machine = {"gpu": gpu_name(), "cpus": os.cpu_count(), "host": platform.node()}
+    return {**machine, "commit": commit(), "versions": versions()}
 
 
 @lru_cache(maxsize=1)

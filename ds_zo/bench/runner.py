@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 HARNESS_KEYS = (
     *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "host_drop_gb"),
-    *("last_words", "error", "started", "gpu", "cpus", "commit", "versions"),
+    *("last_words", "error", "started", "gpu", "cpus", "host", "commit", "versions"),
 )
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -90,12 +90,15 @@ def run_cases(
     warm: Sequence[str] = ("torch", "transformers", "deepspeed", "ds_zo"),
     device: str = "cuda",
     spawn: bool = False,
+    total_s: float | None = None,
 ) -> list[Row]:
     """One row a case, appended to `out` as it comes. Tables compare rows of one `run_id`.
 
     `only` names cases by a glob or a part of the name. `resume` goes on with the last run of `out`: cases that have a
-    row there keep it. A child is stopped when the host has less than `min_free_host_gib` left.
+    row there keep it. A child is stopped when the host has less than `min_free_host_gib` left. After `total_s` no case
+    is started any more: the rest have no row, and are there for `resume`.
     """
+    begun = time.monotonic()
     chosen = [case for case in cases if only is None or fnmatch(case.name, only) or only in case.name]
     if not chosen:
         raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
@@ -112,6 +115,12 @@ def run_cases(
     from ds_zo.bench.measure import environment
 
     common = {"run_id": run_id, "device": device, **environment()}
+    elsewhere = {row.get("host") for row in done} - {common["host"]}
+    if elsewhere:
+        raise ValueError(
+            f"a run is of one machine: run {run_id} was begun on {elsewhere.pop()} and this is {common['host']}; start "
+            "a new one (without --resume)"
+        )
     harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
     results: list[Row] = []
     bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True)
@@ -120,6 +129,9 @@ def run_cases(
             bar.set_description(case.name)
             row = known.get((case.name, case.config_hash))
             if row is None:
+                if total_s is not None and time.monotonic() - begun > total_s:
+                    bar.set_postfix_str(f"{case.name} and later ones left for another call", refresh=True)
+                    continue
                 row = common | harness.run(case)
                 if out is not None:
                     _append(out, row)

@@ -42,3 +42,11 @@ def test_the_environment_is_found_without_initialising_cuda() -> None:
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["deepspeed"]
     assert found["cpus"] >= 1 and "commit" in found and "gpu" in found
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
+
+
+def test_slow_steps_are_fewer_but_three_at_least() -> None:
+    def count(max_s: float) -> int:
+        return len(measure_steps(lambda: time.sleep(0.01), warmup=1, steps=50, device="cpu", max_s=max_s)["seconds"])
+
+    assert count(0.001) == 3
+    assert 3 < count(0.1) <= 10

@@ -110,3 +110,19 @@ def test_the_hash_is_of_what_is_measured() -> None:
     assert one.config_hash == case("add", name="other", params={"b": 2, "a": 1}, timeout_s=9).config_hash
     assert one.config_hash != case("add", params={"a": 1, "b": 3}).config_hash
     json.dumps(one.params)
+
+
+def test_after_its_time_a_run_starts_nothing_and_resuming_makes_the_rest(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    cases = [case("add", name=f"add{i}", params={"a": i, "b": 0}) for i in range(2)]
+    assert run(*cases, out=out, total_s=-1) == []
+    assert [row["sum"] for row in run(*cases, out=out, resume=True)] == [0, 1]
+
+
+def test_a_run_is_of_one_machine(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    one = case("add", params={"a": 1, "b": 1})
+    [row] = run(one, out=out)
+    out.write_text(json.dumps(row | {"host": "another"}) + "\n")
+    with pytest.raises(ValueError, match="begun on another"):
+        run(one, out=out, resume=True)
