@@ -1,0 +1,166 @@
+"""A plan's arithmetic: what fits, the papers' equations, the schedule it prices, several GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_models import planned
+
+from ds_zo.config.resolve import resolve
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner import CONTENDERS, Limits, Plan, Rates, load_rates, plan, pricing, render, scale
+from ds_zo.planner.lomo import estimate_lomo
+from ds_zo.planner.lsp import lsp_step_s
+from ds_zo.planner.stock import zero_step_s
+from ds_zo.planner.zo import estimate_zo
+from ds_zo.streaming.budget import MARGIN_NBYTES
+from ds_zo.streaming.schedule import Kind, sweep, validate
+
+
+@pytest.fixture(scope="module")
+def tiny_plan() -> Plan:
+    return plan(planned("llama", dtype="bf16"))
+
+
+def test_every_contender_is_there_and_its_parts_add_up(tiny_plan: Plan) -> None:
+    assert [e.contender for e in tiny_plan.estimates] == list(CONTENDERS)
+    for estimate in tiny_plan.estimates:
+        shown = json.loads(json.dumps(estimate.to_json()))
+        assert shown["device_nbytes"] == sum(shown["device"].values()) > 0
+        assert shown["host_nbytes"] == sum(shown["host"].values()) > 0
+        assert shown["step_s"] > 0 and shown["fits"]
+
+
+@pytest.mark.parametrize("backend", ["zo", "lomo", "adalomo", "lsp"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_json_of_a_plan_is_accepted(backend: str, offload: bool) -> None:
+    """By the same code that `deepspeed.initialize` runs."""
+    found = plan(planned("llama", dtype="bf16"), backends=[backend], offload=offload, device_memory_gb=1)
+    config = dict(found[backend].config)
+    resolved = resolve(config)
+    assert resolved.backend == backend
+    assert resolved.stream is (offload and backend != "lsp")
+
+
+def test_less_memory_streams_more_and_never_overruns() -> None:
+    model = planned("opt", dtype="bf16", num_hidden_layers=8, hidden_size=64, ffn_dim=256, word_embed_proj_dim=64)
+    least = estimate_zo(model, Limits(), stream=StreamConfig(resident_blocks=0), offload=True).device_nbytes
+    whole = estimate_zo(model, Limits(), offload=False).device_nbytes
+    seen = []
+    for budget in range(least, whole + 1, max(1, (whole - least) // 12)):
+        found = estimate_zo(model, Limits(device_nbytes=budget + MARGIN_NBYTES), offload=True)
+        assert found.fits_device and found.device_nbytes <= budget
+        seen.append(found.host.get("weights", 0))
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) > 3
+    too_small = estimate_zo(model, Limits(device_nbytes=least), offload=True)
+    assert not too_small.fits_device
+
+
+def test_streaming_is_chosen_where_the_device_is_too_small() -> None:
+    model = planned("llama", dtype="bf16", num_hidden_layers=12)
+    resident = estimate_lomo(model, Limits())
+    tight = Limits(device_nbytes=resident.device_nbytes + MARGIN_NBYTES - 1)
+    assert resident.up_nbytes == 0 and "offload_param" not in resident.config["zero_optimization"]
+    streamed = estimate_lomo(model, tight)
+    assert streamed.up_nbytes > 0 and "offload_param" in streamed.config["zero_optimization"]
+
+
+def test_host_memory_decides_too() -> None:
+    found = plan(planned("llama"), host_memory_gb=0.5, backends=["zero-offload"])
+    assert not found["zero-offload"].fits_host and found["zero-offload"].fits_device
+    assert "no: host" in render(found)
+
+
+def test_equation_1_on_the_papers_machine() -> None:
+    """LLaMA-7B on its workstation: 32 layers of 1.7 and 3.5 ms, an update of 1.92 s, 14 GB over 15 GB/s."""
+    model = planned("llama", dtype="bf16")
+    scale_up = 7e9 / model.numel
+    model.rates = Rates(link_up_gbps=15 / scale_up, link_down_gbps=15 / scale_up, cpu_adam_gparams=7 / 1.92 / scale_up)
+    assert zero_step_s(model, 32 * 1.7e-3, 32 * 3.5e-3) == pytest.approx(0.0544 + 14 / 15 + 1.92, rel=1e-6)
+
+
+def test_equation_4_takes_one_layer_off_the_critical_path() -> None:
+    step_s = lsp_step_s(0.166, down_s=0.032, up_s=0.032, update_s=0.064, num_layers=32)
+    assert step_s == pytest.approx(0.166 + 0.128 / 32)
+    assert lsp_step_s(0.166, down_s=0.1, up_s=0.1, update_s=1.92, num_layers=32) == 1.92
+
+
+def test_low_rank_memory_is_table_2(tiny_plan: Plan) -> None:
+    """Beside the weights, in elements: LoRA beta (m + n) r, GaLore (m + beta n) r, with beta = 3 for Adam."""
+    model = planned("llama", dtype="bf16")
+    for method, count in (("lora", lambda m, n: 3 * (m + n)), ("galore", lambda m, n: min(m, n) + 2 * max(m, n))):
+        elements = sum(count(m, n) for m, n in model.matrices) * 16
+        parts = tiny_plan[method].device
+        assert parts["projectors"] // 2 + parts["states"] // 4 == elements
+
+
+def test_the_priced_pass_is_the_runtimes_with_residents_between() -> None:
+    actions, loaded = pricing.pass_over(range(5), streamed={0, 2, 3}, num_slots=2, downloads={2}, then=range(5))
+    runtimes = sweep([0, 2, 3], num_slots=2, downloads={2}, then=[0, 2])
+    assert [a for a in actions if a.slot >= 0] == runtimes
+    assert [a.block for a in actions if a.kind is Kind.COMPUTE] == [0, 1, 2, 3, 4]
+    assert set(loaded) == {0, 2}
+    following, _ = pricing.pass_over(range(5), streamed={0, 2, 3}, num_slots=2, loaded=loaded, then=range(5))
+    assert all(a.block != 0 for a in following[:1] if a.kind is Kind.UPLOAD)
+    validate([a for a in actions if a.slot >= 0], num_slots=2)
+
+
+def test_a_slow_link_makes_streaming_slow_and_residency_worth_it() -> None:
+    model = planned("llama", dtype="bf16", num_hidden_layers=6)
+    model.rates = Rates(link_up_gbps=1e-5, link_down_gbps=1e-5, link_both_gbps=1e-5)
+    streamed = estimate_zo(model, Limits(), stream=StreamConfig(resident_blocks=0, master="wire"), offload=True)
+    half = estimate_zo(model, Limits(), stream=StreamConfig(resident_blocks=3, master="wire"), offload=True)
+    assert streamed.step_s == pytest.approx((streamed.up_nbytes + streamed.down_nbytes) / 1e4, rel=0.05)
+    assert half.step_s == pytest.approx(streamed.step_s / 2, rel=0.05)
+
+
+def test_what_crosses_the_wire_between_ranks() -> None:
+    small, large = (plan(planned("llama", hidden_size=size), backends=["zo", "lomo", "lsp"]) for size in (16, 32))
+    wire = [{s.contender: s.wire_nbytes for s in scale(p, gpus=8, nodes=64)} for p in (small, large)]
+    assert wire[0]["zo"] == wire[1]["zo"] < 16
+    weights = 4 * small.num_parameters
+    assert wire[0]["lomo"] == 2 * 511 * weights // 512
+    assert wire[1]["lomo"] > 2 * wire[0]["lomo"]
+
+
+def test_stage_3_keeps_one_store_a_machine() -> None:
+    found = plan(planned("llama"), backends=["zo"], stream={"resident_blocks": 0}, offload=True)
+    (scaled,) = scale(found, gpus=4)
+    store = found["zo"].host["weights"] + found["zo"].host.get("low_plane", 0)
+    assert scaled.host_nbytes - scaled.sharded_host_nbytes == 3 * store
+
+
+def test_rates_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text('[2026] a line of a logger\n{"rates": {"link_up_gbps": 12.5}, "checks": []}')
+    assert load_rates(path) == Rates(link_up_gbps=12.5)
+    path.write_text('{"link_gbps": 12.5}')
+    with pytest.raises(ValueError, match=r"unknown rate 'link_gbps'.*link_up_gbps.*rates\.json"):
+        load_rates(path)
+    path.write_text('{"link_up_gbps": 0}')
+    with pytest.raises(ValueError, match=r"> 0, got 0.*link_up_gbps"):
+        load_rates(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"backends": ["adam"]}, "unknown backend 'adam'; there are zo"),
+        ({"params": {"zo_eps": 1e-3}}, "params belong to one backend"),
+        ({"batch": 0}, "batch must be >= 1"),
+        ({"backends": ["zo"], "params": {"eps": 1.0}}, "eps"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(planned("llama"), **arguments)
+
+
+def test_a_model_that_cannot_be_found_or_traced_says_what_can() -> None:
+    with pytest.raises(ValueError, match=r"random:SHAPE.*opt-6\.7b.*got 'no-such-model'"):
+        plan("no-such-model")
+    with pytest.raises(ValueError, match="depends on values"):
+        plan(planned("mixtral"), backends=["zo"])

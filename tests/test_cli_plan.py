@@ -1,0 +1,56 @@
+"""`ds-zo plan` and `ds-zo report`, as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers as hf
+
+from ds_zo.cli import main
+
+
+def test_plan_of_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    ).save_pretrained(tmp_path)
+    command = ["plan", "--model", str(tmp_path), "--device-memory-gb", "24", "--host-memory-gb", "128"]
+    assert main([*command, "--batch", "2", "--seq", "16", "--json", "--gpus", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["batch"] == 2 and found["num_blocks"] == 3
+    assert {e["contender"]: e["fits"] for e in found["estimates"]}["zo"] is True
+    assert found["scaled"][0]["gpus"] == 2
+
+
+def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "random:opt-tiny", "--backend", "zo", "--offload", "--seq", "32"]
+    assert main([*command, "--stream", '{"master": "wire"}', "--params", '{"num_directions": 2}', "--nodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 2 blocks streamed, master wire" in shown and "logits" in shown and '"offload_param"' in shown
+    assert "2 machines" in shown
+
+
+def test_plan_tells_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "random:opt-7b"]) == 1
+    assert "unknown shape 'opt-7b'; there are opt-tiny" in capsys.readouterr().err
+
+
+def test_report_names_remedies_and_feeds_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # nothing is built there, and nothing will be
+    assert main(["report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]) == 0
+    written = capsys.readouterr().out
+    found = json.loads(written)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert {"GPU", "Triton", "locked memory", "host memory", "huge pages", "cores", "CPU Adam"} <= checks.keys()
+    assert all(check["remedy"] for check in checks.values() if check["name"] == "GPU" and check["status"] == "warn")
+    assert found["rates"]["cpu_adam_gparams"] > 0 and not list(tmp_path.iterdir())
+    assert found["layers"]["num_layers"] == 2 and found["layers"]["seconds"]["cpu"]["forward"] > 0
+    path = tmp_path / "rates.json"
+    path.write_text(written)
+    command = ["plan", "--model", "random:opt-tiny", "--seq", "32", "--backend", "zero-offload", "--json"]
+    assert main([*command, "--rates", str(path)]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["rates"]["cpu_adam_gparams"] == found["rates"]["cpu_adam_gparams"]
