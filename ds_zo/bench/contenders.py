@@ -45,6 +45,9 @@ _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_buck
 _BUCKET_SHARE = 0.02
 """Of a smaller card, that one of stock DeepSpeed's buckets may take: its documentation says to shrink them there."""
 
+_BUDGET_SHARE = 0.96
+"""Of a smaller card, that ours are told of: what the allocator caches beyond what is used counts against the card."""
+
 
 def _nothing(num_parameters: int) -> int:
     return 0
@@ -256,7 +259,7 @@ def config_of(
         config["ds_zo"] = copy.deepcopy(contender.ds_zo)
     if device_memory_gb is not None:
         if contender.ds_zo is not None:
-            config["ds_zo"]["stream"]["device_memory_gb"] = device_memory_gb
+            config["ds_zo"]["stream"]["device_memory_gb"] = round(device_memory_gb * _BUDGET_SHARE, 3)
         largest = int(device_memory_gb * 1e9 * _BUCKET_SHARE / 2)
         zero = config["zero_optimization"]
         zero |= {key: min(zero[key], largest) for key in _BUCKETS if key in zero}

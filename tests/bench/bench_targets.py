@@ -54,3 +54,31 @@ def wait_for_ever() -> None:
 
 def take_a_harness_key() -> dict[str, Any]:
     return {"status": "fine"}
+
+
+def allocate_on_gpu(*, gb: float, cap_gb: float) -> dict[str, Any]:
+    import torch
+
+    from ds_zo.bench.measure import cap_device_memory
+
+    cap_device_memory(cap_gb)
+    block = torch.zeros(int(gb * 1e9), dtype=torch.uint8, device="cuda")
+    return {"sum": int(block[:10].sum()), "has_arguments": len(sys.argv) > 1}
+
+
+def copy_and_compute() -> dict[str, Any]:
+    import torch
+
+    from ds_zo.bench.traces import profile_steps
+
+    host = torch.empty(64_000_000, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    square = torch.randn(2048, 2048, device="cuda")
+
+    def step() -> None:
+        there.copy_(host, non_blocking=True)
+        host[:16_000_000].copy_(there[:16_000_000], non_blocking=True)
+        square @ square
+
+    step()
+    return profile_steps(step, steps=4)
