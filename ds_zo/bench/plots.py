@@ -13,6 +13,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from ds_zo.bench.curves import SMOOTHED_STEPS, smoothed
+
 Row = dict[str, Any]
 
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
@@ -26,8 +28,6 @@ _DEVICE = (
     ("copy_exposed_s", "only copies", "#c44e52"),
     ("gpu_idle_s", "GPU idle", "#e4e4e4"),
 )
-SMOOTHED_STEPS = 4
-"""Losses are means over this many steps: one batch's says little."""
 
 
 def memory_against_speed(rows: Sequence[Row]) -> str:
@@ -92,11 +92,6 @@ def learning_curves(rows: Sequence[Row], *, against: str) -> str:
     axes.set_ylabel(f"loss (mean of {SMOOTHED_STEPS} steps)")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _svg(figure, f"loss against {against}")
-
-
-def smoothed(losses: Sequence[float]) -> list[float]:
-    windows = (losses[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(losses)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def memory_key(rows: Sequence[Row]) -> str:

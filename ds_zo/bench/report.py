@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed, smoothed
+from deepspeed.utils import logger
+
+from ds_zo.bench.curves import smoothed, time_to_loss
 
 Row = dict[str, Any]
 _ERROR_CHARACTERS = 110
@@ -39,11 +42,16 @@ pre { background: #f6f7f9; padding: .7rem; overflow-x: auto; font-size: .78rem; 
 
 
 def write_report(rows: Sequence[Row], out: Path, *, target_loss: float | None = None) -> str:
-    """Writes report.md and report.html into `out`; returns the Markdown."""
+    """Writes report.md into `out` and, where matplotlib is installed, report.html; returns the Markdown."""
     text = markdown(rows, target_loss=target_loss)
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.md").write_text(text + "\n", encoding="utf-8")
-    (out / "report.html").write_text(page(rows, target_loss=target_loss), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning(
+            f"no page: matplotlib is not installed; where it is, ds-zo bench --report-only --out {out} draws it"
+        )
+    else:
+        (out / "report.html").write_text(page(rows, target_loss=target_loss), encoding="utf-8")
     return text
 
 
@@ -60,6 +68,8 @@ def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
 
 def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     """One file that opens without a server or a network."""
+    from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed
+
     entrants = contenders(rows)
     done = [row for row in entrants if row["status"] == "ok"]
     body = [f"<h1>{_text(title_of(rows))}</h1>", f'<p class="facts">{_text(facts_of(rows))}</p>']
@@ -137,14 +147,6 @@ def facts_of(rows: Sequence[Row]) -> str:
     facts.append(f"commit {first.get('commit')}")
     facts += [f"{name} {version}" for name, version in first.get("versions", {}).items()]
     return "; ".join(facts)
-
-
-def time_to_loss(row: Row, target: float) -> float | None:
-    """Seconds of training until the smoothed loss is at `target`, at the mean speed of the timed steps."""
-    for i, loss in enumerate(smoothed(row.get("losses") or [])):
-        if loss <= target:
-            return float((i + 1) * row["step_wall_s"])
-    return None
 
 
 def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:

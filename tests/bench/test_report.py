@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from comparison_rows import MEASURED, rows
 
-from ds_zo.bench.report import contenders, markdown, page, time_to_loss
+from ds_zo.bench.curves import time_to_loss
+from ds_zo.bench.report import contenders, markdown, page
 
 BROWSER = os.environ.get("DS_ZO_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell"))), None
