@@ -1,7 +1,8 @@
 """The causal language-modelling loss in token chunks.
 
 A training pass without gradients needs float32 logits only while it sums them up. Upcasting a whole sequence at once
-takes more memory than a block.
+takes more memory than a block. With gradients the same holds twice: the backward makes each chunk's float32 logits
+again, by the operations that `cross_entropy` would have kept them for, so gradients have the same bits.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
 _CHUNK_NUMEL = 2**24
+_SUM = 2
+"""`reduction="sum"`, as the operator below takes it."""
 
 
 def chunked_causal_lm_loss(
@@ -33,12 +37,49 @@ def chunked_causal_lm_loss(
     rows = logits.reshape(-1, vocab_size)
     targets = shift_labels.reshape(-1).to(rows.device)
     num_rows = max(1, _CHUNK_NUMEL // vocab_size)
-    total = torch.zeros((), dtype=torch.float32, device=rows.device)
-    for chunk, wanted in zip(rows.split(num_rows), targets.split(num_rows), strict=True):
-        total += cross_entropy(chunk.float(), wanted, ignore_index=ignore_index, reduction="sum")
+    if rows.requires_grad and torch.is_grad_enabled():
+        if len(rows) <= num_rows:
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = cross_entropy(rows.float(), targets, ignore_index=ignore_index, reduction=reduction)
+            return (
+                loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+            )
+        total = _SummedByChunks.apply(rows, targets, ignore_index, num_rows)
+    else:
+        total = _sum(rows, targets, ignore_index=ignore_index, num_rows=num_rows)
     if num_items_in_batch is None:
         return total / (targets != ignore_index).sum()
     return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def _sum(rows: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, num_rows: int) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float32, device=rows.device)
+    for chunk, wanted in zip(rows.split(num_rows), targets.split(num_rows), strict=True):
+        total += cross_entropy(chunk.float(), wanted, ignore_index=ignore_index, reduction="sum")
+    return total
+
+
+class _SummedByChunks(torch.autograd.Function):
+    """Keeps the logits, which are there anyway, and nothing in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, ignore_index: int, num_rows: int) -> torch.Tensor:
+        ctx.save_for_backward(rows, targets)
+        ctx.settings = (ignore_index, num_rows)
+        return _sum(rows, targets, ignore_index=ignore_index, num_rows=num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, targets = ctx.saved_tensors
+        ignore_index, num_rows = ctx.settings
+        found = torch.empty_like(rows)
+        weight = torch.ones((), dtype=torch.float32, device=rows.device)
+        for chunk, wanted, out in zip(*(t.split(num_rows) for t in (rows, targets, found)), strict=True):
+            logs = torch.log_softmax(chunk.float(), dim=-1)
+            by_logs = torch.ops.aten.nll_loss_backward(grad, logs, wanted, None, _SUM, ignore_index, weight)
+            out.copy_(torch.ops.aten._log_softmax_backward_data(by_logs, logs, -1, torch.float32))
+        return found, None, None, None
 
 
 def models_with_causal_loss(module: nn.Module) -> list[nn.Module]:

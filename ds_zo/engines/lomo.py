@@ -37,6 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
+from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
@@ -132,6 +133,7 @@ class LOMOBackend(Backend):
         self._homes = None
         if config.stream:
             self._homes = BlockHomes(module, config, param_groups=self.param_groups, device=device)
+        self._models_with_causal_loss = models_with_causal_loss(module)
         self._slots = self._make_slots()
         self._blocks = self._wrap_blocks()
         self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
@@ -253,6 +255,7 @@ class LOMOBackend(Backend):
         # Compiled code otherwise lets its first backward overwrite what the second needs, and refuses to be retained.
         with (
             functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not self._two_passes),
+            losses_in_chunks(self._models_with_causal_loss),
             self._forward_sweep(),
         ):
             return self.module(*args, **kwargs)
