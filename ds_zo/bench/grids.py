@@ -179,6 +179,13 @@ def _zo(*, bf16: bool = False, **stream: Any) -> Config:
 ADAMW = _config("AdamW", clipping=1.0, params={"torch_adam": True, "weight_decay": 0.0})
 """torch's, because DeepSpeed's own would compile for minutes at its first use."""
 LOMO = _config("LOMO", clipping=1.0)
+LSP = _config(
+    "LSP",
+    clipping=1.0,
+    params={"subspace_dim": 256, "nonzeros_per_row": 4},
+    zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+)
+ZERO_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
 MEZO = _config("MeZO", params={"zo_eps": 1e-3})
 SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
 GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "stsb")
@@ -268,12 +275,7 @@ ACCURACY = Grid(
             _config("AdaLOMO", clipping=0.0), lrs=(5e-4, 2e-3), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)
         ),
         "lsp": Method(
-            _config(
-                "LSP",
-                clipping=1.0,
-                params={"subspace_dim": 256, "nonzeros_per_row": 4},
-                zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-            ),
+            LSP,
             lrs=(3e-5, 1e-4, 3e-4),
             steps=FIRST_ORDER_STEPS,
             eval_every=100,
@@ -284,6 +286,28 @@ ACCURACY = Grid(
     seeds=(0, 1, 2),
 )
 """The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere."""
+
+CURVES = Grid(
+    {
+        "zo": Method(_zo(), lrs=(3e-6,), steps=10**6),
+        "lomo": Method(LOMO, lrs=(3e-2,), steps=10**6, eval_every=50),
+        "lora": Method(ADAMW, lrs=(5e-4,), steps=10**6, eval_every=50, lora_ranks=(2,)),
+        "lsp": Method(LSP, lrs=(1e-4,), steps=10**6, eval_every=50),
+        "zero-offload": Method(
+            {
+                **ADAMW,
+                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.0}},
+                "zero_optimization": ZERO_OFFLOAD,
+            },
+            lrs=(3e-5,),
+            steps=10**6,
+            eval_every=50,
+            lr_of="adamw",
+        ),
+    },
+    tasks=("boolq",),
+)
+"""Learning curves at equal time: constant rates, to be ended by `--case-seconds`, one job at a time."""
 
 SMOKE = Grid(
     {
@@ -303,5 +327,6 @@ GRIDS: dict[str, Grid] = {
     "mezo": MEZO_PAPER,
     "lomo": LOMO_PAPER,
     "lsp-glue": LSP_GLUE,
+    "curves": CURVES,
     "smoke": SMOKE,
 }
