@@ -35,6 +35,10 @@ _FOLD_DRAWS = 0.4
 """Dither of a fold, in normal draws."""
 _VISIT_LAUNCH_S = 2e-4
 """Host time of a block's hooks, switches and kernels."""
+MOST_RECORDED_FLOPS = 0.5e12
+"""Blocks with less work than this are replayed as CUDA graphs where their copies are made in pairs."""
+_REPLAY_LAUNCH_S = 5e-5
+"""Host time of such a replay and its copies."""
 _CHUNK_ROW_NBYTES = 32
 """A kernel's table has one row for each chunk of a parameter."""
 
@@ -92,7 +96,9 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
     buffers = Buffers(stream, num_passes, fixed or _INTERVALS[-1], num_blocks, narrow)
+    recordings = 2 * trace.boundary * _is_recorded(model, placement, num_passes, pairs=True)
     beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
+    beside += recordings
     num_resident = _num_resident(placement, limits, stream, buffers.sizes, beside=beside) if offload else num_blocks
     stays = spread(num_blocks, num_resident)
     streamed = [i for i in range(num_blocks) if i not in stays]
@@ -128,6 +134,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
             scratch=there.scratch - second_copy,
             second_copy=second_copy,
             activations=trace.peak.activations + (num_passes - 1) * trace.paused,
+            graphs=recordings * sizes["pairs"],
             logits=trace.peak.logits,
             workspace=WORKSPACE_NBYTES + _table_nbytes(placement),
         ),
@@ -164,6 +171,12 @@ def _best_interval(model: Model, placement: Placement, streamed: list[int], buff
     return max(k for k in _INTERVALS if seconds[k] <= _ALIKE * min(seconds.values()))
 
 
+def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:
+    """Recordings read and write in places of their own, shared by blocks of one shape."""
+    largest = max((sum(p.numel for p in unit.placed) for unit in placement.blocks), default=0)
+    return pairs and num_passes == 2 and 2 * model.num_tokens * largest < MOST_RECORDED_FLOPS
+
+
 def _table_nbytes(placement: Placement) -> int:
     return sum(-(-p.numel // CHUNK_NUMEL) * _CHUNK_ROW_NBYTES for u in placement.units for p in u.placed)
 
@@ -173,12 +186,14 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
     rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
     num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
     pending = (interval + 1) / 2
+    pairs = buffers.sizes(num_blocks - len(streamed))["pairs"]
+    recorded = _is_recorded(model, placement, num_passes, pairs=pairs)
     up, down = _rates_together(rates, placement, streamed, interval)
     seconds: dict[tuple[int, Kind], float] = {}
     for i, unit in enumerate(placement.blocks):
         noise = _noise_s(unit, rates, pending=pending, folds=1 / interval, num_passes=num_passes, params=params)
         cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
-        on_host = num_passes * cost.launch_s + _VISIT_LAUNCH_S
+        on_host = num_passes * (_REPLAY_LAUNCH_S if recorded else cost.launch_s) + _VISIT_LAUNCH_S
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
         seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes / interval) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down

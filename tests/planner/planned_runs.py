@@ -1,0 +1,64 @@
+"""Runs by the JSON of a plan: what they take of the device when it is a GPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import deepspeed
+import torch
+
+import ds_zo  # noqa: F401
+from ds_zo.bench.shapes import lazy_model, materialise
+from ds_zo.planner import Estimate, plan
+
+CASES = {
+    # name: (backend, offload)
+    "zo": ("zo", False),
+    "zo-streamed": ("zo", True),
+    "lomo": ("lomo", False),
+    "lomo-streamed": ("lomo", True),
+    "adalomo": ("adalomo", False),
+    "lsp": ("lsp", None),
+}
+
+
+def planned_and_run(
+    case: str, shape: str, *, batch: int, seq: int, device: torch.device, num_steps: int = 4
+) -> tuple[Estimate, int, float]:
+    """The estimate, the allocator's peak after warming up (0 on the CPU), and the last loss."""
+    backend, offload = CASES[case]
+    stream = {"resident_blocks": 0} if offload else None
+    estimate = plan(f"random:{shape}", batch=batch, seq=seq, backends=[backend], offload=offload, stream=stream)[
+        backend
+    ]
+    model = lazy_model(f"random:{shape}", dtype=torch.bfloat16, device=device, max_length=max(2048, seq))
+    if not offload and backend != "zo":
+        model = materialise(model, device)
+    if not offload and backend not in ("zo",):
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.config.use_cache = False  # type: ignore[union-attr]
+    config = dict(estimate.config)
+    if backend == "lsp":
+        config["optimizer"]["params"] |= {"projector": "random"}  # a fit is not a step
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.train()
+    ids = torch.randint(0, 500, (batch, seq), device=device)
+    cuda = device.type == "cuda"
+    loss = 0.0
+    for step in range(num_steps):
+        if step == num_steps - 2 and cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        output: Any = engine(input_ids=ids, labels=ids).loss
+        engine.backward(output)
+        engine.step()
+        loss = float(output.detach())
+        del output
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    engine.destroy()
+    del engine, model
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return estimate, peak, loss
