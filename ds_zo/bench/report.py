@@ -108,11 +108,14 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
     runs = {row["run_id"] for row in rows}
     if len(runs) > 1:
         raise ValueError(f"a table compares rows of one run, got {', '.join(sorted(runs))}: choose one (--run-id)")
-    return [
+    found = [
         row | {"contender": row["case"], "settings": row.get("settings") or _settings(row)}
         for row in rows
         if "contender" in row.get("params", {})
     ]
+    if not found:
+        raise ValueError("no contender has a row yet; --resume goes on with the run")
+    return found
 
 
 def _settings(row: Row) -> str:

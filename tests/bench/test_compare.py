@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ds_zo.bench.compare import main
-from ds_zo.bench.contenders import DIFFERING
+from ds_zo.bench.contenders import ALL, DIFFERING
 from ds_zo.bench.runner import read_rows
+from ds_zo.cli import main as cli
 
 REPO = Path(__file__).parents[2]
 NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
@@ -67,6 +68,13 @@ def test_the_table_and_the_page_are_made_from_the_rows_alone(results: Path, caps
     assert main(["--report-only", "--out", str(results)]) == 0
     assert (results / "report.html").read_text() == page
     assert "G parameters/s" in capsys.readouterr().out
+
+
+def test_the_command_lists_contenders_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["bench", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(contender.settings in listed for contender in ALL.values())
+    assert cli(["bench", "--report-only", "--out", "no/such/folder"]) == 1
 
 
 def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
