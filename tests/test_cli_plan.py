@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers as hf
 
+from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
 
 
@@ -54,3 +56,7 @@ def test_report_names_remedies_and_feeds_the_plan(
     assert main([*command, "--rates", str(path)]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["rates"]["cpu_adam_gparams"] == found["rates"]["cpu_adam_gparams"]
+
+
+def test_the_noise_kernel_can_be_timed_anywhere() -> None:
+    assert noise_rate(torch.device("cpu"), numel=2**14)["noise_gdraws"] > 0

@@ -159,11 +159,8 @@ def _locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("locked memory", "unlimited")
-    text = f"limit {soft / 1e9:.3g} GB (ulimit -l)"
-    if not torch.cuda.is_available():
-        return Check("locked memory", text)
     # CUDA pins through its driver, which most kernels do not count against the limit: `pinning` has the last word.
-    return Check("locked memory", text, "ok", "only where pinning is refused: ulimit -l unlimited")
+    return Check("locked memory", f"limit {soft / 1e9:.3g} GB (ulimit -l)")
 
 
 def _host_memory() -> Check:

@@ -37,16 +37,15 @@ def device_rates(device: torch.device) -> dict[str, Any]:
         # A model's operation costs several times a bare launch: modules, hooks, checks.
         "launch_us": 5 * launch_s * 1e6,
         "backward_launch_us": 3 * launch_s * 1e6,
-    } | _noise_rate(device)
+    } | noise_rate(device)
 
 
-def _noise_rate(device: torch.device) -> dict[str, float]:
+def noise_rate(device: torch.device, *, numel: int = 2**26) -> dict[str, float]:
     """Draws a second inside the fused kernel: the slope between replaying few updates and many."""
     from ds_zo import ops
 
-    numel = 2**26
     table = ops.build_table([ops.Segment(0, numel, 0, 0, True)], device)
-    storage = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    storage, copy = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
     log = torch.zeros(64, 3, device=device)
     log[:, 1] = 1.0
 
@@ -59,7 +58,7 @@ def _noise_rate(device: torch.device) -> dict[str, float]:
             num_entries=num_entries,
             num_directions=1,
             dst=None,
-            out=storage,
+            out=copy,
             seed=0,
             step=64,
             direction=0,

@@ -22,6 +22,9 @@ SHARED_STORES = {
 }
 """Parts of the host's memory that `zero_optimization.stage: 3` divides among the ranks of a machine."""
 
+_GATHERING = frozenset({"lomo", "adalomo", "zero-3-gpu-params"})
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
 
 @dataclass(frozen=True)
 class Scaled:
@@ -34,6 +37,10 @@ class Scaled:
     """Of each machine."""
     sharded_host_nbytes: int
     """The same at ZeRO stage 3."""
+    device_nbytes: int
+    """Of each GPU."""
+    sharded_device_nbytes: int
+    """The same at ZeRO stage 3, for those whose weights then are divided among the GPUs of a machine."""
     wire_nbytes: int
     """Sent by each rank a step."""
     reduce_s: float
@@ -65,6 +72,8 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         nodes=nodes,
         host_nbytes=_host_nbytes(e, gpus=gpus, ranks=ranks),
         sharded_host_nbytes=_host_nbytes(at_stage_3, gpus=gpus, ranks=ranks),
+        device_nbytes=e.device_nbytes,
+        sharded_device_nbytes=_sharded_device_nbytes(plan, e, gpus=gpus),
         wire_nbytes=2 * (ranks - 1) * e.reduced_nbytes // ranks,
         reduce_s=reduce_s,
         step_s=step_s,
@@ -86,6 +95,15 @@ def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
     return total
 
 
+def _sharded_device_nbytes(plan: Plan, e: Estimate, *, gpus: int) -> int:
+    """A GPU's share of the weights, and two blocks gathered: one computing, one arriving."""
+    if e.contender not in _GATHERING:
+        return e.device_nbytes
+    weights = plan.num_parameters * _ITEMSIZE[plan.dtype]
+    rest = e.device_nbytes - e.device["weights"] - e.device.get("slots", 0)
+    return rest + weights // gpus + 2 * weights // max(1, plan.num_blocks)
+
+
 def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
     inside = 2 * nbytes * (gpus - 1) / gpus / (rates.interconnect_gbps * 1e9)
     between = 2 * nbytes * (nodes - 1) / nodes / (rates.network_gbps * 1e9)
@@ -94,11 +112,13 @@ def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
 
 def render_scaling(scaled: Sequence[Scaled]) -> str:
     first = scaled[0]
-    header = ["backend", "wire MB", "host GB", "host GB, stage 3", "ms/step", "tokens/s", "efficiency"]
+    header = ["backend", "wire", "GPU GB", "stage 3", "host GB", "stage 3", "ms/step", "tokens/s", "efficiency"]
     rows = [
         [
             s.contender,
-            f"{s.wire_nbytes / 1e6:,.6g}",
+            _size(s.wire_nbytes),
+            f"{s.device_nbytes / 1e9:,.1f}",
+            f"{s.sharded_device_nbytes / 1e9:,.1f}",
             f"{s.host_nbytes / 1e9:,.1f}",
             f"{s.sharded_host_nbytes / 1e9:,.1f}",
             f"{s.step_s * 1e3:.0f}",
@@ -107,5 +127,16 @@ def render_scaling(scaled: Sequence[Scaled]) -> str:
         ]
         for s in scaled
     ]
-    title = f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel; host memory is each machine's"
+    title = (
+        f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel. wire: what a rank sends a step; GPU: of "
+        "each; host: of each machine; stage 3: weights divided among a machine's GPUs (not yet by ds_zo's backends)"
+    )
     return "\n".join([title, "", *grid(header, rows)])
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.1f} GB"

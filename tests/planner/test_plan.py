@@ -133,6 +133,13 @@ def test_stage_3_keeps_one_store_a_machine() -> None:
     assert scaled.host_nbytes - scaled.sharded_host_nbytes == 3 * store
 
 
+def test_stage_3_divides_weights_that_stay_on_gpus() -> None:
+    found = plan(planned("llama", num_hidden_layers=8), backends=["lomo"], offload=False)
+    whole, halves = (scale(found, gpus=gpus)[0] for gpus in (1, 2))
+    assert whole.sharded_device_nbytes - halves.sharded_device_nbytes == found["lomo"].device["weights"] // 2
+    assert halves.device_nbytes == found["lomo"].device_nbytes
+
+
 def test_rates_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     path.write_text('[2026] a line of a logger\n{"rates": {"link_up_gbps": 12.5}, "checks": []}')
