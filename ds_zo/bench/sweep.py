@@ -7,7 +7,8 @@ pieces of minutes, on machines that keep nothing but the file of rows.
 
 [Note: forked from a warm server]
 Importing torch, transformers and DeepSpeed takes longer than a short case. A fork server does it once and never touches
-CUDA; PyTorch must then count devices through NVML, because asking the driver would spoil every fork.
+CUDA; PyTorch must then count devices through NVML, because asking the driver would spoil every fork. Where it did
+nevertheless, the child says so by its exit status, and all cases get fresh interpreters from then on.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ Row = dict[str, Any]
 Start = Literal["forkserver", "fork", "spawn"]
 """A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
 PRELOAD = ["ds_zo.bench.run_summary", "ds_zo.tasks", "transformers", "deepspeed"]
+BAD_FORK = 97
+"""Exit status of a child that cannot use CUDA because the process it was forked from had touched it."""
 _LAST_WORDS = 1500
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
@@ -57,6 +60,8 @@ class Sweep:
     case_seconds: float | None = None
     arguments: tuple[str, ...] = ()
     start: Start = "forkserver"
+    fallback: Start = "spawn"
+    """After a bad fork."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, case: Case) -> list[str]:
@@ -111,7 +116,8 @@ def run(sweep: Sweep, cases: Sequence[Case]) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sweep.jobs)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    context = multiprocessing.get_context(sweep.start)
+    start = sweep.start
+    context: Any = multiprocessing.get_context(start)
     if sweep.start == "forkserver":
         multiprocessing.set_forkserver_preload(PRELOAD)
     began = time.monotonic()
@@ -123,12 +129,17 @@ def run(sweep: Sweep, cases: Sequence[Case]) -> int:
         while waiting or running:
             over = deadline is not None and time.monotonic() >= deadline
             while waiting and len(running) < sweep.jobs and not over:
-                running.append(_Running(sweep, waiting.pop(0), context))
+                running.append(_Running(sweep, waiting.pop(0), context, start))
             if over:
                 break
             time.sleep(0.2)
             for job in [job for job in running if not job.process.is_alive()]:
                 running.remove(job)
+                if job.process.exitcode == BAD_FORK and start != sweep.fallback:
+                    start, context = sweep.fallback, multiprocessing.get_context(sweep.fallback)
+                if job.process.exitcode == BAD_FORK and job.start != start:
+                    waiting.insert(0, job.case)
+                    continue
                 num_rows += job.finish()
                 bar.update()
             bar.set_postfix_str(", ".join(job.case.key for job in running)[:80], refresh=False)
@@ -155,8 +166,8 @@ def _stop(running: list[_Running], grace_s: float) -> int:
 class _Running:
     """A case in its process."""
 
-    def __init__(self, sweep: Sweep, case: Case, context: Any) -> None:
-        self.sweep, self.case = sweep, case
+    def __init__(self, sweep: Sweep, case: Case, context: Any, start: Start) -> None:
+        self.sweep, self.case, self.start = sweep, case, start
         self.folder = sweep.folder / safe_name(case.key)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
@@ -199,6 +210,9 @@ def _train(script: str, arguments: list[str], log: str, environment: dict[str, s
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        os._exit(BAD_FORK)
     spec = importlib.util.spec_from_file_location("launch_train", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

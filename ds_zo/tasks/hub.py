@@ -7,6 +7,9 @@ from typing import Any
 
 from ds_zo.tasks.errors import TaskError
 
+PARQUET = "refs/convert/parquet"
+"""The Hub's own conversion of datasets that are kept as loading scripts, which `datasets` no longer runs."""
+
 
 @dataclass(frozen=True)
 class HubName:
@@ -28,7 +31,12 @@ def read_official_split(name: HubName, split: str, *, task: str) -> list[dict[st
             f"or give a folder of JSONL files (--data-dir)"
         ) from None
     try:
-        found = load_dataset(name.dataset, name.configuration, split=split)
+        try:
+            found = load_dataset(name.dataset, name.configuration, split=split)
+        except RuntimeError as error:
+            if "script" not in str(error):
+                raise
+            found = load_dataset(name.dataset, name.configuration, split=split, revision=PARQUET)
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = f"{name.dataset}, configuration {name.configuration}, split {split}"

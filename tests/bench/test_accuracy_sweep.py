@@ -106,6 +106,10 @@ import json, pathlib, signal, sys, time
 def main():
     args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     folder = pathlib.Path(args["--output-dir"])
+    if args["--task"] == "badly forked":
+        count = folder.parent.parent / "count"
+        count.write_text(count.read_text() + "x" if count.exists() else "x")
+        raise SystemExit(97)
     if args["--task"] == "fails":
         raise SystemExit("error: the reason")
     if args["--task"] == "endless":
@@ -136,3 +140,13 @@ def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
     assert [case.task for case in remaining(cases, read_rows(results))] == ["endless"]
     assert sweep.command(cases[0])[-2:] == ["--resume", "latest"]
     assert not (folder / cases[1].key).exists()
+
+
+def test_a_bad_fork_is_tried_again_in_another_way_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    case = Case(method="m", task="badly forked", lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2)
+    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="forkserver", fallback="fork")
+    started = run(sweep, [case])
+    assert started == 1 and (tmp_path / "count").read_text() == "xx"
+    assert [row["status"] for row in read_rows(tmp_path / "rows.jsonl")] == ["failed"]

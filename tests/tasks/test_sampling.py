@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_zo.tasks import DataSource, Draw, TaskError, make_task
+from ds_zo.tasks import DataSource, Draw, HubName, TaskError, make_task
+from ds_zo.tasks.glue import SST2
 
 
 def test_train_then_dev_of_one_permutation() -> None:
@@ -59,3 +60,19 @@ def test_what_cannot_be_drawn() -> None:
         make_task("text", DataSource(from_hub=True)).rows("train")
     with pytest.raises(TaskError, match="not both"):
         DataSource(folder=Path("a"), from_hub=True)
+
+
+def test_official_splits_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` reads a folder as it reads the Hub."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", "t", 20)
+    write(tmp_path / "data" / "validation.jsonl", "v", 6)
+    monkeypatch.setattr(SST2, "hub", HubName(str(tmp_path / "data")))
+    task = make_task("sst2", DataSource(from_hub=True, draw=Draw(num_train=5)))
+    assert [len(task.rows(split)) for split in ("train", "dev", "test")] == [5, 10, 6]
+    assert {row["sentence"][0] for row in task.rows("test")} == {"v"}
+    monkeypatch.setattr(SST2, "hub", HubName(str(tmp_path / "nowhere")))
+    with pytest.raises(TaskError, match=r"sst2 could not be read from the Hub .*--data-dir"):
+        task.rows("train")
