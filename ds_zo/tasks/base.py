@@ -69,6 +69,8 @@ class LabelledTask(Task):
     text_fields: ClassVar[tuple[str, ...]] = ()
     """What a classification head reads, one or two texts; none: the task makes no sense without a prompt."""
     metric: ClassVar[str] = "accuracy"
+    needs_head: ClassVar[bool] = False
+    """No words to choose from: a language model cannot be asked."""
 
     @abstractmethod
     def label(self, row: Row) -> float:

@@ -127,6 +127,7 @@ class STSB(LabelledTask):
     hub = HubName(GLUE, "stsb")
     num_labels = 1
     metric = "pearson"
+    needs_head = True
 
     def label(self, row: Row) -> float:
         try:
@@ -139,7 +140,7 @@ class STSB(LabelledTask):
         return {"pearson": metrics.pearson(predictions, labels), "spearman": metrics.spearman(predictions, labels)}
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
-        raise self._without_prompt()
+        raise NotImplementedError("a task with needs_head is run through HeadTask")
 
     def evaluate(
         self,
@@ -150,7 +151,4 @@ class STSB(LabelledTask):
         max_length: int,
         num_examples: int | None = None,
     ) -> Score:
-        raise self._without_prompt()
-
-    def _without_prompt(self) -> TaskError:
-        return TaskError("task stsb asks for a number, not for one of a few words: it needs a head (--head classifier)")
+        raise NotImplementedError("a task with needs_head is run through HeadTask")

@@ -40,6 +40,8 @@ def make_task(name: str, source: DataSource | None = None, *, head: Head = "lm")
         raise TaskError(f"looked for a task named {name!r}: the tasks are {', '.join(sorted(TASKS))}")
     task = TASKS[name.lower()](source)
     if head == "lm":
+        if isinstance(task, LabelledTask) and task.needs_head:
+            raise TaskError(f"task {task.name} asks for a number, not for one of a few words (--head classifier)")
         return task
     if not isinstance(task, LabelledTask):
         raise TaskError(f"task {task.name} has no labels to classify by: it needs a language model (--head lm)")
