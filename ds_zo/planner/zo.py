@@ -109,6 +109,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     second_copy = placement.block_scratch_nbytes if sizes["pairs"] else 0
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
+    up_nbytes, down_nbytes = _traffic(placement, streamed, buffers.interval)
     step_s = _step_s(model, placement, streamed, buffers, params)
     interval = buffers.interval
     config = base_config(batch=model.batch, dtype=model.dtype)
@@ -140,8 +141,8 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         ),
         host=parts(weights=store, low_plane=low_store, process=PROCESS_NBYTES),
         step_s=step_s,
-        up_nbytes=store + low_store // interval,
-        down_nbytes=(store + low_store) // interval,
+        up_nbytes=int(up_nbytes),
+        down_nbytes=int(down_nbytes),
         reduced_nbytes=4 * params.num_directions,
         config=config,
         limits=limits,
@@ -216,15 +217,23 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
             then=order,
         )
         actions += [*found, pricing.edge()]
-    return pricing.seconds(actions, seconds) / num_steps
+    # Blocks that stay have low planes on the host, which travel at folds, outside the schedule.
+    link_s = max(
+        nbytes / rate for nbytes, rate in zip(_traffic(placement, streamed, interval), (up, down), strict=True)
+    )
+    return max(pricing.seconds(actions, seconds) / num_steps, link_s)
+
+
+def _traffic(placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
+    """Bytes up and down in an average step."""
+    store = sum(placement.blocks[i].nbytes for i in streamed)
+    low = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
+    return store + low / interval, (store + low) / interval
 
 
 def _rates_together(rates: Rates, placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
     """Bytes a second up and down: less than either alone where both together are more than the link carries."""
-    moving = [placement.blocks[i] for i in streamed]
-    low = sum(u.low_nbytes for u in placement.blocks) if moving else 0
-    up = sum(u.nbytes for u in moving) + low / interval
-    down = (sum(u.nbytes for u in moving) + low) / interval
+    up, down = _traffic(placement, streamed, interval)
     alone_s = max(up / rates.link_up_gbps, down / rates.link_down_gbps)
     slower = max(1.0, (up + down) / rates.link_both_gbps / alone_s) if alone_s else 1.0
     return rates.link_up_gbps * 1e9 / slower, rates.link_down_gbps * 1e9 / slower
