@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
-_CHUNK_NUMEL = 2**24
+_CHUNK_NUMEL = 2**22
+"""Logits upcast at a time: 16 MB, and as much for their logarithms."""
 _SUM = 2
 """`reduction="sum"`, as the operator below takes it."""
 

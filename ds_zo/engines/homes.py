@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +18,16 @@ from ds_zo.config import Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.tempo import Tempo, measure_link, total_s
 from ds_zo.engines.visits import Noise, Visits
+from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.node import Node
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.sharded import ShardedRuntime
+from ds_zo.streaming.units import Unit
 
 _WIRE = {
     "auto": None,
@@ -38,12 +45,19 @@ class Homes:
     """The placement, the host store, and the runtime and visits made for them."""
 
     def __init__(
-        self, module: nn.Module, config: Resolved, *, param_groups: list[dict[str, Any]], device: torch.device
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        param_groups: list[dict[str, Any]],
+        device: torch.device,
+        ranks: Ranks,
     ):
         settings = config.optimizer
         self._stream = config.section.stream
         self.device = device
-        self._num_passes = 2 * settings.num_directions
+        self._num_passes = 2 * ranks.num_own
+        self._first_direction = ranks.first_direction
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
@@ -60,18 +74,25 @@ class Homes:
         self.interval = self._stream.writeback_interval or automatic
         if not self._stream.fuse_update:
             self.interval = 1
+        self.shared: SharedStore | None = None
+        """The host store, where ranks of a machine keep it together."""
+        if config.stream and config.zero_stage == 3 and num_resident < num_blocks and ranks.size > 1:
+            self._share_store(ranks, num_resident, pin=config.pin_memory)
         streams_on_cuda = config.stream and device.type == "cuda" and num_resident < num_blocks
         self.measures = (
             streams_on_cuda
             and self._stream.writeback_interval is None
             and self._stream.fuse_update
             and self._stream.overlap
+            and self.shared is None
         )
         """The interval is still to be chosen; see `tempo`."""
+        self._computing_sets_pace = False
         if config.stream:
             self._check_budget(num_resident)
-        self.store = HostStore(device, pin=config.pin_memory)
-        self.claims = Claims(self.store)
+        self.store = self.shared or HostStore(device, pin=config.pin_memory)
+        spares = self.store if self.shared is None else HostStore(device, pin=False)
+        self.claims = Claims(spares, swaps=self.shared is None)
         stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
@@ -80,15 +101,32 @@ class Homes:
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
 
+    def _share_store(self, ranks: Ranks, num_resident: int, *, pin: bool) -> None:
+        """See [Note: shared host memory]."""
+        blocks = self.placement.blocks
+        node = Node(ranks.process_group, device=self.device)
+        stays = spread(len(blocks), num_resident)
+        sizes = [n for i, u in enumerate(blocks) if i not in stays for n in (u.nbytes, u.low_nbytes)]
+        needed = SharedStore.capacity_nbytes(sizes, num_units=len(blocks), num_ranks=node.size)
+        memory = node.map_shared(needed) if node.size > 1 else None
+        if memory is not None:
+            self.shared = SharedStore(node, memory, num_units=len(blocks), device=self.device, pin=pin)
+        elif node.size > 1:
+            logger.warning(
+                "ds_zo: the ranks of this machine can't share memory, so each keeps the whole model in its own: run "
+                "them in one container (zero_optimization.stage)"
+            )
+
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         """Of the shared buffers. Copies are made in pairs where blocks stay on the device, for then memory is not what
-        is scarce, and where slots are narrower than copies, so that computing and not the link sets the pace."""
+        is scarce, and where computing and not the link sets the pace."""
         num_slots = self._stream.device_slots if self._stream.overlap else 1
         blocks = self.placement.blocks
-        pairs = bool(blocks) and (num_resident > 0 or self.placement.narrow)
+        pairs = bool(blocks) and (num_resident > 0 or self.placement.narrow or self._computing_sets_pace)
         return {
             "num_slots": num_slots,
-            "num_low_slots": 1 if self.interval > num_slots else num_slots,
+            "num_low_slots": 1 if self.interval > num_slots and self.shared is None else num_slots,
+            "low_stays": self.shared is not None,
             "num_passes": self._num_passes,
             "num_benches": int(self.interval > 1 and not (pairs and self._num_passes == 2)),
             "pairs": pairs,
@@ -104,7 +142,8 @@ class Homes:
 
     def _make_visits(self) -> None:
         sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
-        self.runtime = Runtime(
+        make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
+        self.runtime: Runtime = make(
             self.placement.blocks,
             self.device,
             num_slots=sizes["num_slots"],
@@ -122,7 +161,23 @@ class Homes:
             num_passes=self._num_passes,
             pairs=sizes["pairs"],
             device=self.device,
+            first_direction=self._first_direction,
         )
+
+    @contextmanager
+    def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
+        """Around writes to homes that are no folds, by all ranks alike: tells which units this one has to write. Before,
+        all that was sent back has landed everywhere; after, every rank sees what was written."""
+        self.claims.wait()
+        for unit in units:
+            self.runtime.host_wait(unit)
+        if self.shared is None:
+            yield lambda unit: True
+            return
+        shared, numbers = self.shared, {id(u): i for i, u in enumerate(self.placement.units)}
+        shared.node.barrier()
+        yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
+        shared.node.barrier()
 
     @torch.no_grad()
     def choose_interval(
@@ -142,7 +197,11 @@ class Homes:
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
         }
-        self.set_interval(agree(tempo.best_interval(**sizes)))
+        interval = agree(tempo.best_interval(**sizes))
+        computing_sets_pace = tempo.busy_s(interval) > tempo.link_s(interval, **sizes)
+        more = torch.cuda.max_memory_allocated(self.device) + self.placement.block_scratch_nbytes
+        self._computing_sets_pace = computing_sets_pace and more <= self._budget_nbytes()
+        self.set_interval(interval)
         logger.info(
             f"ds_zo: blocks are folded every {self.interval} steps from now on, "
             f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo}); set "
@@ -150,12 +209,17 @@ class Homes:
         )
 
     def set_interval(self, interval: int) -> None:
+        """Shared buffers are made anew: how many there are depends on it."""
         self.measures = False
-        if interval != self.interval:
-            self.interval = interval
-            self.runtime.forget()
-            self.visits.close()
-            self._make_visits()
+        self.interval = interval
+        self.runtime.forget()
+        self.visits.close()
+        self._make_visits()
+
+    def _budget_nbytes(self) -> int:
+        if self._stream.device_memory_gb is not None:
+            return int(self._stream.device_memory_gb * 1e9)
+        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
     def fill_device(self) -> None:
         """After the first step: what the activations leave of the budget is filled with blocks that never leave
@@ -168,6 +232,8 @@ class Homes:
         num_resident = most_resident(
             self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
         )
+        if self.shared is not None:
+            num_resident = self.shared.node.smallest(num_resident)
         if num_resident <= 0:
             return
         self.claims.wait()
@@ -176,7 +242,7 @@ class Homes:
         all_stay = num_resident == len(blocks)
         for index in sorted(spread(len(blocks), num_resident)):
             self.runtime.host_wait(blocks[index])
-            keep_on_device(blocks[index], self.store, self.device, low=all_stay)
+            keep_on_device(blocks[index], self.store, self.device, low=all_stay or self.shared is not None)
         self._make_visits()
         logger.info(
             f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
@@ -201,6 +267,11 @@ class Homes:
             f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",
         ]
+        if self.shared is not None:
+            lines.append(
+                f"ds_zo: the {self.shared.share.size} ranks of this machine keep the streamed blocks together: the host "
+                "memory above is each rank's part, of which it uploads its own"
+            )
         if bound := self.rounding_bound(1000):
             lines.append(
                 "ds_zo: without a low plane every fold rounds: by chance alone a weight moves by a relative standard "

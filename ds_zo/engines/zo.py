@@ -38,6 +38,9 @@ from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
+from ds_zo.engines.zo_ranks import Ranks
+from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.units import Unit
 
 
 class ZOBackend(Backend):
@@ -54,8 +57,15 @@ class ZOBackend(Backend):
     ) -> None:
         super().__init__(module, config, optimizer=optimizer, device=device, process_group=process_group)
         self.settings = config.optimizer
-        self._num_passes = 2 * self.settings.num_directions
-        self.homes = Homes(module, config, param_groups=self.param_groups, device=device)
+        self.ranks = Ranks(
+            process_group,
+            num_directions=self.settings.num_directions,
+            direction_parallel=self.settings.direction_parallel,
+            device=device,
+            at=config.params_at,
+        )
+        self._num_passes = 2 * self.ranks.num_own
+        self.homes = Homes(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ReplayedState(self.homes, module)
@@ -73,14 +83,14 @@ class ZOBackend(Backend):
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """How long each block's visit took in a forward made to measure it."""
+        """How long each block's visit, and what came after the last, took in a forward made to measure it."""
         self._signature = self._groups_and_flags()
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
         }
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
-        self._tied_outputs_logged = False
+        self._tied_outputs_logged = self._left_behind_logged = False
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._model_configs = list(
             {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values()
@@ -97,6 +107,8 @@ class ZOBackend(Backend):
         if not (torch.is_grad_enabled() and (self.module.training or self._never_in_train_mode)):
             return self.module(*args, **kwargs)
         self._check_model()
+        args, kwargs = self.ranks.shared_batch(args, kwargs)
+        self.homes.visits.begin_forward()
         calls = [partial(self._one_pass, i, args, kwargs) for i in range(self._num_passes)]
         with self._step_settings():
             if not self._checked:
@@ -178,6 +190,10 @@ class ZOBackend(Backend):
             self._lockstep.set_snapshot(randomness)
             self._spans = self.homes.visits.spans = []
             self._run(calls)
+            if self._spans:  # what follows the last block: the head and the loss
+                end = torch.cuda.Event(enable_timing=True)
+                end.record(torch.cuda.current_stream(self.device))
+                self._spans.append((self._spans[-1][1], end))
             self.homes.visits.spans = None
         return results
 
@@ -202,16 +218,13 @@ class ZOBackend(Backend):
     # backward and step
 
     def _accumulate(self, differences: torch.Tensor) -> None:
-        self._projected += differences / (2 * self.settings.zo_eps)
+        self._projected[self.ranks.own] += differences / (2 * self.settings.zo_eps)
 
     def zero_grad(self) -> None:
         self._projected.zero_()
 
     def step(self) -> StepOutcome:
-        g = self._projected
-        if dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
-            dist.all_reduce(g, group=self.process_group)
-            g /= dist.get_world_size(self.process_group)
+        g = self.ranks.average(self._projected)
         norm = g.norm()
         if self.settings.clip_projected_grad is not None:
             limit = self.settings.clip_projected_grad
@@ -230,17 +243,9 @@ class ZOBackend(Backend):
         if self.homes.may_fill_device:
             self.homes.fill_device()
         if self.homes.measures:
-            self.homes.choose_interval(self._spans, agree=self._first_rank_decides)
+            self.homes.choose_interval(self._spans, agree=self.ranks.first_decides)
             self._spans = []
         return StepOutcome(applied=Late(finite), grad_norm=Late(norm))
-
-    def _first_rank_decides(self, number: int) -> int:
-        """Ranks fold alike, or their weights would round apart."""
-        if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
-            return number
-        shared = torch.tensor([number], device=self.device)
-        dist.broadcast(shared, group=self.process_group, group_src=0)
-        return int(shared.item())
 
     def _fold_everything(self) -> None:
         self.homes.visits.fold_now(*self.homes.placement.units)
@@ -352,6 +357,7 @@ class ZOBackend(Backend):
         return (
             f"{self.homes.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
             f"{self.settings.zo_eps:g}, {self.settings.distribution} noise from seed {self.settings.seed}"
+            f"{self.ranks.describe()}"
         )
 
     @torch.no_grad()
@@ -359,11 +365,30 @@ class ZOBackend(Backend):
         """The module outlives the engine: scripts save it, Trainer trains it again. It gets the weights of the current
         step, in memory of its own where the stored form is not the parameters'."""
         for unit in self.homes.placement.units:
-            if all(part.viewable for part in unit.parts):
+            if self.homes.shared is not None and unit.streamed:
+                self._leave_shared_unit_whole(unit, self.homes.shared)
+            elif all(part.viewable for part in unit.parts):
                 self.homes.visits.fold_now(unit)
                 self.homes.runtime.host_wait(unit)
             else:
                 unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
+
+    def _leave_shared_unit_whole(self, unit: Unit, store: SharedStore) -> None:
+        """Ranks close when they please, so nothing that they share is changed. Where weights of the current step are
+        not what is stored, every rank would need a copy of its own: not if the machine can't hold that."""
+        if not self.homes.visits.pending(unit) and all(part.viewable for part in unit.parts):
+            self.homes.runtime.host_wait(unit)
+            low = None if unit.low_home is None else store.private(unit.low_home)
+            unit.settle(store.private(unit.home), low, streamed=False, low_streamed=False)
+            unit.bind_home()
+        elif store.has_room_for(unit.scratch_nbytes * store.share.size):
+            unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
+        elif not self._left_behind_logged:
+            self._left_behind_logged = True
+            logger.warning(
+                "ds_zo: the engine is destroyed and this machine has no room for a whole model a rank: the module keeps "
+                "weights that lag; save, or read state_dict(), before engine.destroy()"
+            )
 
     def close(self) -> None:
         if self.recorder is not None:

@@ -18,13 +18,13 @@ def best(tempo: Tempo, *, streamed_gb: float, low_gb: float = 0.0) -> int:
 
 
 def test_a_slow_link_folds_rarely_and_slow_blocks_fold_often() -> None:
-    assert best(TEMPO, streamed_gb=12.9) == 16  # 237 ms of uploads hide every draw
+    assert best(TEMPO, streamed_gb=12.9) >= 6  # 237 ms of uploads hide every draw
     assert best(replace(TEMPO, compute_s=0.35), streamed_gb=12.9) <= 2  # the link waits for the blocks
-    assert 1 < best(TEMPO, streamed_gb=6.4) < 8  # fp8: 118 ms against 100 ms and the draws
+    assert 1 < best(TEMPO, streamed_gb=6.4) < 6  # fp8: 118 ms against 100 ms and the draws
 
 
 def test_a_low_plane_makes_folds_dearer() -> None:
-    assert best(TEMPO, streamed_gb=6.4, low_gb=6.4) >= best(TEMPO, streamed_gb=6.4)
+    assert best(TEMPO, streamed_gb=12.9, low_gb=12.9) > best(TEMPO, streamed_gb=12.9)
 
 
 def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
@@ -33,4 +33,4 @@ def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
             tempo = replace(TEMPO, compute_s=compute_s)
             sizes = {"streamed_nbytes": int(streamed_gb * GB), "low_nbytes": 0}
             chosen = tempo.step_s(tempo.best_interval(**sizes), **sizes)
-            assert all(chosen <= 1.021 * tempo.step_s(k, **sizes) for k in range(1, 17))
+            assert all(chosen <= 1.0021 * tempo.step_s(k, **sizes) for k in (1, 2, 4, 8, 16, 32))
