@@ -380,8 +380,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """On the device or on the host, said by PyTorch, by CUDA's runtime or by Python, or foreseen by ds_zo."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    signs += ("(ds_zo.stream.device_memory_gb)",)
+    signs = (
+        *("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+        "(ds_zo.stream.device_memory_gb)",
+    )
     return any(sign.lower() in str(error).lower() for sign in signs)
 
 
