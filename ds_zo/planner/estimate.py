@@ -40,6 +40,8 @@ class Estimate:
     """What data-parallel ranks reduce each step."""
     sharded: frozenset[str] = frozenset()
     """Parts of `host` that data-parallel ranks divide among them instead of each having its own."""
+    divided_s: float = 0.0
+    """Seconds of the step that machines divide among them: the host's update of states that are sharded."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The JSON to use."""
     notes: tuple[str, ...] = ()

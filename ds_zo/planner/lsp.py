@@ -76,6 +76,7 @@ def estimate_lsp(
         ),
         host=parts(states=8 * moved_numel, payload=2 * moved, process=PROCESS_NBYTES),
         step_s=step_s,
+        divided_s=step_s - compute_s,
         up_nbytes=moved,
         down_nbytes=moved,
         sharded=frozenset({"states"}),

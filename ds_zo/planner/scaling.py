@@ -1,7 +1,9 @@
 """A plan on several GPUs and machines: what crosses the wires, what each host holds, what a step then takes.
 
 Ranks are data parallel, each with a batch of its own. Sums are ring reductions inside a machine and then between
-machines; they are not hidden behind anything, so the figures are the worst case.
+machines; they are not hidden behind anything, so the figures are the worst case. What a machine's CPUs update falls with
+the number of machines where states are divided among ranks (ZeRO, LSP). Every GPU is taken to have its link to host
+memory for itself.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def scale(plan: Plan, *, gpus: int, nodes: int = 1) -> list[Scaled]:
 def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
     ranks = gpus * nodes
     reduce_s = _reduce_s(e.reduced_nbytes, plan.rates, gpus=gpus, nodes=nodes)
-    step_s = e.step_s + reduce_s
+    step_s = e.step_s - e.divided_s * (1 - 1 / nodes) + reduce_s
     tokens = ranks * plan.batch * plan.seq
     at_stage_3 = replace(e, sharded=e.sharded | SHARED_STORES.get(e.contender, frozenset()))
     return Scaled(

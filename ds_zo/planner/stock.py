@@ -86,6 +86,7 @@ def estimate_zero_offload(model: Model, limits: Limits, *, checkpointing: bool =
     itemsize = model.weights_nbytes // model.numel
     bucket = min(_REDUCE_BUCKET_NUMEL, model.numel) * itemsize
     flat = 4 * model.numel
+    step_s = zero_step_s(model, trace.forward.seconds, trace.backward.seconds)
     return Estimate(
         contender="zero-offload",
         setting="stage 2, Adam on the CPU, pinned",
@@ -97,7 +98,8 @@ def estimate_zero_offload(model: Model, limits: Limits, *, checkpointing: bool =
             workspace=WORKSPACE_NBYTES,
         ),
         host=parts(master=_pinned(flat), gradients=_pinned(flat), states=2 * flat, process=PROCESS_NBYTES),
-        step_s=zero_step_s(model, trace.forward.seconds, trace.backward.seconds),
+        step_s=step_s,
+        divided_s=step_s - trace.forward.seconds - trace.backward.seconds,
         up_nbytes=model.weights_nbytes,
         down_nbytes=model.weights_nbytes,
         reduced_nbytes=model.weights_nbytes,
@@ -121,6 +123,7 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
     rates = model.rates
     forward_s = max(trace.forward.seconds, gathers / uploads / (rates.link_up_gbps * 1e9))
     backward_s = max(trace.backward.seconds, gathers * (uploads - 1) / uploads / (rates.link_duplex_gbps * 1e9))
+    step_s = zero_step_s(model, forward_s, backward_s)
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
     if offload_param:
         zero["offload_param"] = _PINNED
@@ -141,10 +144,11 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
             states=2 * flat,
             process=PROCESS_NBYTES,
         ),
-        step_s=zero_step_s(model, forward_s, backward_s),
+        step_s=step_s,
+        divided_s=step_s - trace.forward.seconds - trace.backward.seconds,
         up_nbytes=gathers + (0 if offload_param else model.weights_nbytes),
         down_nbytes=model.weights_nbytes,
-        reduced_nbytes=model.weights_nbytes,
+        reduced_nbytes=3 * model.weights_nbytes // 2,  # gathered twice and reduced once, not summed and sent around
         sharded=frozenset({"weights", "master", "gradients", "states"}),
         config=base_config(batch=model.batch, dtype=model.dtype) | {"optimizer": _ADAM, "zero_optimization": zero},
         notes=("step by Eq. 1 of the LSP paper: a lower bound",),
