@@ -13,6 +13,8 @@ nevertheless, the child says so by its exit status, and all cases get fresh inte
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import json
 import multiprocessing
@@ -38,6 +40,7 @@ PRELOAD = ["ds_zo.bench.run_summary", "ds_zo.tasks", "transformers", "deepspeed"
 BAD_FORK = 97
 """Exit status of a child that cannot use CUDA because the process it was forked from had touched it."""
 _LAST_WORDS = 1500
+_PR_SET_PDEATHSIG = 1
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
 
@@ -124,6 +127,7 @@ def run(sweep: Sweep, cases: Sequence[Case]) -> int:
     deadline = None if sweep.max_seconds is None else began + max(0.0, sweep.max_seconds - sweep.grace_s)
     waiting, num_rows = list(cases), 0
     running: list[_Running] = []
+    previous = signal.signal(signal.SIGTERM, _interrupt)  # a `timeout` around the sweep must not leave its cases behind
     bar = tqdm(total=len(waiting), desc="sweep", unit="run", mininterval=1.0)
     try:
         while waiting or running:
@@ -146,7 +150,12 @@ def run(sweep: Sweep, cases: Sequence[Case]) -> int:
     finally:
         num_rows += _stop(running, sweep.grace_s)
         bar.close()
+        signal.signal(signal.SIGTERM, previous)
     return num_rows
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _stop(running: list[_Running], grace_s: float) -> int:
@@ -200,9 +209,17 @@ class _Running:
         return 1
 
 
+def _end_with_parent() -> None:
+    """SIGTERM when the process that forked this one dies, however it does (Linux; elsewhere nothing)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
 def _train(script: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
     """In the child: launch/train.py as it would be run from a shell, its output in a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which sends SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)

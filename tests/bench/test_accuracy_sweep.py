@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,3 +154,25 @@ def test_a_bad_fork_is_tried_again_in_another_way_once(tmp_path: Path) -> None:
     started = run(sweep, [case])
     assert started == 1 and (tmp_path / "count").read_text() == "xx"
     assert [row["status"] for row in read_rows(tmp_path / "rows.jsonl")] == ["failed"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to tell children of their parent's end")
+def test_a_killed_sweep_leaves_no_case_behind(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    case = Case(method="m", task="endless", lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2)
+    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork")
+    parent = multiprocessing.get_context("fork").Process(target=run, args=(sweep, [case]))
+    parent.start()
+    checkpoints = tmp_path / "runs" / case.key / "checkpoints"
+    wait_for(checkpoints.is_dir)
+    parent.kill()
+    parent.join()
+    wait_for((checkpoints / "latest").is_file)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
