@@ -186,22 +186,18 @@ class LSPBackend(Backend):
             group = self._host_groups[index]
             if group.moment is Moment.DUE:
                 group.settle()
-                self._prefetch_after(group)
+                self._prefetch()
             return
         for group in self._host_groups:
             if not group.is_block:
                 group.settle()
-        self._prefetch_after(None)
+        self._prefetch()
 
-    def _prefetch_after(self, group: HostGroup | None) -> None:
+    def _prefetch(self) -> None:
         """Uploads what the forward pass needs next, as far as it is there and has room."""
-        if self._links is None:
-            return
-        for other in self._host_groups:
-            if not self._links.has_room():
+        for group in self._host_groups:
+            if group.moment is Moment.DUE and not group.prefetch():
                 return
-            if other is not group:
-                other.prefetch()
 
     # forward and backward
 
@@ -278,12 +274,12 @@ class LSPBackend(Backend):
 
     def step(self) -> StepOutcome:
         self._find_groups()
-        waiting = [g for g in self._host_groups if g.moment is Moment.SUMMING and any(s.has_total for s in g.slots)]
         if self._world_size > 1:
             self._average_over_ranks()
         global_norm = self._clip_globally() if self._clips_globally else None
-        for group in waiting:  # in the order of the next forward pass
-            group.start()
+        for group in self._host_groups:  # in the order of the next forward pass
+            if group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
+                group.start()
         report = StepReport()
         for device_group in self._device_groups:
             report.add_device(device_group.step(self._rates(device_group.slots)))
@@ -297,6 +293,7 @@ class LSPBackend(Backend):
             self.settle()
         if self._calibration.is_over:
             self._adopt()
+        self._prefetch()
         self._calibration.report()
         return report.outcome(global_norm)
 
@@ -436,25 +433,30 @@ class LSPBackend(Backend):
                 else:
                     slot.parameter.grad = total.to(self.device, slot.parameter.dtype, copy=True)
 
-    def describe(self) -> str:
-        settings = self.settings
-        projected = [slot for slot in self._slots if slot.subspace is not None]
-        whole = [slot for slot in self._slots if slot.subspace is None]
-        on_device = sum(s.subspace.P.num_bytes + s.subspace.Q.num_bytes for s in projected if s.subspace is not None)
-        on_device += sum(slot.total.nbytes for slot in projected if slot.total is not None)
+    def footprint(self) -> dict[str, int]:
+        """Bytes that LSP takes besides the weights; scratch of the products comes on top."""
+        subspaces = [slot.subspace for slot in self._slots if slot.subspace is not None]
+        on_device = sum(s.P.num_bytes + s.Q.num_bytes for s in subspaces)
+        on_device += sum(slot.total.nbytes for slot in self._slots if slot.total is not None)
         on_device += sum(m.num_bytes for group in self._device_groups for m in group.moments)
         on_device += 0 if self._links is None else self._links.num_bytes
         on_host = self._store.nbytes + sum(m.num_bytes for group in self._host_groups for m in group.moments)
+        return {"device_bytes": on_device, "host_bytes": on_host}
+
+    def describe(self) -> str:
+        settings, footprint = self.settings, self.footprint()
+        projected = [slot for slot in self._slots if slot.subspace is not None]
+        whole = [slot for slot in self._slots if slot.subspace is None]
         dims = sorted({slot.shape for slot in projected})
         shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
-        matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
+        num_matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
         return (
             f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
-            f"{settings.projector}), {matrices} matrices and {len(whole) - matrices} vectors whole, embeddings and "
-            f"head: {settings.edge}\n"
+            f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
+            f"and head: {settings.edge}\n"
             f"ds_zo: Adam on the {'CPU' if self._host_groups else 'device'}, schedule {settings.schedule}, payload "
-            f"{settings.payload_dtype}; besides weights {on_device / 2**20:.0f} MiB on the device, "
-            f"{on_host / 2**20:.0f} MiB on the host"
+            f"{settings.payload_dtype}; besides weights {footprint['device_bytes'] / 2**20:.0f} MiB on the device, "
+            f"{footprint['host_bytes'] / 2**20:.0f} MiB on the host"
         )
 
     def close(self) -> None:

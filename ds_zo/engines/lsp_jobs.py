@@ -246,13 +246,17 @@ class HostGroup:
 
     # Up, and applied
 
-    def prefetch(self) -> None:
-        """Starts the upload if there is something to upload and room for it."""
+    def prefetch(self) -> bool:
+        """Starts the upload of a step that was made. False: it is not there yet, or there is no room for it."""
         links, job = self.links, self.job
-        if links is None or self.moment is not Moment.DUE or job is None or not job.is_finished:
-            return
-        if links.landing_of(self) is None and links.has_room():
+        assert self.moment is Moment.DUE and job is not None
+        if links is None or not job.is_finished:
+            return False
+        if links.landing_of(self) is None:
+            if not links.has_room():
+                return False
             links.fill(self, self.h_up)
+        return True
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -1,0 +1,244 @@
+"""What one process measures for LSP and those beside it: tokens a second, memory, and what of a step does not overlap.
+
+[Note: taken apart by switching off] Work that overlaps has no time of its own. What of it a step waits for is the time
+that the step saves when the work is left out: first the CPU's Adam, then the copies too. What remains above forward and
+backward is the GPU's own update (for LSP: compressing and applying).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from ds_zo.bench.contenders import ALL, config_of, shared_config
+from ds_zo.bench.measure import cap_device_memory, host_peak_gb, measure_steps, synchronize
+from ds_zo.bench.shapes import config_of as shape_config
+from ds_zo.bench.shapes import materialise, random_model
+
+Row = dict[str, Any]
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class Trainer:
+    """A step in its three parts."""
+
+    forward: Callable[[Batch], torch.Tensor]
+    backward: Callable[[torch.Tensor], Any]
+    update: Callable[[], Any]
+    settings: str
+    engine: Any = None
+    facts: Row = field(default_factory=dict)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return loss
+
+
+def speed(
+    *,
+    method: str,
+    shape: str,
+    batch: int,
+    length: int,
+    params: Mapping[str, Any] | None = None,
+    clipping: float = 1.0,
+    warmup: int = 4,
+    steps: int = 12,
+    take_apart: bool = False,
+    cap_gb: float | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: str = "cuda",
+) -> Row:
+    """One method on random weights and one random batch, checkpointed. `method` is `forward_backward` or a contender's
+    name; `params` changes its optimizer's."""
+    where = _device(device, cap_gb)
+    model = _model(shape, length=length, overrides=overrides, device=where)
+    numel = sum(p.numel() for p in model.parameters())
+    host_before_gb = host_peak_gb()
+    begin = time.perf_counter()
+    trainer = _trainer(method, model, batch=batch, params=params or {}, clipping=clipping)
+    ids = _batch(model, batch, length, where)
+    synchronize(where)
+    load_s = time.perf_counter() - begin
+    first = _timed(lambda: trainer.step(ids), where)
+    measured = measure_steps(lambda: trainer.step(ids), warmup=warmup - 1, steps=steps, device=where)
+    row: Row = {
+        "method": method,
+        "shape": shape,
+        "batch": batch,
+        "length": length,
+        "parameters": numel,
+        "settings": trainer.settings,
+        "gradient_clipping": clipping,
+        "cap_gb": cap_gb,
+        "tokens_per_s": batch * length / measured["step_s"],
+        "load_s": load_s,
+        "first_step_s": first,
+        **measured,
+        "host_gb_added": measured["host_peak_gb"] - host_before_gb,
+        **_parts(trainer, ids, where),
+        **trainer.facts,
+    }
+    if take_apart:
+        row |= _taken_apart(trainer, ids, row["step_s"], steps=steps, device=where)
+    biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
+    if biases:
+        row |= {"bias_median": statistics.median(biases.values()), "bias_max": max(biases.values())}
+    return row
+
+
+def _parts(trainer: Trainer, ids: Batch, where: torch.device, *, repeats: int = 4) -> Row:
+    """Median seconds of each part when it is waited for."""
+    seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
+    for _ in range(repeats):
+        losses: list[torch.Tensor] = []
+        seconds["forward_s"].append(_timed(partial(_keep, losses, trainer.forward, ids), where))
+        seconds["backward_s"].append(_timed(partial(trainer.backward, losses.pop()), where))
+        seconds["update_s"].append(_timed(trainer.update, where))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _keep(losses: list[torch.Tensor], forward: Callable[[Batch], torch.Tensor], ids: Batch) -> None:
+    losses.append(forward(ids))
+
+
+def _timed(work: Callable[[], Any], where: torch.device) -> float:
+    synchronize(where)
+    begin = time.perf_counter()
+    work()
+    synchronize(where)
+    return time.perf_counter() - begin
+
+
+# [Note: taken apart by switching off]
+
+
+def _taken_apart(trainer: Trainer, ids: Batch, step_s: float, *, steps: int, device: torch.device) -> Row:
+    def without(*parts: Callable[[Any], Any]) -> float:
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part(trainer.engine))
+            measured = measure_steps(lambda: trainer.step(ids), warmup=2, steps=steps, device=device)
+        found: float = measured["step_s"]
+        return found
+
+    if hasattr(trainer.engine.backend if hasattr(trainer.engine, "backend") else None, "settle"):
+        no_cpu, no_copies = without(_no_lsp_adam), without(_no_lsp_adam, _no_lsp_copies)
+        return {"exposed_cpu_s": step_s - no_cpu, "exposed_copy_s": no_cpu - no_copies, "rest_s": no_copies}
+    no_cpu = without(_no_zero_adam)
+    return {"exposed_cpu_s": step_s - no_cpu, "rest_s": no_cpu}
+
+
+@contextmanager
+def _no_lsp_adam(engine: Any) -> Iterator[None]:
+    """Directions stay those of the last step that had them."""
+    from ds_zo.engines.lsp_jobs import HostGroup
+
+    with patch.object(HostGroup, "_update", lambda group: torch.ones(len(group._active))):
+        yield
+        engine.backend.settle()
+
+
+@contextmanager
+def _no_lsp_copies(engine: Any) -> Iterator[None]:
+    from ds_zo.engines.lsp_jobs import HostGroup, Links
+
+    def fill(links: Any, group: Any, source: torch.Tensor) -> Any:
+        landing = next((one for one in links._landings if one.holder is None), links._landings[0])
+        landing.holder = group
+        return landing
+
+    def download(group: Any) -> None:
+        for slot in group.slots:
+            slot.parameter.grad = None
+
+    with patch.object(Links, "fill", fill), patch.object(HostGroup, "_download", download):
+        yield
+        engine.backend.settle()
+
+
+@contextmanager
+def _no_zero_adam(engine: Any) -> Iterator[None]:
+    """ZeRO-Offload without its CPU step: gradients go down, parameters come up."""
+    with patch.object(engine.optimizer.optimizer, "step", lambda *args, **kwargs: None):
+        yield
+
+
+# Who trains
+
+
+def _trainer(method: str, model: Any, *, batch: int, params: Mapping[str, Any], clipping: float) -> Trainer:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    if method == "forward_backward":
+        return _forward_backward(model)
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    contender = ALL[method]
+    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[next(model.parameters()).dtype]
+    config = config_of(contender, shared_config(batch=batch, dtype=dtype, gradient_clipping=clipping))
+    config["optimizer"]["params"] |= params
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine.train()
+    facts: Row = {"config": config}
+    if contender.backend == "lsp":
+        facts |= {"described": engine.backend.describe(), **engine.backend.footprint()}
+    return Trainer(_loss_of(engine), engine.backward, engine.step, contender.settings, engine, facts)
+
+
+def _forward_backward(model: nn.Module) -> Trainer:
+    """The ceiling: every gradient is dropped as it comes, nothing is updated."""
+
+    def drop(p: torch.Tensor) -> None:
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(drop)
+    return Trainer(_loss_of(model), lambda loss: loss.backward(), lambda: None, "gradients dropped, no update")
+
+
+def _loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
+    def forward(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
+        return loss
+
+    return forward
+
+
+def _device(device: str, cap_gb: float | None) -> torch.device:
+    where = torch.device(device)
+    if where.type == "cuda":
+        where = torch.device("cuda", where.index or 0)
+        torch.cuda.set_device(where)
+        if cap_gb is not None:
+            cap_device_memory(cap_gb, where)
+    return where
+
+
+def _model(shape: str, *, length: int, overrides: Mapping[str, Any] | None, device: torch.device) -> nn.Module:
+    config = shape_config(shape, max_length=max(length, 2048))
+    for name, value in (overrides or {}).items():
+        setattr(config, name, value)
+    config._attn_implementation = "sdpa"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return materialise(random_model(config, dtype=dtype, device=device), device)
+
+
+def _batch(model: Any, batch: int, length: int, where: torch.device) -> Batch:
+    generator = torch.Generator(device=where).manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=where, generator=generator)
+    return {"input_ids": ids, "labels": ids}

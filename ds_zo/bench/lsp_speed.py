@@ -1,0 +1,219 @@
+"""LSP beside AdamW on the GPU, ZeRO-Offload, ZenFlow and the ceiling of forward and backward alone.
+
+python -m ds_zo.bench.lsp_speed run --preset speed --only 1.3b/4 --out rows.jsonl
+python -m ds_zo.bench.lsp_speed run --preset breakdown --out rows.jsonl
+python -m ds_zo.bench.lsp_speed report rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.runner import Case, read_rows, run_cases
+
+Row = dict[str, Any]
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 97,
+}
+"""Of a rehearsal: every case as it is, on a model that a CPU trains in no time."""
+
+_CASES = "ds_zo.bench.lsp_cases"
+WARM = ("torch", "transformers", "deepspeed", "ds_zo", "transformers.models.llama.modeling_llama", _CASES)
+
+Contenders = dict[str, tuple[str, Mapping[str, Any]]]
+"""Case name: method, and what it changes of the optimizer's parameters."""
+
+
+def _lsp(dim: int, **params: Any) -> tuple[str, Mapping[str, Any]]:
+    """Random projectors: fitted ones cost the same a step; what a fit costs is a case of its own."""
+    return "lsp", {"subspace_dim": dim, "projector": "random", **params}
+
+
+CONTENDERS: Contenders = {
+    "ceiling": ("forward_backward", {}),
+    "adamw": ("adamw", {}),
+    "lsp-256": _lsp(256),
+    "lsp-512": _lsp(512),
+    "lsp-1024": _lsp(1024),
+    "lsp-none": ("lsp", {"projector": "none"}),
+    "zero2-offload": ("zero2-offload", {}),
+    "zenflow": ("zenflow", {}),
+}
+
+
+def _cases(shape: str, batch: int, contenders: Contenders, *, prefix: str = "", **more: Any) -> list[Case]:
+    cases = []
+    for name, (method, params) in contenders.items():
+        slow = method in ("zero2-offload", "zenflow") or params.get("projector") == "none"
+        wanted = {"method": method, "shape": f"llama-{shape}", "batch": batch, "length": 1024, "params": dict(params)}
+        host_gb = {"1.3b": 45.0, "3b": 100.0}.get(shape, 60.0) if slow else 12.0
+        case_name = f"{prefix}{shape}/{batch}/{name}"
+        timeout_s = 240 if slow else 120
+        cases.append(
+            Case(case_name, f"{_CASES}:speed", {**wanted, **more}, timeout_s=timeout_s, planned_host_gb=host_gb)
+        )
+    return cases
+
+
+def speed_cases() -> list[Case]:
+    """One run for every ratio of a shape and batch size."""
+    return [case for shape in ("1.3b", "3b") for batch in (4, 1) for case in _cases(shape, batch, CONTENDERS)]
+
+
+def breakdown_cases() -> list[Case]:
+    names = ("ceiling", "lsp-512", "lsp-none", "zero2-offload")
+    chosen = {name: CONTENDERS[name] for name in names}
+    cases = _cases("1.3b", 4, chosen, prefix="breakdown/")
+    taken_apart = [
+        Case(case.name, case.target, {**case.params, "take_apart": True}, timeout_s=300, planned_host_gb=45.0)
+        for case in cases[1:]
+    ]
+    return [cases[0], *taken_apart]
+
+
+def ablation_cases() -> list[Case]:
+    """What each choice is worth, at d = 512."""
+    contenders = {
+        "lsp-512": _lsp(512),
+        "sync": _lsp(512, schedule="sync"),
+        "bf16": _lsp(512, payload_dtype="bf16"),
+        "int8": _lsp(512, payload_dtype="int8"),
+        "clip-global": _lsp(512, clip_scope="global"),
+        "freeze-edge": _lsp(512, edge="freeze"),
+    }
+    fit = _cases("1.3b", 4, {"fit": ("lsp", {"subspace_dim": 512, "fit_steps": 100})}, prefix="ablation/")
+    return [*_cases("1.3b", 4, contenders, prefix="ablation/"), *fit]
+
+
+def capped_cases() -> list[Case]:
+    """The paper's laptop and workstation cards: 1.3B at 1 x 384 within 4 GB, 6.7B at 4 x 1024 within 24 GB."""
+    small = _cases("1.3b", 1, {"lsp-512": _lsp(512)}, prefix="capped/", cap_gb=4)
+    large = _cases("7b", 4, {"lsp-512": _lsp(512)}, prefix="capped/", cap_gb=24)
+    resized = [
+        Case(c.name, c.target, {**c.params, "length": 384}, timeout_s=c.timeout_s, planned_host_gb=12) for c in small
+    ]
+    return [*resized, *large]
+
+
+PRESETS: dict[str, Callable[[], list[Case]]] = {
+    "speed": speed_cases,
+    "breakdown": breakdown_cases,
+    "ablation": ablation_cases,
+    "capped": capped_cases,
+}
+
+
+def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[Case]:
+    """`tiny` keeps a preset's cases and shrinks their models: a rehearsal that needs no GPU."""
+    cases = []
+    for case in PRESETS[preset]():
+        params = {**case.params, "device": device}
+        if tiny:
+            small = {**params["params"], "fit_steps": 1} if params["method"] == "lsp" else params["params"]
+            small |= {"subspace_dim": 8} if "subspace_dim" in small else {}
+            params |= {"overrides": TINY, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+            params |= {"params": small}
+        host_gb = None if tiny else case.planned_host_gb
+        cases.append(Case(case.name, case.target, params, timeout_s=case.timeout_s, planned_host_gb=host_gb))
+    return cases
+
+
+# Report
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The last run's rows: a table for each shape and batch size, with ratios to its own ZeRO-Offload and AdamW."""
+    if not rows:
+        return "No rows."
+    last = [row for row in rows if row["run_id"] == rows[-1]["run_id"]]
+    tables: dict[str, list[Row]] = {}
+    for row in last:
+        tables.setdefault(row["case"].rpartition("/")[0], []).append(row)
+    return "\n\n".join(_table(title, found) for title, found in tables.items()) + "\n"
+
+
+_COLUMNS = (
+    *("case", "tokens/s", "step ms", "of ZeRO-Offload", "of AdamW", "GPU GB", "host GB", "forward ms", "backward ms"),
+    *("update ms", "exposed CPU ms", "exposed copy ms", "first step s", "bias"),
+)
+
+
+def _table(title: str, rows: Sequence[Row]) -> str:
+    by_name = {row["case"].rpartition("/")[2]: row for row in rows}
+    lines = [f"## {title}", "", "| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
+    for name, row in by_name.items():
+        if row.get("status") != "ok":
+            lines.append(f"| {name} | {row.get('status')}: {str(row.get('error') or '')[:80]} |")
+            continue
+        speeds = [row["tokens_per_s"] / peer if (peer := _speed(by_name, who)) else None for who in _PEERS]
+        lines.append(
+            "| "
+            + " | ".join(
+                (
+                    name,
+                    f"{row['tokens_per_s']:,.0f}",
+                    f"{1e3 * row['step_s']:.1f}",
+                    *(_number(ratio, "{:.2f} x") for ratio in speeds),
+                    f"{row['peak_gb']:.2f}",
+                    f"{row['host_gb_added']:.1f}",
+                    *(_ms(row.get(key)) for key in ("forward_s", "backward_s", "update_s")),
+                    *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s")),
+                    f"{row['first_step_s']:.1f}",
+                    _number(row.get("bias_median"), "{:.3f}"),
+                )
+            )
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+_PEERS = ("zero2-offload", "adamw")
+
+
+def _speed(rows: Mapping[str, Row], name: str) -> float | None:
+    found = rows.get(name, {}).get("tokens_per_s")
+    return None if found is None else float(found)
+
+
+def _ms(seconds: float | None) -> str:
+    return _number(None if seconds is None else 1e3 * seconds, "{:.1f}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
+    run.add_argument("--preset", choices=PRESETS, default="speed")
+    run.add_argument("--out", type=Path, required=True, help="rows are appended here as they come")
+    run.add_argument("--only", help="a glob or a part of case names")
+    run.add_argument("--resume", action="store_true", help="go on with the last run in --out")
+    run.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
+    run.add_argument("--device", default="cuda")
+    run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
+    report = commands.add_parser("report", help="rows as Markdown")
+    report.add_argument("rows", type=Path)
+    args = parser.parse_args(arguments)
+    if args.command == "report":
+        print(markdown(read_rows(args.rows)))
+        return
+    cases = cases_of(args.preset, device=args.device, tiny=args.tiny)
+    options = {"only": args.only, "resume": args.resume, "device": args.device, "spawn": args.spawn}
+    print(markdown(run_cases(cases, out=args.out, warm=WARM, **options)))
+
+
+if __name__ == "__main__":
+    main()
