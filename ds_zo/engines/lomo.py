@@ -21,8 +21,6 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, ClassVar
 
@@ -42,6 +40,7 @@ from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
+from ds_zo.engines.lomo_slots import Layer, Phase, Slot
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
 from ds_zo.streaming.blocks import find_blocks
@@ -52,44 +51,6 @@ _BARE_STREAMED = "loss.backward() cannot order the visits of streamed blocks: ca
 
 _hooks: Any = WeakTensorKeyDictionary()
 """The handle on each parameter: a second engine for the same module takes the place of the first."""
-
-
-class Phase(Enum):
-    IDLE = "no engine.backward is running: a gradient that arrives comes from a bare loss.backward()"
-    MEASURE = "gradients are measured and dropped"
-    UPDATE = "gradients are consumed by updates"
-    DISCARD = "gradients are dropped, the graph is freed"
-
-
-@dataclass
-class Slot:
-    """What is kept of a parameter besides itself."""
-
-    name: str
-    parameter: nn.Parameter
-    offset: int
-    """Of its rounding bits."""
-    is_adapter: bool
-    layer: Layer | None
-    moments: AdamMoments | FactoredMoments | None = None
-    last_pass: int = 0
-    """The backward pass that its gradient last came in; see [Note: once a backward]."""
-    block: RecomputedBlock | None = None
-    """The block that it stands in and nowhere else, where blocks stream."""
-    residue: torch.Tensor | None = None
-    """What rounding dropped so far (`rounding: kahan`)."""
-    held: torch.Tensor | None = None
-    """The sum so far of a gradient that comes in parts; see [Note: gradients in parts]."""
-
-
-class Layer:
-    """Parameters that are clipped by their own norm: a block, or one parameter outside of blocks."""
-
-    def __init__(self) -> None:
-        self.slots: list[Slot] = []
-        self.waiting: list[Slot] = []
-        """Those whose gradients have come, in this pass."""
-        self.num_expected = 0
 
 
 class LOMOBackend(Backend):

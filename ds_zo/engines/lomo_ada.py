@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from ds_zo.config import AdaLOMOParams
-from ds_zo.engines.lomo import LOMOBackend, Slot
+from ds_zo.engines.lomo import LOMOBackend
+from ds_zo.engines.lomo_slots import Slot
 from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
 
 

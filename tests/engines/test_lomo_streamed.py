@@ -246,3 +246,35 @@ def test_blocks_still_in_slots_are_not_uploaded_again(clipping: float, uploads: 
     block = runtime.units[0].nbytes
     assert (runtime.bytes_down - down) // block == 5
     assert (runtime.bytes_up - up) // block == uploads - (1 if clipping else 0)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_one_gradient_is_alive_at_a_time(clipping: float) -> None:
+    model = lively("llama")
+    alive: list[int] = []
+    parameters = list(model.parameters())
+    for p in parameters:  # before the engine's hooks
+        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(p.grad is not None for p in parameters)))
+    engine = start(streamed(clipping=clipping), model)
+    train(engine, batches("llama", 2))
+    assert len(alive) == (4 if clipping else 2) * len(parameters) and max(alive) == 1
+    assert all(slot.held is None for slot in engine.backend._slots)
+
+
+def test_a_block_keeps_its_inputs_and_nothing_else() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    engine = start(streamed(), seeded(Wandering))
+    inputs: list[int] = []
+    for layer in engine.module.layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].data_ptr()))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = engine(**plain_batch(0))
+    assert len(inputs) == 4 and set(inputs) <= {t.data_ptr() for t in kept}
+    assert len(kept) <= 4 + 8  # those of the embedding, the head and the loss beside them
+    assert not any(t.shape[-1:] == (32,) for t in kept), "an activation inside a block"
+    engine.backward(loss)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/engines"]
 import deepspeed, torch
-from lomo_runs import config_for, lively, start, weights_of
+from lomo_runs import config_for, lively, start, streamed, weights_of
 from tiny_models import tiny_batch
 
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
@@ -26,6 +26,8 @@ cases = {
     "adalomo": config_for("AdaLOMO", lr=1e-2, clipping=0.5),
     "bf16": config_for(lr=1e-2, clipping=0.5, bf16={"enabled": True}),
     "poisoned": config_for(clipping=0.5),
+    "streamed": streamed(clipping=0.5),
+    "streamed, grouped": streamed(clipping=0.5, params={"norm_scope": "group"}),
 }
 results = {}
 for name, config in cases.items():
@@ -43,7 +45,7 @@ for name, config in cases.items():
 torch.save(results, Path(sys.argv[2]) / f"{rank}-of-{world_size}.pt")
 """
 
-CASES = ["one pass", "clipped", "grouped", "adalomo", "bf16", "poisoned"]
+CASES = ["one pass", "clipped", "grouped", "adalomo", "bf16", "poisoned", "streamed", "streamed, grouped"]
 
 
 def test_two_ranks_are_one_of_twice_the_batch(run_ranks: Callable[..., list[str]], tmp_path: Path) -> None:
