@@ -36,7 +36,7 @@ def estimate_lomo(
 
 
 def _resident(model: Model, limits: Limits, backend: str, *, checkpointing: bool) -> Estimate:
-    trace = model.backward_trace(checkpointing=checkpointing)
+    trace = model.backward_trace(checkpointing=checkpointing, loss_in_chunks=True)
     step_s = trace.forward.seconds + (trace.backward + _update(model, model.numel, _num_parameters(model))).seconds
     return Estimate(
         contender=backend,
@@ -62,7 +62,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig) 
     placement = plan_units(
         model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
     )
-    trace = model.backward_trace(checkpointing=True)
+    trace = model.backward_trace(checkpointing=True, loss_in_chunks=True)
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots if stream.overlap else 1
     none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_benches": 0, "pairs": False}

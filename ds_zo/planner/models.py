@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,8 +18,8 @@ from ds_zo.streaming.blocks import find_blocks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
 
-_CHUNK_NUMEL = 2**24
-"""Float32 logits that ZO's loss holds at once, twice (`engines.chunked_loss`)."""
+_CHUNK_NUMEL = 2**22
+"""Float32 logits that the chunked loss of ZO and LOMO holds at once (`engines.chunked_loss`)."""
 
 
 @dataclass
@@ -59,8 +59,14 @@ class Model:
         """Without gradients, loss in chunks: a ZO pass."""
         return self._trace("forward", self._run_forward)
 
-    def backward_trace(self, *, checkpointing: bool) -> Trace:
-        return self._trace(f"backward {checkpointing}", lambda: self._run_backward(checkpointing=checkpointing))
+    def backward_trace(self, *, checkpointing: bool, loss_in_chunks: bool = False) -> Trace:
+        """`loss_in_chunks`: as LOMO has it; others upcast all logits at once."""
+
+        def run() -> Trace:
+            with self._losses_on_paper() if loss_in_chunks else nullcontext():
+                return self._run_backward(checkpointing=checkpointing)
+
+        return self._trace(f"backward {checkpointing} {loss_in_chunks}", run)
 
     def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
         if kind not in self._traces:
@@ -74,12 +80,17 @@ class Model:
         return self._traces[kind]
 
     def _run_forward(self) -> Trace:
+        with self._losses_on_paper():
+            return self._pass(backward=False)
+
+    @contextmanager
+    def _losses_on_paper(self) -> Iterator[None]:
         with ExitStack() as stack:
             for m in self.module.modules():
                 if getattr(m, "loss_type", None) == "ForCausalLM" and hasattr(type(m), "loss_function"):
                     m.loss_function = _loss_on_paper  # type: ignore[assignment]
                     stack.callback(m.__dict__.pop, "_loss_function", None)
-            return self._pass(backward=False)
+            yield
 
     def _run_backward(self, *, checkpointing: bool) -> Trace:
         switch: Any = self.module
@@ -136,7 +147,26 @@ def load_config(name: str, *, seq: int) -> Any:
 
 
 def _loss_on_paper(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
-    """What the chunked loss holds beside the logits: one chunk in float32 and its log-softmax."""
-    rows = min(max(1, _CHUNK_NUMEL // vocab_size), logits.numel() // vocab_size)
-    chunk = logits.reshape(-1, vocab_size)[:rows].float()
-    return torch.empty_like(chunk).sum()
+    loss: torch.Tensor = _LossOnPaper.apply(logits.reshape(-1, vocab_size), max(1, _CHUNK_NUMEL // vocab_size))
+    return loss
+
+
+class _LossOnPaper(torch.autograd.Function):
+    """What the chunked loss holds: the logits, one chunk of them in float32 and its log-softmax; in the backward pass
+    also the logits' gradient and two gradients of the chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = num_rows
+        return torch.empty_like(rows[:num_rows].float()).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        found = torch.empty_like(rows)
+        for chunk in rows.split(ctx.num_rows):  # which meets what is left of the one before
+            logs = torch.empty_like(chunk.float())
+            by_logs = torch.empty_like(logs)
+            torch.empty_like(by_logs)
+        return found, None

@@ -1,9 +1,9 @@
 """A plan on several GPUs and machines: what crosses the wires, what each host holds, what a step then takes.
 
 Ranks are data parallel, each with a batch of its own. Sums are ring reductions inside a machine and then between
-machines; they are not hidden behind anything, so the figures are the worst case. What a machine's CPUs update falls with
-the number of machines where states are divided among ranks (ZeRO, LSP). Every GPU is taken to have its link to host
-memory for itself.
+machines; they are not hidden behind anything, so the figures are the worst case. What a machine's CPUs update falls
+with the number of machines where states are divided among ranks (ZeRO, LSP). Every GPU is taken to have its link to
+host memory for itself.
 """
 
 from __future__ import annotations
