@@ -51,12 +51,13 @@ class Buffers:
     num_passes: int
     interval: int
     num_blocks: int
-    narrow: bool
-    """Blocks are stored in fewer bytes than their working copies take."""
+    in_pairs: bool
+    """Both signs' copies are made at once though every block streams: stored in fewer bytes than copies take, or slower
+    to compute than to bring."""
 
     def sizes(self, num_resident: int) -> dict[str, Any]:
         num_slots = self.stream.device_slots if self.stream.overlap else 1
-        pairs = self.stream.fuse_update and self.num_blocks > 0 and (num_resident > 0 or self.narrow)
+        pairs = self.num_blocks > 0 and (num_resident > 0 or self.in_pairs)
         return {
             "num_slots": num_slots,
             "num_low_slots": 1 if self.interval > num_slots else num_slots,
@@ -92,10 +93,9 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     )
     trace = model.forward_trace()
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
-    narrow = any(u.nbytes < u.scratch_nbytes for u in placement.blocks)
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
-    buffers = Buffers(stream, num_passes, fixed or _INTERVALS[-1], num_blocks, narrow)
+    buffers = Buffers(stream, num_passes, fixed or _INTERVALS[-1], num_blocks, placement.narrow)
     recordings = 2 * trace.boundary * _is_recorded(model, placement, num_passes, pairs=True)
     beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
     beside += recordings
@@ -104,6 +104,10 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     streamed = [i for i in range(num_blocks) if i not in stays]
     if fixed is None:
         buffers = replace(buffers, interval=_best_interval(model, placement, streamed, buffers, params))
+        least = device_bytes(placement, num_resident=num_resident, **buffers.sizes(num_resident)).total + beside
+        has_room = limits.device_nbytes is None or least + placement.block_scratch_nbytes <= limits.device_nbytes
+        if has_room and streamed and _computing_sets_pace(model, placement, streamed, buffers, params):
+            buffers = replace(buffers, in_pairs=True)
     sizes = buffers.sizes(num_resident)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
     second_copy = placement.block_scratch_nbytes if sizes["pairs"] else 0
@@ -182,8 +186,10 @@ def _table_nbytes(placement: Placement) -> int:
     return sum(-(-p.numel // CHUNK_NUMEL) * _CHUNK_ROW_NBYTES for u in placement.units for p in u.placed)
 
 
-def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
-    """An average step: as many as it takes for every block to fold once."""
+def _seconds(
+    model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams
+) -> dict[tuple[int, Kind], float]:
+    """Of each block's copies and computing in an average step."""
     rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
     num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
     pending = (interval + 1) / 2
@@ -202,6 +208,21 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
     noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
     on_host = num_passes * trace.edge.launch_s + len(visits) * _VISIT_LAUNCH_S
     seconds[pricing.EDGE, Kind.COMPUTE] = max(noise + num_passes * trace.edge.kernel_s, on_host)
+    return seconds
+
+
+def _computing_sets_pace(
+    model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams
+) -> bool:
+    seconds = _seconds(model, placement, streamed, buffers, params)
+    busy_s = sum(s for (_, kind), s in seconds.items() if kind is Kind.COMPUTE)
+    return busy_s > _link_s(model.rates, placement, streamed, buffers.interval)
+
+
+def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
+    """An average step: as many as it takes for every block to fold once."""
+    interval, num_blocks = buffers.interval, len(placement.blocks)
+    seconds = _seconds(model, placement, streamed, buffers, params)
     actions: list[Action] = []
     loaded: dict[int, int] = {}
     num_steps = max(2, interval)
@@ -218,10 +239,13 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
         )
         actions += [*found, pricing.edge()]
     # Blocks that stay have low planes on the host, which travel at folds, outside the schedule.
-    link_s = max(
-        nbytes / rate for nbytes, rate in zip(_traffic(placement, streamed, interval), (up, down), strict=True)
-    )
+    link_s = _link_s(model.rates, placement, streamed, interval)
     return max(pricing.seconds(actions, seconds) / num_steps, link_s)
+
+
+def _link_s(rates: Rates, placement: Placement, streamed: list[int], interval: int) -> float:
+    both_ways = _traffic(placement, streamed, interval), _rates_together(rates, placement, streamed, interval)
+    return max(nbytes / rate for nbytes, rate in zip(*both_ways, strict=True))
 
 
 def _traffic(placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
