@@ -21,12 +21,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"params": {"projector": "none"}},
     "bf16": {"bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
     "int8 payload": {"params": {"payload_dtype": "int8"}, "clipping": 1.0},
-    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1}},
+    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}},
     "accumulation": {"gradient_accumulation_steps": 2},
 }
 
 
-def run(schedule: str, *, num_batches: int = 6, **json: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def run(schedule: str, *, num_batches: int = 5, **json: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     json["params"] = {**json.get("params", {}), "schedule": schedule}
     engine = start(lsp_json(**json), small())
     losses = train(engine, batches("llama", num_batches))

@@ -78,7 +78,7 @@ def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
 
 
 def learned(**params: Any) -> dict[str, Any]:
-    return lsp_json(params={"projector": "learned", "fit_steps": 30, **params})
+    return lsp_json(params={"projector": "learned", "fit_steps": 10, **params})
 
 
 def test_projectors_are_fitted_before_the_first_step_and_the_bias_is_known() -> None:
@@ -181,12 +181,18 @@ def test_small_payloads_train_about_as_well(dtype: str) -> None:
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1}},
+    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}},
     "int8 bf16": {"params": {"payload_dtype": "int8"}, "bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
     "on the device": {"offload": False},
     "inside a window": {
         "gradient_accumulation_steps": 3,
-        "params": {"projector": "learned", "check_interval": 1, "calibration_batches": 2, "edge": "dense"},
+        "params": {
+            "projector": "learned",
+            "check_interval": 1,
+            "calibration_batches": 2,
+            "edge": "dense",
+            "fit_steps": 1,
+        },
     },
 }
 
