@@ -418,7 +418,7 @@ class Trainer:
             if preempted or (args.save_every and self.step % args.save_every == 0):
                 self.save_checkpoint()
             if preempted or over:
-                finished = not preempted
+                finished = over or self.step == num_steps
                 break
         bar.close()
         return finished
