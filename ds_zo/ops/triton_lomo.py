@@ -139,6 +139,30 @@ def _square_sum_kernel(
     tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(u * u, axis=1), axis=0))
 
 
+TILE_ROWS, TILE_COLS = 64, 128
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_cols", "num_col_tiles"])
+def _row_and_col_kernel(
+    row_partial_ptr,
+    col_partial_ptr,
+    g_ptr,
+    num_rows,
+    num_cols,
+    num_col_tiles,
+    DROPPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    g = load_values(g_ptr, row[:, None] * num_cols + col[None, :], mask, DROPPED)
+    square = tl.where(mask, g * g, 0.0)
+    tl.store(row_partial_ptr + row * num_col_tiles + tl.program_id(1), tl.sum(square, axis=1), mask=row < num_rows)
+    tl.store(col_partial_ptr + tl.program_id(0) * num_cols + col, tl.sum(square, axis=0), mask=col < num_cols)
+
+
 def update_triton(
     p: torch.Tensor,
     direction: torch.Tensor,
@@ -223,3 +247,24 @@ def _shape(p: torch.Tensor) -> tuple[int, int]:
     """Elements in one matrix of a stack, and in one of its rows. A vector is a row."""
     num_cols = p.shape[-1] if p.ndim else 1
     return (p.shape[-2] if p.ndim > 1 else 1) * num_cols, num_cols
+
+
+def row_and_col_square_sums_triton(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of squares of a contiguous matrix's rows and columns, in one reading, in the same order every time."""
+    num_rows, num_cols = g.shape
+    tiles = triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(num_cols, TILE_COLS)
+    row_partial = torch.empty(num_rows, tiles[1], dtype=torch.float32, device=g.device)
+    col_partial = torch.empty(tiles[0], num_cols, dtype=torch.float32, device=g.device)
+    _row_and_col_kernel[tiles](
+        row_partial,
+        col_partial,
+        _raw(g),
+        num_rows,
+        num_cols,
+        tiles[1],
+        DROPPED=storage_format(g.dtype).dropped_bits,
+        ROWS=TILE_ROWS,
+        COLS=TILE_COLS,
+        num_warps=NUM_WARPS,
+    )
+    return row_partial.sum(dim=1), col_partial.sum(dim=0)

@@ -131,9 +131,10 @@ def adalomo_update_(
         _average_(moments.cols, grad.float().square() * square + eps[0], kept)
         rows, cols = None, moments.cols.rsqrt()
     else:
-        for average, dim in ((moments.rows, -1), (moments.cols, -2)):
-            norms = torch.linalg.vector_norm(grad, dim=dim, dtype=torch.float32)
-            _average_(average, norms.square_().div_(grad.shape[dim]) * square + eps[0], kept)
+        for average, sums, dim in zip(
+            (moments.rows, moments.cols), _row_and_col_square_sums(grad), (-1, -2), strict=True
+        ):
+            _average_(average, sums.div_(grad.shape[dim]) * square + eps[0], kept)
         rows = (moments.rows / moments.rows.mean(dim=-1, keepdim=True)).rsqrt_()
         cols = moments.cols.rsqrt()
     root_numel = math.sqrt(p.numel())
@@ -190,6 +191,15 @@ def _factored(g: torch.Tensor, rows: torch.Tensor | None, cols: torch.Tensor | N
     if cols is not None:
         g = g * (cols if g.ndim < 2 else cols.unsqueeze(-2))
     return g
+
+
+def _row_and_col_square_sums(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if grad.is_cuda and grad.ndim == 2:
+        from ds_zo.ops.triton_lomo import row_and_col_square_sums_triton
+
+        return row_and_col_square_sums_triton(grad.contiguous())
+    rows, cols = (torch.linalg.vector_norm(grad, dim=dim, dtype=torch.float32).square_() for dim in (-1, -2))
+    return rows, cols
 
 
 def _factored_square_sum(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.ops.triton_lomo import factored_square_sum_triton, update_triton
+from ds_zo.ops.triton_lomo import factored_square_sum_triton, row_and_col_square_sums_triton, update_triton
 from ds_zo.optim import rules
 
 SHAPES = [(1,), (1030,), (7, 300), (2, 5, 131), (1024, 2)]
@@ -82,6 +82,15 @@ def check_square_sum(device: str) -> None:
                 on_device = {k: None if v is None else v.to(device) for k, v in given.items()}
                 found = factored_square_sum_triton(g.to(device), **on_device)
                 torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def check_row_and_col_square_sums(device: str) -> None:
+    for shape in ((3, 5), (64, 128), (130, 260)):
+        for dtype in (torch.float32, torch.bfloat16):
+            _, g = case(shape, dtype)
+            rows, cols = row_and_col_square_sums_triton(g.to(device))
+            torch.testing.assert_close(rows.cpu(), g.float().square().sum(1), rtol=1e-5, atol=0.0)
+            torch.testing.assert_close(cols.cpu(), g.float().square().sum(0), rtol=1e-5, atol=0.0)
 
 
 def check_wide_direction_for_narrow_storage(device: str) -> None:
