@@ -40,8 +40,10 @@ class Claim:
 class Claims:
     """All claims on a model's units, and the spare buffers that go round."""
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: HostStore, *, swaps: bool = True) -> None:
+        """`swaps` False copies streamed units too: their homes are not this process's alone to replace."""
         self._store = store
+        self._swaps = swaps
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._open: dict[int, Claim] = {}
@@ -50,9 +52,9 @@ class Claims:
     def claim(self, unit: Unit) -> Piece:
         """Holds the unit's bytes of this moment. From the thread that trains."""
         copied: list[torch.Tensor] = []
-        home = unit.home if unit.streamed else self._copy(unit.home, copied)
+        home = unit.home if unit.streamed and self._swaps else self._copy(unit.home, copied)
         low = unit.low_home
-        if low is not None and not unit.low_streamed:
+        if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
         landed = unit.landed if unit.streamed or unit.low_streamed else None
         done_copying = torch.cuda.Event() if copied and unit.home.is_cuda else None

@@ -87,6 +87,10 @@ class ZOParams(OptimizerParams):
     num_directions: int = Field(1, ge=1, le=1024)
     """Independent z drawn a step; each costs two forward passes, all share one upload of a block."""
 
+    direction_parallel: int = Field(1, ge=1, le=1024)
+    """Ranks that share a batch and divide its `num_directions` among them (ranks 0 to n - 1, the next n, ...): they
+    train on what the first of them is given, so a step learns from `train_batch_size / direction_parallel` samples."""
+
     distribution: Literal["normal", "rademacher"] = "normal"
     """What z is drawn from. Rademacher (+1 or -1) is cheaper to draw."""
 
@@ -99,6 +103,16 @@ class ZOParams(OptimizerParams):
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Key of the noise: the same seed gives the same run, whatever the ranks, blocks and slots."""
+
+    @model_validator(mode="after")
+    def _directions_divide(self) -> Self:
+        if self.num_directions % self.direction_parallel:
+            text = (
+                f"direction_parallel must divide num_directions ({self.num_directions}), so that every rank tries as "
+                f"many, got {self.direction_parallel}; change one of the two"
+            )
+            raise rule_error(text, field="direction_parallel")
+        return self
 
 
 class AdapterParams(ConfigModel):

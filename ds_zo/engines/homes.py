@@ -25,8 +25,8 @@ from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
-from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.sharded import ShardedRuntime
+from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
 
 _WIRE = {
@@ -166,8 +166,8 @@ class Homes:
 
     @contextmanager
     def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
-        """Around writes to homes that are no folds, by all ranks alike: tells which units this one has to write. Before,
-        all that was sent back has landed everywhere; after, every rank sees what was written."""
+        """Around writes to homes that are no folds, by all ranks alike: tells which units this one has to write. What
+        was sent back has landed before; every rank sees what was written after."""
         self.claims.wait()
         for unit in units:
             self.runtime.host_wait(unit)
@@ -269,8 +269,8 @@ class Homes:
         ]
         if self.shared is not None:
             lines.append(
-                f"ds_zo: the {self.shared.share.size} ranks of this machine keep the streamed blocks together: the host "
-                "memory above is each rank's part, of which it uploads its own"
+                f"ds_zo: the {self.shared.share.size} ranks of this machine keep the streamed blocks together: the "
+                "host memory above is one rank's part, which it uploads"
             )
         if bound := self.rounding_bound(1000):
             lines.append(

@@ -154,9 +154,9 @@ class ReplayedState(ModuleState):
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
         self._homes.visits.fold_now(unit)
-        self._homes.claims.wait()
-        self._homes.visits.runtime.host_wait(unit)
-        unit.store_one(placed, value)
+        with self._homes.rewriting(unit) as writes:
+            if writes(unit):
+                unit.store_one(placed, value)
         unit.bind_home()
         self._homes.visits.runtime.forget()
         self._cached = None

@@ -24,6 +24,7 @@ from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.tempo import seconds_of
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Planes, Unit
 
@@ -55,8 +56,11 @@ class Visits:
         num_passes: int,
         pairs: bool,
         device: torch.device,
+        first_direction: int = 0,
     ) -> None:
         self.placement = placement
+        self._first_direction = first_direction
+        """Of those that this rank's passes try."""
         self.runtime = runtime
         self.log = log
         self.noise = noise
@@ -84,6 +88,9 @@ class Visits:
         self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
         self._kept_views: dict[Any, list[torch.Tensor]] = {}
         runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
+        if isinstance(runtime, ShardedRuntime):
+            runtime.fold_unvisited = self._bring_up_to_date
+        self._forward_begins = False
 
     @property
     def in_one_launch(self) -> bool:
@@ -113,8 +120,15 @@ class Visits:
         """A pure function of step and unit, staggered over blocks, the same for resident and streamed ones."""
         return due(unit, step=step, interval=self.interval, capacity=CAPACITY)
 
+    def begin_forward(self) -> None:
+        """A training forward starts. The first of its passes is the one that all ranks make alike."""
+        self._forward_begins = True
+
     def begin(self) -> None:
         """A training pass starts."""
+        if self._forward_begins:
+            self.runtime.join(ahead=True)
+            self._forward_begins = False
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
         self._folding = {id(u) for u in folding}
@@ -129,8 +143,10 @@ class Visits:
         if self._open is not None and self._open[1] is not None:
             self.runtime.abandon(self._open[1])
         self._open = None
-        self._folding = set()
-        self.runtime.finish()
+        try:
+            self.runtime.finish()
+        finally:
+            self._folding = set()
 
     @torch.no_grad()
     def replay_s(self, unit: Unit) -> float:
@@ -286,12 +302,14 @@ class Visits:
     @torch.no_grad()
     def fold_now(self, *units: Unit) -> None:
         """Stores what is pending, out of turn, in one pass: before something that replay could not express (a changed
-        group, loaded weights)."""
+        group, loaded weights). By all ranks, where they share a host store."""
         behind = [unit for unit in units if self.pending(unit)]
         if not behind:
             return
         self._folding = {id(unit) for unit in behind}
         blocks = [unit for unit in behind if unit.is_block]
+        if any(unit.streamed for unit in blocks):
+            self.runtime.join(ahead=False)
         self.runtime.start(blocks, downloads=blocks, wants_low=lambda unit, ahead: not ahead)
         for unit in behind:
             slot = self.runtime.arrive(unit) if unit.streamed else None
@@ -343,7 +361,7 @@ class Visits:
         makes a clean copy."""
         mirrors = None if pair is None else self._outs(unit, pair)
         step = self.log.length
-        direction, sign = (0, 0.0) if index is None else (index // 2, 1.0 - 2.0 * (index % 2))
+        direction, sign = (0, 0.0) if index is None else (self._first_direction + index // 2, 1.0 - 2.0 * (index % 2))
         for i, part in enumerate(unit.parts):
             if part.direct:
                 continue

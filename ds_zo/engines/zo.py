@@ -10,6 +10,7 @@ of the current step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -376,24 +377,28 @@ class ZOBackend(Backend):
     def _leave_shared_unit_whole(self, unit: Unit, store: SharedStore) -> None:
         """Ranks close when they please, so nothing that they share is changed. Where weights of the current step are
         not what is stored, every rank would need a copy of its own: not if the machine can't hold that."""
-        if not self.homes.visits.pending(unit) and all(part.viewable for part in unit.parts):
-            self.homes.runtime.host_wait(unit)
-            low = None if unit.low_home is None else store.private(unit.low_home)
-            unit.settle(store.private(unit.home), low, streamed=False, low_streamed=False)
-            unit.bind_home()
-        elif store.has_room_for(unit.scratch_nbytes * store.share.size):
+        pending = self.homes.visits.pending(unit)
+        if not all(part.viewable for part in unit.parts):
             unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
+        elif not pending or store.has_room_for(unit.nbytes * store.share.size):
+            self.homes.runtime.host_wait(unit)
+            values = [self.state.read(placed.parameter) for placed in unit.placed] if pending else None
+            unit.settle(store.private(unit.home), None, streamed=False, low_streamed=False)
+            unit.bind_home()
+            for placed, value in zip(unit.placed, values or (), strict=False):
+                placed.parameter.data.copy_(value)
         elif not self._left_behind_logged:
             self._left_behind_logged = True
             logger.warning(
-                "ds_zo: the engine is destroyed and this machine has no room for a whole model a rank: the module keeps "
-                "weights that lag; save, or read state_dict(), before engine.destroy()"
+                "ds_zo: the engine is destroyed and this machine has no room for a whole model a rank: the module "
+                "keeps weights that lag; save, or read state_dict(), before engine.destroy()"
             )
 
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
-        if not self._closed and self.state.owns_module():
+        # Not at the interpreter's end: nobody has the module then, and PyTorch aborts on tensors made in a finalizer.
+        if not self._closed and not sys.is_finalizing() and self.state.owns_module():
             self._leave_module_whole()
         self._closed = True
         self._copies.close()

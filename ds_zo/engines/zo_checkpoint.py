@@ -92,6 +92,8 @@ class HomesCheckpoint:
 
     def _piece(self, unit: Unit, *, hold: bool, omitted: set[str]) -> Piece:
         if hold:
+            if self._homes.shared is not None:
+                self._homes.runtime.host_wait(unit)
             held = self._homes.claims.claim(unit)
             return Piece(lambda: _without(held.tensors(), omitted), held.nbytes, held.key, held.written)
 
@@ -119,7 +121,6 @@ class HomesCheckpoint:
         wrong = difference(there, here)
         if wrong is not None and (strict or not there.keys() & here.keys()):
             raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
-        self._homes.claims.wait()
         if resume and self._homes.measures:
             self._homes.set_interval(state["interval"])
         reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
@@ -156,11 +157,12 @@ class HomesCheckpoint:
     def _restore_planes(self, saved: Saved, omitted: set[str]) -> None:
         homes, state = self._homes, saved.backend_state
         versions = {unit_key(u): u["version"] for u in state["units"]}
-        for unit in homes.placement.units:
-            homes.runtime.host_wait(unit)
-            fill_unit(unit, saved.tensor, omitted=omitted)
-            unit.version = versions[unit_key(describe(unit))]
-            unit.bind_home()
+        with homes.rewriting(*homes.placement.units) as writes:
+            for unit in homes.placement.units:
+                if writes(unit):
+                    fill_unit(unit, saved.tensor, omitted=omitted)
+                unit.version = versions[unit_key(describe(unit))]
+                unit.bind_home()
         homes.log.rows.copy_(state["rows"])
         homes.log.length = state["step"]
 
@@ -171,14 +173,13 @@ class HomesCheckpoint:
         if partial:  # what the checkpoint lacks stays, with its updates
             for unit in homes.placement.units:
                 homes.visits.fold_now(unit)
-        for there, value in saved_values(saved, device=homes.device, exact=True):
-            if there.name not in where:
-                continue
-            unit, placed = where[there.name]
-            if placed.parameter.shape != there.parameter.shape:
-                continue
-            homes.runtime.host_wait(unit)
-            unit.store_one(placed, value)
+        with homes.rewriting(*homes.placement.units) as writes:
+            for there, value in saved_values(saved, device=homes.device, exact=True):
+                if there.name not in where:
+                    continue
+                unit, placed = where[there.name]
+                if placed.parameter.shape == there.parameter.shape and writes(unit):
+                    unit.store_one(placed, value)
         for unit in homes.placement.units:
             unit.version = homes.log.length
             unit.bind_home()

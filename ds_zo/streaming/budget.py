@@ -38,17 +38,18 @@ def device_bytes(
     num_passes: int,
     num_benches: int,
     pairs: bool,
+    low_stays: bool = False,
 ) -> DeviceBytes:
     """Before anything is allocated. `num_benches`: resident blocks that do not fold every step need a working slot
-    more; `pairs`: copies of both signs are made at once."""
+    more; `pairs`: copies of both signs are made at once; `low_stays`: a resident block's low plane is with it."""
     edges = sum(u.nbytes + u.low_nbytes for u in (*placement.edges, *placement.ambient))
     edges += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
     largest = max((u.nbytes for u in placement.blocks), default=0)
     largest_low = max((u.low_nbytes for u in placement.blocks), default=0)
     all_stay = num_resident == len(placement.blocks)
-    blocks = sum(
-        sorted((u.nbytes + (u.low_nbytes if all_stay else 0) for u in placement.blocks), reverse=True)[:num_resident]
-    )
+    low_too = all_stay or low_stays
+    sizes = sorted((u.nbytes + (u.low_nbytes if low_too else 0) for u in placement.blocks), reverse=True)
+    blocks = sum(sizes[:num_resident])
     return DeviceBytes(
         edges=edges,
         scratch=placement.scratch_nbytes + (placement.block_scratch_nbytes if pairs else 0),

@@ -61,12 +61,16 @@ class HostStore:
     def give_back(self, buffer: torch.Tensor) -> None:
         """One buffer is no longer needed. Only after its last copy has finished."""
         self.nbytes -= buffer.numel()
+        if self._unregister(buffer):
+            self.pinned_nbytes -= buffer.numel()
+
+    def _unregister(self, buffer: torch.Tensor) -> bool:
         for i, registered in enumerate(self._registered):
             if registered.data_ptr() == buffer.data_ptr():
                 torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-                self.pinned_nbytes -= buffer.numel()
                 del self._registered[i]
-                return
+                return True
+        return False
 
     def close(self) -> None:
         """Unpins. Only after the last copy has finished."""

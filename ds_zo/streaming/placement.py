@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Part, Placed, Unit
 
 ReadParameter = Callable[[Placed], torch.Tensor]
@@ -163,12 +164,14 @@ def settle(
 ) -> None:
     """Gives every unit its home and fills it, one unit at a time, so that originals are freed as copies are made.
 
-    A resident block's low plane stays on the host when others stream: it is needed only at folds.
+    A resident block's low plane stays on the host when others stream: it is needed only at folds. (Not in memory that
+    ranks share: bringing it would take a gather of its own.)
     """
-    any_streamed = any(not resident(unit) for unit in placement.blocks)
-    for unit in placement.units:
+    shared = store if isinstance(store, SharedStore) else None
+    low_travels = shared is None and any(not resident(unit) for unit in placement.blocks)
+    for number, unit in enumerate(placement.units):
         stays = not unit.is_block or resident(unit)
-        low_stays = stays and not (unit.is_block and any_streamed)
+        low_stays = stays and not (unit.is_block and low_travels)
         home = torch.empty(unit.nbytes, dtype=torch.uint8, device=device) if stays else store.take(unit.nbytes)
         low = None
         if unit.low_nbytes:
@@ -178,17 +181,29 @@ def settle(
                 else store.take(unit.low_nbytes)
             )
         unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
-        unit.store(read, via=device)
+        if stays or shared is None or shared.writes(number):
+            unit.store(read, via=device)
         unit.leave_meta()
         unit.bind_home()
+    if shared is not None:
+        shared.node.barrier()
 
 
 def keep_on_device(unit: Unit, store: HostStore, device: torch.device, *, low: bool) -> None:
     """Moves a streamed unit's home to the device for good, its low plane too if `low`. Only after its last copy."""
     home, low_home = unit.home, unit.low_home
     low_moves = low and low_home is not None
-    new_low = low_home.to(device) if low_home is not None and low_moves else low_home
-    unit.settle(home.to(device), new_low, streamed=False, low_streamed=not low_moves)
+
+    def moved(buffer: torch.Tensor) -> torch.Tensor:
+        there = torch.empty_like(buffer, device=device)
+        if isinstance(store, SharedStore):
+            store.copy_whole(there, buffer)
+        else:
+            there.copy_(buffer)
+        return there
+
+    new_low = moved(low_home) if low_home is not None and low_moves else low_home
+    unit.settle(moved(home), new_low, streamed=False, low_streamed=not low_moves)
     unit.bind_home()
     store.give_back(home)
     if low_home is not None and low_moves:
