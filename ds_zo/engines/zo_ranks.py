@@ -8,8 +8,6 @@ itself, so weights stay the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ds_zo.config import ConfigError
-from ds_zo.streaming.node import group_timeout
+from ds_zo.streaming.node import one_may_be_gone, wait_as_long_as_the_world, waiting_time
 
 
 class Ranks:
@@ -32,7 +30,8 @@ class Ranks:
         distributed = dist.is_initialized()
         self.size = dist.get_world_size(process_group) if distributed else 1
         self.index = dist.get_rank(process_group) if distributed else 0
-        self.timeout_s = group_timeout(process_group, device).total_seconds() if distributed else 0.0
+        if self.size > 1:
+            wait_as_long_as_the_world(process_group, device)
         if self.size % direction_parallel:
             raise ConfigError(
                 f"direction_parallel must divide the number of ranks ({self.size}), got {direction_parallel}; start "
@@ -54,7 +53,7 @@ class Ranks:
 
     def _make_groups(self) -> None:
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
-        timeout = group_timeout(self.process_group, self.device)
+        timeout = waiting_time(self.device)
         for begin in range(0, self.size, self._group_size):  # every rank makes every group
             members = ranks[begin : begin + self._group_size]
             group = dist.new_group(members, timeout=timeout)
@@ -78,7 +77,7 @@ class Ranks:
             return args, kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         first = dist.get_rank() == self._source
-        with self._together():
+        with one_may_be_gone(self.device):
             message: list[Any] = [None]
             if first:
                 message = [([_told(leaf, self.device) for leaf in leaves], spec)]
@@ -99,7 +98,7 @@ class Ranks:
     def average(self, g: torch.Tensor) -> torch.Tensor:
         """Projected gradients of all directions, the mean over batches. `g` holds this rank's own, zeros elsewhere."""
         if self.size > 1:
-            with self._together():
+            with one_may_be_gone(self.device):
                 dist.all_reduce(g, group=self.process_group)
             self.bytes_wire += g.numel() * g.element_size()
             g /= self.num_batches
@@ -110,21 +109,9 @@ class Ranks:
         if self.size == 1:
             return number
         shared = torch.tensor([number], device=self.device)
-        with self._together():
+        with one_may_be_gone(self.device):
             dist.broadcast(shared, group=self.process_group, group_src=0)
         return int(shared.item())
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # what every backend of torch.distributed raises
-            raise RuntimeError(
-                f"ds_zo: rank {self.index} of {self.size} waited for another rank that died or stopped (ranks wait "
-                f"{self.timeout_s:.0f} s at most: timeout of deepspeed.init_distributed); the ranks' weights are those "
-                "of their last common step: start the job again and load_checkpoint the last checkpoint, which no "
-                "rank's death harms"
-            ) from error
 
     def describe(self) -> str:
         if self.size == 1:
@@ -138,7 +125,7 @@ class Ranks:
             f"\nds_zo: {self.size} ranks, {self.num_batches} batches a step"
             + (shared + skipped if self._group_size > 1 else "")
             + f"; {4 * self._num_directions} bytes of g a step are reduced over them; a rank waits "
-            f"{self.timeout_s:.0f} s at most for another"
+            f"{waiting_time(self.device).total_seconds():.0f} s at most for another"
         )
 
 

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -54,7 +55,7 @@ class Node:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         places: list[Any] = [None] * len(ranks)
         dist.all_gather_object(places, _place(), group=process_group)
-        timeout = group_timeout(process_group, device)
+        timeout = waiting_time(device)
         by_place: dict[Any, list[int]] = {}
         for rank, place in zip(ranks, places, strict=True):
             by_place.setdefault(place, []).append(rank)
@@ -79,11 +80,13 @@ class Node:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.meet()
-        self._token.item()
+        with one_may_be_gone(self.device):
+            self._token.item()
 
     def meet(self) -> None:
         """What follows on the current stream follows what every rank's stream held before."""
-        dist.all_reduce(self._token, group=self.group)
+        with one_may_be_gone(self.device):
+            dist.all_reduce(self._token, group=self.group)
 
     def gather(self, buffer: torch.Tensor) -> list[Any]:
         """Fills equal pieces of a device buffer, of which each rank has its own there, from all ranks. Returns what to
@@ -101,8 +104,9 @@ class Node:
     def smallest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
         shared = torch.tensor([number], dtype=torch.int64, device=self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group)
-        return int(shared.item())
+        with one_may_be_gone(self.device):
+            dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group)
+            return int(shared.item())
 
     def map_shared(self, nbytes: int) -> SharedMemory | None:
         """Memory that all ranks of the machine map; None, on all of them, where one can't."""
@@ -180,11 +184,34 @@ def _place() -> tuple[str, ...]:
     return tuple(facts)
 
 
-def group_timeout(process_group: Any, device: torch.device) -> timedelta:
-    """How long its ranks wait for one another; groups that are made from it should wait as long."""
-    group: Any = process_group or dist.group.WORLD
+def waiting_time(device: torch.device) -> timedelta:
+    """How long ranks wait for one another: what the process group was made with. Groups made from it would take
+    torch's default, half an hour, unless they are told."""
+    group: Any = dist.group.WORLD
     try:
         found: timedelta = group._get_backend(device).options._timeout
         return found
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
+
+
+def wait_as_long_as_the_world(group: Any, device: torch.device) -> None:
+    """Gives a group that somebody else made (DeepSpeed's data-parallel one) the waiting time that the user chose."""
+    if group is not None and group is not dist.group.WORLD:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            group._get_backend(device)._set_default_timeout(waiting_time(device))
+
+
+@contextlib.contextmanager
+def one_may_be_gone(device: torch.device) -> Iterator[None]:
+    """Around waiting for other ranks: says what it means when that fails, and what to do."""
+    try:
+        yield
+    except RuntimeError as error:  # what every backend of torch.distributed raises
+        if "ds_zo: rank" in str(error):
+            raise
+        raise RuntimeError(
+            f"ds_zo: rank {dist.get_rank()} of {dist.get_world_size()} waited for another that died or stopped (ranks "
+            f"wait {waiting_time(device).total_seconds():.0f} s at most: timeout of deepspeed.init_distributed): start "
+            "the job again and load_checkpoint the last checkpoint, which no rank's death harms"
+        ) from error

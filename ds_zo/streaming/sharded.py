@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ds_zo.streaming.node import one_may_be_gone
 from ds_zo.streaming.runtime import Runtime, WantsLow
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.slots import Slot
@@ -166,8 +167,9 @@ class ShardedRuntime(Runtime):
         with self._on(self._up):
             slot.take(unit)
             slot.buffer[mine].copy_(home[mine], non_blocking=True)
-            gathering = self._store.node.gather(slot.buffer[: self._room(home.numel())])
-        with self._on(self._gathered):
+            with one_may_be_gone(self.device):
+                gathering = self._store.node.gather(slot.buffer[: self._room(home.numel())])
+        with self._on(self._gathered), one_may_be_gone(self.device):
             for work in gathering:
                 work.wait()
         self._record(slot.filled, self._gathered)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from ds_zo.streaming.host_store import PAGE, HostStore
-from ds_zo.streaming.node import Node, SharedMemory, group_timeout
+from ds_zo.streaming.node import Node, SharedMemory, waiting_time
 
 _POLL_S = 0.0005
 
@@ -26,7 +26,7 @@ class SharedStore(HostStore):
         self.share = node.share
         self._memory = memory
         self._device = device
-        self._timeout_s = group_timeout(node.group, device).total_seconds()
+        self._timeout_s = waiting_time(device).total_seconds()
         header = _pages(8 * num_units * node.size)
         self._landed = memory.tensor[: 8 * num_units * node.size].view(torch.int64).view(num_units, node.size)
         """How often each rank's piece of each unit was written back."""

@@ -1,0 +1,63 @@
+"""Checkpoints of N ranks resume on M, N and M in 1, 2 and 4, with the host store whole on each rank or sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zo_rank_cases import BF16, resume, run_job, save
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole": {"stage": 0, **BF16},
+    "sharded": {"stage": 3, **BF16},
+    "sharded async": {"stage": 3, **BF16},
+}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
+        else:
+            assert value == b[name], name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[Any]]:
+    """Folders by the number of ranks that wrote them."""
+    root = tmp_path_factory.mktemp("saved")
+    return {root / str(n): run_job(save, n, root / str(n), SETTINGS) for n in (1, 2, 4)}
+
+
+def test_every_rank_had_the_same_bits(saved: dict[Path, list[Any]]) -> None:
+    for folder, found in saved.items():
+        for rank, mine in enumerate(found):
+            assert isinstance(mine, dict), f"rank {rank} of {folder.name}: {mine}"
+            for name in SETTINGS:
+                same(mine[name], found[0]["whole"])
+                assert mine[f"{name} next"] == found[0]["whole next"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_resumes_on(num_ranks: int, saved: dict[Path, list[Any]]) -> None:
+    """With the bits that were saved, and then the step that the run before would have made. (A step's g is a mean over
+    ranks of the same number, which two or four times over is exact.)"""
+    settings = {name: SETTINGS[name] for name in ("whole", "sharded")}
+    for rank, mine in enumerate(run_job(resume, num_ranks, list(saved), settings)):
+        assert isinstance(mine, dict), f"rank {rank}: {mine}"
+        assert len(mine) == len(saved) * len(settings) ** 2
+        for case, found in mine.items():
+            folder, kind, _ = case.split(", ")
+            before = next(answers for path, answers in saved.items() if path.name == folder)[0]
+            same(found["bits"], before[kind])
+            assert found["next"] == before[f"{kind} next"], case
+
+
+def test_one_file_of_weights_from_a_sharded_store(saved: dict[Path, list[Any]]) -> None:
+    for folder in saved:
+        files = [torch.load(folder / name / "model.bin") for name in SETTINGS]
+        for other in files[1:]:
+            same(files[0], other)

@@ -1,0 +1,162 @@
+"""ZO on 1, 2 and 4 gloo ranks: the same weights on all, bit for bit, and those of one rank with the same batch.
+
+Bound against one rank: a loss of about 3.5 is rounded to 1e-6 of itself in each pass, which g divides by 2 zo_eps; a
+weight moves by lr * g * z with |z| < 5, and later steps start from weights that differ by so much.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zo_rank_cases import (
+    NUM_STEPS,
+    STORAGES,
+    alone,
+    death,
+    directions,
+    refusal,
+    run_job,
+    storages,
+    uneven,
+    wire,
+)
+
+LR, EPS = 1e-3, 1e-3
+G_ERROR = 2 * 3.5e-6 / (2 * EPS)
+BOUND = NUM_STEPS * LR * G_ERROR * 5 * 2
+
+
+def job(work: Any, num_ranks: int, *args: Any, **settings: Any) -> list[Any]:
+    found = run_job(work, num_ranks, *args, **settings)
+    for rank, answer in enumerate(found):
+        assert isinstance(answer, dict), f"rank {rank}: {answer}"
+    return found
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"differ: {different}"
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((a[name].float() - b[name].float()).abs().max().item() for name in a)
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[int, list[Any]]:
+    names = {1: ["fp32", "two directions"], 2: list(STORAGES), 4: ["fp32", "bf16 split", "two directions"]}
+    return {num_ranks: job(storages, num_ranks, names[num_ranks]) for num_ranks in names}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_stay_identical_after_every_step(num_ranks: int, stored: dict[int, list[Any]]) -> None:
+    first, *others = stored[num_ranks]
+    for case, mine in first.items():
+        assert len(mine["digests"]) == NUM_STEPS and len(set(mine["digests"])) == NUM_STEPS, case
+        for other in others:
+            assert mine["digests"] == other[case]["digests"], case
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_sharded_store_changes_no_bit(num_ranks: int, stored: dict[int, list[Any]]) -> None:
+    for found in stored[num_ranks]:
+        for case in {name.rpartition(" ")[0] for name in found}:
+            whole, sharded = found[f"{case} 0"], found[f"{case} 3"]
+            assert whole["digests"] == sharded["digests"], case
+            padding = 2 * 2 * 3 * 256 * num_ranks  # of three blocks, of both planes
+            assert abs(sharded["host_nbytes"] * num_ranks - whole["host_nbytes"]) <= padding or "resident" in case
+            assert 0 < sharded["bytes_down"] < whole["bytes_down"], case
+            assert 0 < sharded["bytes_up"] < whole["bytes_up"], case
+
+
+@pytest.mark.parametrize("case", ["fp32 0", "fp32 3", "two directions 0", "two directions 3"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_make_the_run_of_one(num_ranks: int, case: str, stored: dict[int, list[Any]]) -> None:
+    several, one = stored[num_ranks][0][case], stored[1][0][case]
+    for ours, theirs in zip(several["norms"], one["norms"], strict=True):
+        assert abs(ours - theirs) <= 2 * G_ERROR
+    assert largest_difference(several["state"], one["state"]) <= BOUND
+
+
+@pytest.fixture(scope="module")
+def divided() -> dict[int, list[Any]]:
+    return {num_ranks: job(directions, num_ranks) for num_ranks in (1, 2, 4)}
+
+
+def test_directions_over_ranks_make_the_run_of_one(divided: dict[int, list[Any]]) -> None:
+    """Also that ranks train on the batch of the first of their group: the others were given nonsense."""
+    one = divided[1][0]["1 at stage 0"]
+    cases = [(n, case) for n, found in divided.items() for case in found[0]]
+    assert len(cases) == 2 + 3 + 4, cases
+    for num_ranks, case in cases:
+        for found in divided[num_ranks]:
+            assert found[case]["digests"] == divided[num_ranks][0][case]["digests"], (num_ranks, case)
+        assert largest_difference(divided[num_ranks][0][case]["state"], one["state"]) <= BOUND, (num_ranks, case)
+
+
+def test_directions_must_divide_ranks() -> None:
+    for answer in run_job(refusal, 2):
+        assert "direction_parallel must divide the number of ranks (2), got 3" in answer
+        assert "optimizer.params.direction_parallel" in answer
+
+
+def test_uneven_batches_and_a_bad_loss_keep_ranks_together() -> None:
+    first, second = job(uneven, 2)
+    for stage in ("0", "3"):
+        assert first[stage]["digests"] == second[stage]["digests"]
+        assert first[stage]["digests"][0] == first[stage]["digests"][1], "the step with the bad loss changed weights"
+        assert len(set(first[stage]["digests"])) == 3
+        assert first[stage]["skipped"] == second[stage]["skipped"] == 1
+    assert first["0"]["digests"] == first["3"]["digests"]
+
+
+def test_what_one_rank_does_alone_does_not_disturb_a_sharded_store() -> None:
+    found = job(alone, 2)
+    for mine in found:
+        assert_same_bits(mine["0"]["state"], mine["3"]["state"])
+        assert mine["0"]["seen"] == mine["3"]["seen"]
+        for stage in (0, 3):
+            assert_same_bits(mine[f"left by {stage}"], mine[str(stage)]["state"])
+    weight = "blocks.0.linear.weight"
+    for rank, mine in enumerate(found):
+        assert torch.equal(mine["left by 3, changed"], found[0]["left by 3"][weight] + rank)
+
+
+def test_bytes_on_the_wire() -> None:
+    """Data and direction parallel: four bytes a direction, and the batch, whatever the model's size. Sharded: each rank
+    sends its piece of each block to each other rank, and nothing else."""
+    for found in job(wire, 2):
+        for width in (16, 48):
+            assert found[f"data {width}"]["counts"] == {"all_reduce": 4 * 2}
+            assert found[f"data {width}"]["ranks"] == 4 * 2
+            ids = 2 * 6 * 8
+            counts = found[f"directions {width}"]["counts"]
+            assert counts.pop("broadcast_object_list", 0) == 0  # names and shapes
+            assert counts.pop("all_reduce") == 4 * 2 and counts.pop("broadcast") == ids and not counts
+            assert found[f"directions {width}"]["ranks"] == 4 * 2 + ids
+            sharded = found[f"sharded {width}"]
+            assert sharded["counts"].pop("all_reduce") == 4 + 4  # g, and that all have begun
+            assert sharded["stored"] / 2 <= sharded["gathered"] <= sharded["stored"] / 2 + 3 * 256
+
+
+@pytest.mark.parametrize("way", ["dies", "dies sharded", "stops"])
+def test_a_rank_that_dies_or_stops_ends_the_others(way: str, tmp_path: Path) -> None:
+    """At once where its connections close, within the group's timeout (3 s here) where they don't."""
+    (message, seconds), last = run_job(death, 2, tmp_path, way, wait=3)
+    assert last is None or last == "no answer"
+    assert "died or stopped" in message and "load_checkpoint" in message, message
+    assert seconds < 15
+    [resumed] = job(loaded, 1, tmp_path)
+    assert resumed["steps"] == 2
+
+
+def loaded(rank: int, folder: Path) -> dict[str, Any]:
+    from zo_rank_cases import engine, json_for
+
+    made = engine(json_for())
+    made.load_checkpoint(str(folder))
+    return {"steps": made.global_steps}
