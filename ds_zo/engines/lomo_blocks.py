@@ -1,10 +1,11 @@
 """Blocks that keep nothing but their inputs, and are computed again when their gradient comes.
 
 [Note: recomputed blocks] A block's weights are on the device only while it is visited, so the graph of its forward is
-dropped at once. (It is made all the same: without one, torch takes other kernels here and there, whose results differ
-in the last bit.) In the backward pass the block is visited once more: it is run again from its inputs, with the
-randomness and the autocast state of the first time, and a backward of its own consumes its gradients while the weights
-are there. What a user's checkpointing around a block would do is thereby done; checkpointing inside one still works.
+dropped at once. (It is made all the same, with nothing saved: without one, torch takes other kernels here and there,
+whose results differ in the last bit.) In the backward pass the block is visited once more: it is run again from its
+inputs, with the randomness and the autocast state of the first time, and a backward of its own consumes its gradients
+while the weights are there. What a user's checkpointing around a block would do is thereby done; checkpointing inside
+one still works.
 
 [Note: gradients in parts] That inner backward ends with the visit. The gradient of a weight that is used elsewhere too
 is handed to the outer graph, which adds up what comes from all its uses. A block that ran several times is visited as
@@ -216,7 +217,7 @@ class RecomputedBlock:
             self._homes.visit(self.unit),
             _no_autocast_cache(self._homes.device),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),  # a checkpoint around us keeps none of it
+            torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing),
         ):
             output = self._forward(*args, **kwargs)
         if versions != [t._version for t in tensors]:
@@ -282,8 +283,8 @@ class _Recompute(torch.autograd.Function):
         return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _keep_nothing(tensor: Any) -> None:
+    """What a graph saves that nobody goes back through: nothing here, nor in a checkpoint around the block."""
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from ds_zo.ops.triton_formats import dither_addend, load_values, nearest_addend,
 from ds_zo.ops.triton_noise import fold_lanes
 from ds_zo.ops.triton_ops import _as_int32, _raw
 
-LANES = 128
+LANES = 256
 PROGRAM_NUMEL = LANES * 8
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 _FOLD_BITS: tl.constexpr = tl.constexpr(FOLD_DITHER_BITS)
 _SCALARS = ["numel", "matrix_numel", "num_cols"]
@@ -31,6 +31,7 @@ def _direction(
     start,
     within,
     mask,
+    numel,
     matrix_numel,
     num_cols,
     clip,
@@ -39,19 +40,29 @@ def _direction(
     HAS_CLIP: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLS: tl.constexpr,
+    WHOLE_LANES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """clamp(coef * u) * rows * cols, of elements from `start` on."""
+    """clamp(coef * u) * rows * cols, of elements from `start` on. `WHOLE_LANES`: rows are multiples of 8 long, so that
+    a lane lies in one of them, and divisions, which are slow, are made once a lane."""
     u = load_values(u_ptr + start, within, mask, U_DROPPED)
     if HAS_COEF:
         u = u * tl.load(coef_ptr)
     if HAS_CLIP:
         u = tl.where(u > clip, clip, tl.where(u < -clip, -clip, u))  # NaN stays
-    index = start + within
-    if HAS_ROWS:
-        u = u * tl.load(rows_ptr + index // num_cols, mask=mask, other=0.0)
-    if HAS_COLS:
-        col = index // matrix_numel * num_cols + index % num_cols
-        u = u * tl.load(cols_ptr + col, mask=mask, other=0.0)
+    if HAS_ROWS or HAS_COLS:
+        if WHOLE_LANES:
+            index = start + tl.arange(0, LANES)[:, None] * 8
+        else:
+            index = start + within
+        row = index // num_cols
+        if HAS_ROWS:
+            u = u * tl.load(rows_ptr + row, mask=(index < numel), other=0.0)
+        if HAS_COLS:
+            col = index // matrix_numel * num_cols + (index - row * num_cols)
+            if WHOLE_LANES:
+                col = col + tl.arange(0, 8)[None, :]
+            u = u * tl.load(cols_ptr + col, mask=mask, other=0.0)
     return u
 
 
@@ -83,14 +94,15 @@ def _update_kernel(
     HAS_COLS: tl.constexpr,
     HAS_RESIDUE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    WHOLE_LANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = start + within < numel
     u = _direction(
-        u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, matrix_numel, num_cols, clip,
-        U_DROPPED, HAS_COEF, HAS_CLIP, HAS_ROWS, HAS_COLS,
+        u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, numel, matrix_numel, num_cols, clip,
+        U_DROPPED, HAS_COEF, HAS_CLIP, HAS_ROWS, HAS_COLS, WHOLE_LANES, LANES,
     )  # fmt: skip
     if HAS_SCALE:
         u = u * tl.load(scale_ptr)
@@ -126,14 +138,15 @@ def _square_sum_kernel(
     U_DROPPED: tl.constexpr,
     HAS_COEF: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    WHOLE_LANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = start + within < numel
     u = _direction(
-        u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, matrix_numel, num_cols, 0.0,
-        U_DROPPED, HAS_COEF, False, HAS_ROWS, True,
+        u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, numel, matrix_numel, num_cols, 0.0,
+        U_DROPPED, HAS_COEF, False, HAS_ROWS, True, WHOLE_LANES, LANES,
     )  # fmt: skip
     u = tl.where(mask, u, 0.0)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(u * u, axis=1), axis=0))
@@ -211,6 +224,7 @@ def update_triton(
         HAS_COLS=cols is not None,
         HAS_RESIDUE=residue is not None,
         STOCHASTIC=dither is not None,
+        WHOLE_LANES=_shape(p)[1] % 8 == 0,
         LANES=LANES,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
@@ -237,6 +251,7 @@ def factored_square_sum_triton(
         U_DROPPED=storage_format(direction.dtype).dropped_bits,
         HAS_COEF=coef is not None,
         HAS_ROWS=rows is not None,
+        WHOLE_LANES=_shape(direction)[1] % 8 == 0,
         LANES=LANES,
         num_warps=NUM_WARPS,
     )

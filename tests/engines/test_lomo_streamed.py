@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -278,3 +279,35 @@ def test_a_block_keeps_its_inputs_and_nothing_else() -> None:
     assert len(kept) <= 4 + 8  # those of the embedding, the head and the loss beside them
     assert not any(t.shape[-1:] == (32,) for t in kept), "an activation inside a block"
     engine.backward(loss)
+
+
+def test_nothing_of_a_forward_outlives_its_block() -> None:
+    """Not even what a graph saves of a node's own output, which would keep the node, and so itself, alive."""
+    inside: list[weakref.ref[torch.Tensor]] = []
+    model = seeded(Wandering)
+    model.layers = nn.ModuleList(Exponential(inside) for _ in range(4))
+    engine = start(streamed(), model)
+    for step in range(2):
+        loss = engine(**plain_batch(step))
+        assert len(inside) == 4
+        assert [ref() for ref in inside] == [None] * 4, "an activation of a block that has run"
+        inside.clear()
+        engine.backward(loss)
+        engine.step()
+        del loss
+        assert [ref() for ref in inside] == [None] * 4
+        inside.clear()
+
+
+class Exponential(nn.Module):
+    """Its backward needs the output of a step in its midst."""
+
+    def __init__(self, seen: list[weakref.ref[torch.Tensor]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self._seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = torch.exp(-self.linear(x).square())
+        self._seen.append(weakref.ref(result))
+        return x + result
