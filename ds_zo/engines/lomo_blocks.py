@@ -217,7 +217,7 @@ class RecomputedBlock:
             self._homes.visit(self.unit),
             _no_autocast_cache(self._homes.device),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing),
+            torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _nothing_kept),
         ):
             output = self._forward(*args, **kwargs)
         if versions != [t._version for t in tensors]:
@@ -285,6 +285,10 @@ class _Recompute(torch.autograd.Function):
 
 def _keep_nothing(tensor: Any) -> None:
     """What a graph saves that nobody goes back through: nothing here, nor in a checkpoint around the block."""
+
+
+def _nothing_kept(packed: Any) -> torch.Tensor:
+    raise AssertionError("nobody goes back through the graph of a block's first forward")
 
 
 @contextmanager
