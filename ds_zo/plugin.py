@@ -23,6 +23,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import register_output_backward_hooks
@@ -30,6 +31,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import log_dist, logger
 from torch import nn
+from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo import plugin_gather
@@ -212,6 +214,17 @@ class PluginEngine(CheckpointingEngine):
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
         for warning in config.warnings:
             log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The engine's own loader deals ranks that share a batch (ZO's `direction_parallel`) the same."""
+        sharing = getattr(self.resolved.optimizer, "direction_parallel", 1)
+        if sharing > 1 and route == ROUTE_TRAIN and self.is_map_style_dataset(dataset) and len(args) < 2:
+            num_replicas = max(1, self.dp_world_size // sharing)
+            dealt = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // sharing)
+            kwargs["data_sampler"] = kwargs.get("data_sampler") or dealt
+        return super().deepspeed_io(dataset, batch_size, route, *args, **kwargs)
 
     # A training step.
 

@@ -1,0 +1,68 @@
+"""`deepspeed --num_gpus 2` and `torchrun` start ranks that share a host store, and ranks that share a batch.
+(`accelerate launch` on two ranks is tested with the examples.)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO
+
+SCRIPT = """
+import sys
+import torch
+import deepspeed
+import ds_zo
+from zo_runs import Toy, one_step, zo_json
+
+for name in deepspeed.ops.__compatible_ops__:
+    deepspeed.ops.__compatible_ops__[name] = False  # nothing here needs DeepSpeed's compiled extensions
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+rank = torch.distributed.get_rank()
+json = zo_json(interval=2, params={"num_directions": 2, "direction_parallel": 2})
+json["zero_optimization"]["stage"] = 3
+rows = [{"ids": torch.randint(0, 32, (6,), generator=torch.Generator().manual_seed(i))} for i in range(8)]
+engine, _, loader, _ = deepspeed.initialize(model=Toy(), config=json, training_data=rows)
+dealt = []
+for batch in loader:
+    dealt.append(batch["ids"])
+    one_step(engine, batch)
+assert len(dealt) == 4, "all rows, two a step"
+assert type(engine.backend.homes.runtime).__name__ == "ShardedRuntime"
+weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+torch.save({"dealt": torch.stack(dealt), **weights}, f"{sys.argv[-1]}/{rank}.pt")
+torch.distributed.barrier()
+"""
+
+LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
+    "deepspeed": lambda port: [
+        str(Path(sys.executable).parent / "deepspeed"),
+        *("--num_gpus", "2", "--master_port", str(port), "--no_local_rank"),
+    ],
+    "torchrun": lambda port: [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
+        *("--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launcher(launcher: str, tmp_path: Path, free_port: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
+    env["PYTHONPATH"] = os.pathsep.join([str(REPO), str(REPO / "tests" / "engines")])
+    command = [*LAUNCHERS[launcher](free_port), str(script), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first["dealt"].unique(dim=0).shape[0] == 4, "every batch another"
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
