@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
 
 REPO = Path(__file__).parents[1]
@@ -88,6 +90,14 @@ def test_commands_name_files_that_exist() -> None:
     files = {word for command in commands for word in command if re.fullmatch(r"[\w/]+\.(sh|py|json|txt)", word)}
     assert {"launch/quickstart.sh", "launch/test.sh", "launch/train.py", "ds_configs/zo.json"} <= files
     assert [name for name in sorted(files) if not (REPO / name).exists()] == []
+
+
+def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [line for block in fences("bash") for line in block.splitlines() if line.startswith("ds-zo plan ")]
+    assert shown
+    for line in shown:
+        assert main(shlex.split(line)[1:]) == 0
+        assert "zo" in capsys.readouterr().out
 
 
 def test_links_lead_somewhere() -> None:

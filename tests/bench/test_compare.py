@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,13 @@ NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compare")
-    command = [sys.executable, str(REPO / "launch" / "compare.py"), "--model", "random:llama-tiny", "--layers", "1"]
-    command += ["--batch", "2", "--seq", "16", "--steps", "3", "--warmup", "1", "--dtype", "fp32", "--device", "cpu"]
-    command += ["--lr", "zo=0.5e-5", "--min-free-host-gib", "0.1", "--contenders", ",".join(NAMES), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": ""})
+    readme = (REPO / "README.md").read_text(encoding="utf-8").splitlines()
+    shown = next(line for line in readme if line.startswith("python launch/compare.py "))
+    command = [sys.executable, *shlex.split(shown)[1:], "--layers", "1", "--warmup", "1", "--dtype", "fp32"]
+    command += ["--device", "cpu", "--lr", "zo=0.5e-5", "--min-free-host-gib", "0.1", "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=REPO, env=os.environ | {"PYTHONPATH": ""}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| zero3-offload-param | " in done.stdout
     return out
