@@ -43,6 +43,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
+from ds_zo.bench.galore import TYPE as GALORE
+from ds_zo.bench.galore import galore_engine
 from ds_zo.bench.mezo_engine import MeZOEngine
 from ds_zo.bench.run_summary import Best, Point, Summary, append_row, commit, versions
 from ds_zo.checkpoint.preemption import Preemption
@@ -276,7 +278,10 @@ def add_lora(model: Any, args: argparse.Namespace) -> Any:
 
 
 def make_engine(model: Any, config: dict[str, Any]) -> Any:
-    if str((config.get("optimizer") or {}).get("type", "")).lower() == REFERENCE:
+    kind = str((config.get("optimizer") or {}).get("type", "")).lower()
+    if kind == GALORE:
+        return galore_engine(model, config)
+    if kind == REFERENCE:
         deepspeed.init_distributed()
         return MeZOEngine(model, config, device=torch.device(get_accelerator().current_device_name()))
     trainable = [p for p in model.parameters() if p.requires_grad]

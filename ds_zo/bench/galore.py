@@ -1,0 +1,125 @@
+"""GaLore (Zhao et al., 2024) as plain as it goes, to be compared with LSP: Adam on the gradient's leading singular
+directions, everything on the device.
+
+The shorter side of a matrix is projected: R = P^T G or G Q with orthonormal columns, taken anew from the gradient's SVD
+every `refresh_interval` steps. Adam's moments of R stay as they are when that happens, as the authors leave them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_zo.config import ConfigError
+
+TYPE = "galore"
+"""The optimizer.type that launch/train.py knows it by."""
+_STATE_BYTES, _VALUE_BYTES = 8, 4
+"""Of Adam's two moments and of a projector's entry, in float32."""
+
+
+def bytes_per_rank(num_rows: int, num_cols: int) -> int:
+    """Projector and Adam's states of one singular direction."""
+    short, long = sorted((num_rows, num_cols))
+    return _VALUE_BYTES * short + _STATE_BYTES * long
+
+
+def rank_within(num_bytes: int, num_rows: int, num_cols: int) -> int:
+    """The largest rank that takes no more than `num_bytes`; 0: not even one does."""
+    return min(num_bytes // bytes_per_rank(num_rows, num_cols), num_rows, num_cols)
+
+
+@torch.no_grad()
+def biases_by_rank(G_fit: torch.Tensor, G_test: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What G_fit's r leading directions of its shorter side lose of either gradient, relative to it, r = 0, 1, ..."""
+    if G_fit.shape[0] > G_fit.shape[1]:
+        G_fit, G_test = G_fit.t(), G_test.t()
+    P, _, _ = torch.linalg.svd(G_fit.float(), full_matrices=False)
+    return _lost(P, G_fit.float()), _lost(P, G_test.float())
+
+
+def _lost(P: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
+    """The tail sums of the energies in each direction: a rank's error is all that comes after it."""
+    energies = (P.t() @ G).double().square().sum(dim=1)
+    tails = energies.flip(0).cumsum(0).flip(0)
+    return (torch.cat([tails, tails.new_zeros(1)]) / tails[0].clamp(min=1e-300)).sqrt()
+
+
+class GaLoreAdamW(torch.optim.Optimizer):
+    """AdamW; parameters in groups with `rank` are projected, the others are not."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        rank: int | None = None,
+        refresh_interval: int = 200,
+        scale: float = 0.25,
+    ) -> None:
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "rank": rank}
+        super().__init__(params, {**defaults, "refresh_interval": refresh_interval, "scale": scale})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "DeepSpeed passes none"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update_(p, group)
+
+    def _update_(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        state = self.state[p]
+        step = state["step"] = state.get("step", 0) + 1
+        projects = group["rank"] is not None and p.ndim == 2
+        gradient = self._project(p.grad.float(), state, group) if projects else p.grad.float()
+        if "mean" not in state:
+            state["mean"], state["mean_square"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        beta1, beta2 = group["betas"]
+        state["mean"].lerp_(gradient, 1 - beta1)
+        state["mean_square"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (state["mean_square"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = state["mean"] / (1 - beta1**step) / denominator
+        if projects:
+            P = state["projector"]
+            update = group["scale"] * (update @ P.t() if p.shape[0] >= p.shape[1] else P @ update)
+        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(p.dtype), alpha=-group["lr"])
+
+    @staticmethod
+    def _project(G: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        on_right = G.shape[0] >= G.shape[1]
+        if (state["step"] - 1) % group["refresh_interval"] == 0:
+            U, _, V_t = torch.linalg.svd(G, full_matrices=False)
+            P = V_t[: group["rank"]].t() if on_right else U[:, : group["rank"]]
+            state["projector"] = P.contiguous()
+        return G @ state["projector"] if on_right else state["projector"].t() @ G
+
+
+def galore_engine(model: nn.Module, config: dict[str, Any]) -> Any:
+    """A DeepSpeed engine for a JSON whose optimizer.type is `galore`: linear layers but the head are projected, as the
+    authors do it; embeddings, head and vectors get Adam."""
+    config = copy.deepcopy(config)
+    params = dict(config.pop("optimizer").get("params", {}))
+    if "rank" not in params:
+        raise ConfigError("GaLore needs a rank, got none: name one, e.g. 128", at="optimizer.params.rank")
+    rank = params.pop("rank")
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    whole = tables | ({id(head.weight)} if head is not None else set())
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - whole
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if id(p) in linear], "rank": rank},
+        {"params": [p for p in trained if id(p) not in linear], "rank": None},
+    ]
+    optimizer = GaLoreAdamW(groups, **params)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
