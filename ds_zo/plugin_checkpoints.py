@@ -23,6 +23,7 @@ from ds_zo.checkpoint.export import saved_weights, write_model_file
 from ds_zo.checkpoint.manifest import Manifest, offer
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, tag_to_load
 from ds_zo.checkpoint.rng import random_states, set_random_states
+from ds_zo.checkpoint.snapshot import held
 from ds_zo.checkpoint.stock import model_source, plain_loading
 from ds_zo.checkpoint.writer import Background, Save, check_tag, write_checkpoint
 from ds_zo.config import Resolved
@@ -101,7 +102,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             global_steps=self.global_steps,
             ds_zo_version=_version(),
             snapshot=self.backend.snapshot(hold=settings.asynchronous, omit_frozen=omit_frozen),
-            state=copy.deepcopy(state) if settings.asynchronous else state,
+            state=held(state) if settings.asynchronous else state,
             extra_files=_model_description(self.module),
             latest=latest,
             keep_last=settings.keep_last,

@@ -78,7 +78,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return float(content)
     if tag == "$tensor":
         return tensors[content]
-    if tag == "$array":
+    if tag == "$array" and np.dtype(value["dtype"]).kind in "fiub":  # never objects
         return tensors[content].numpy().view(np.dtype(value["dtype"]))
     if tag == "$namespace":
         return argparse.Namespace(**decode(content, tensors))

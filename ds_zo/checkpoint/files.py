@@ -218,6 +218,14 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def make_save_folder(path: Path) -> None:
+    """With its parents, all of which outlive a crash if what is in them does."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
 def rename(old: Path, new: Path) -> None:
     """Durable when it returns; both stand in one folder."""
     os.rename(old, new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -112,10 +113,11 @@ def check_hashes(folder: Path, manifest: Manifest, *, progress: Callable[[int], 
 def folder_of(save_dir: Path, tag: str) -> Path:
     """Where a tag's checkpoint is: in its folder, or beside it if a crash came while that was being replaced."""
     folder = save_dir / tag
-    if not is_checkpoint(folder):
-        for set_aside in sorted(save_dir.glob(f"{REPLACED}{tag}-*")):
-            if is_checkpoint(set_aside):
-                return set_aside
+    if not is_checkpoint(folder) and save_dir.is_dir():
+        set_aside = re.compile(re.escape(f"{REPLACED}{tag}-") + r"\d+")  # not tag `a-b` for tag `a`
+        for beside in sorted(save_dir.iterdir()):
+            if set_aside.fullmatch(beside.name) and is_checkpoint(beside):
+                return beside
     return folder
 
 

@@ -93,9 +93,13 @@ class Recorder:
         return {"id": self.id, "base": self._base, **self._header()}
 
     def mark(self, step: int, sha256: str) -> None:
+        """A checkpoint of `step` is whole. It stays so if the trajectory can't say it: that error comes later."""
         with self._lock:
             if self._file is not None:
-                self._file.mark(step, sha256)
+                try:
+                    self._file.mark(step, sha256)
+                except OSError as error:
+                    self._error = CheckpointError(f"{self._file.path}: a checkpoint could not be recorded: {error}")
 
     def resume(
         self, folder: Path, *, step: int, sha256: str, recorded_as: str | None, newest: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,18 @@ def module_pieces(tensors: Mapping[str, torch.Tensor], *, hold: bool) -> list[Pi
         return Piece(lambda: {name: value.cpu().contiguous() for name, value in members.items()}, nbytes)
 
     return [piece(members) for members in groups]
+
+
+def held(value: Any) -> Any:
+    """Plain data of this moment for a writer in another thread. Tensors go to host memory now: a copy on the device
+    could be what it has no room for, and its stream is not the writer's."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {copy.deepcopy(key): held(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(held(item) for item in value)
+    return copy.deepcopy(value)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

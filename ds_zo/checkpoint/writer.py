@@ -7,6 +7,7 @@ another.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -76,7 +77,7 @@ def write_checkpoint(save: Save) -> Manifest:
     `CheckpointError` says what failed."""
     temporary = save.save_dir / f"{WRITING}{save.tag}-{os.getpid()}"
     try:
-        save.save_dir.mkdir(parents=True, exist_ok=True)
+        files.make_save_folder(save.save_dir)
         files.remove(temporary)
         files.make_folder(temporary)
         manifest = _write_files(save, temporary)
@@ -94,7 +95,8 @@ def write_checkpoint(save: Save) -> Manifest:
         raise
     finally:
         save.snapshot.abandon()
-    _tidy(save)
+    with contextlib.suppress(OSError):  # the checkpoint is whole: what stays is only litter
+        _tidy(save)
     if save.on_complete is not None:
         save.on_complete(manifest)
     return manifest
@@ -184,8 +186,7 @@ def _put_in_place(save: Save, temporary: Path) -> None:
 
 
 def _tidy(save: Save) -> None:
-    """Removes what crashes left, and checkpoints beyond `keep_last`. The new one is whole, so failures only leave
-    litter."""
+    """Removes what crashes left, and checkpoints beyond `keep_last`."""
     for path in save.save_dir.iterdir():
         if path.name.startswith((WRITING, REMOVED)):
             files.remove(path)

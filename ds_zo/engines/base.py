@@ -6,7 +6,6 @@ mathematics and the memory. Nothing here knows DeepSpeed.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,7 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
-from ds_zo.checkpoint.snapshot import Snapshot, module_pieces, without_aliases
+from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.late import Late
@@ -154,12 +153,15 @@ class Backend(ABC):
         """Somebody wrote to what `stored` returned."""
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        """What a checkpoint holds of this moment. `hold`: it stays so while training goes on."""
+        """What a checkpoint holds of this moment. `hold`: it stays so while training goes on, as copies in host memory
+        of all of it: weights and state."""
         tensors, aliases = without_aliases(self.stored())
-        if omit_frozen:
-            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-            tensors = {name: value for name, value in tensors.items() if name not in frozen}
-        state = {"state": copy.deepcopy(self.state_dict()) if hold else self.state_dict(), "aliases": aliases}
+        frozen = {name for name, p in self.module.named_parameters() if omit_frozen and not p.requires_grad}
+        tensors = {name: value for name, value in tensors.items() if name not in frozen}
+        own = self.state_dict()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the writer's threads have streams of their own
+        state = {"state": held(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
         return Snapshot(module_pieces(tensors, hold=hold), lambda: state)
 
     @torch.no_grad()
@@ -167,6 +169,10 @@ class Backend(ABC):
         """Goes on from a checkpoint; `resume` False takes its weights only. Checks before it changes anything."""
         here = self.stored()
         names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
+        frozen = set(saved.backend_state.get("omitted", ()))  # left out when it was saved: they stay as they are
+        omitted = frozen | {name for name, of in names.items() if of in frozen}
+        names = {name: of for name, of in names.items() if name not in omitted}
+        here = {name: value for name, value in here.items() if name not in omitted}
         if strict and names.keys() != here.keys():
             only = sorted(names.keys() ^ here.keys())
             raise CheckpointError(

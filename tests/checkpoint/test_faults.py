@@ -62,6 +62,7 @@ def break_os(monkeypatch: pytest.MonkeyPatch, broken: BrokenOs) -> None:
 
 
 def num_operations(engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    folder.mkdir()
     with monkeypatch.context() as patch:
         counting = BrokenOs(fail_at=-1)
         break_os(patch, counting)
