@@ -13,6 +13,8 @@ be updated by parts, and later segments recomputed with new weights. It is refus
 
 With `offload_param` blocks stream, and each is computed again in a backward of its own ([Note: recomputed blocks],
 [Note: gradients in parts]); passes, updates and rounding bits are the same.
+
+On several ranks gradients are averaged a layer at a time on their way to the update ([Note: one order of buckets]).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,10 +42,12 @@ from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
+from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, buckets_of
 from ds_zo.engines.lomo_slots import Layer, Phase, Slot
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
 from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.node import wait_as_long_as_the_world
 
 _NORM_FLOOR = 1e-6
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
@@ -75,7 +79,6 @@ class LOMOBackend(Backend):
         self._by_layer = clips and self.settings.norm_scope == "group"
         self._two_passes = half or (clips and not self._by_layer)
         self._rounding = config.section.rounding
-        self._world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self._phase = Phase.IDLE
         self._pass = 0
         self._num_updates = 0
@@ -98,6 +101,7 @@ class LOMOBackend(Backend):
         self._slots = self._make_slots()
         self._blocks = self._wrap_blocks()
         self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
+        self._reducer = self._make_reducer()
         self._handles = [self._hook(slot) for slot in self._slots]
         self._find_groups()
         self._show_scale(overflow=False)
@@ -164,6 +168,18 @@ class LOMOBackend(Backend):
             found.append(block)
         return found
 
+    def _make_reducer(self) -> GradientReducer | None:
+        if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return None
+        wait_as_long_as_the_world(self.process_group, self.device)
+        blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
+        return GradientReducer(
+            buckets_of(self.module, blocks, self._slots),
+            process_group=self.process_group,
+            device=self.device,
+            consumer=self,
+        )
+
     def _hook(self, slot: Slot) -> RemovableHandle:
         """On frozen parameters too, for when they are thawed; torch takes hooks only where gradients are required."""
         p, frozen = slot.parameter, not slot.parameter.requires_grad
@@ -213,6 +229,8 @@ class LOMOBackend(Backend):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._check_parameters()
+        if self._reducer is not None:
+            self._reducer.drop()  # what a bare backward that broke off has left
         # Compiled code otherwise lets its first backward overwrite what the second needs, and refuses to be retained.
         with (
             functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not self._two_passes),
@@ -285,12 +303,18 @@ class LOMOBackend(Backend):
         self._pass += 1
         try:
             self._start_sweep(phase)
+            if self._reducer is not None and phase is not Phase.DISCARD:
+                self._reducer.begin(self._trains, measures=phase is Phase.MEASURE)
             yield
             self._end_sweep()
+            if self._reducer is not None and phase is not Phase.DISCARD:
+                self._reducer.finish()
         except BaseException:
             self._norms = []
             for slot in self._slots:
                 slot.parameter.grad = None
+            if self._reducer is not None:
+                self._reducer.drop()
             raise
         finally:
             self._phase = Phase.IDLE
@@ -308,7 +332,15 @@ class LOMOBackend(Backend):
             raise RuntimeError(_BARE_STREAMED)
         call.last_pass = self._pass
         call.spent = self._phase is not Phase.MEASURE and not self._retains
-        return self._phase is not Phase.DISCARD
+        if self._phase is Phase.DISCARD:
+            return False
+        if self._reducer is not None:  # the other ranks may be waiting for blocks that ran there and not here
+            for bucket in self._reducer.open_blocks():
+                assert bucket.block is not None
+                if bucket.block is not call.block and not bucket.block.more_to_come(self._pass):
+                    self._reducer.close(bucket)
+            self._reducer.send()
+        return True
 
     def end_visit(self, block: RecomputedBlock) -> bool:
         return not block.more_to_come(self._pass) and self._complete_block(block)
@@ -319,12 +351,15 @@ class LOMOBackend(Backend):
             if slot.held is not None:  # no gradient came for it in the last visit
                 slot.parameter.grad, slot.held = slot.held, None
                 self._take(slot)
+        if self._reducer is not None:
+            self._reducer.close_block(block)
         for layer in {id(slot.layer): slot.layer for slot in block.slots if slot.layer is not None}.values():
             self._update_layer(layer)
+        return self._has_changed(block)
+
+    def _has_changed(self, block: RecomputedBlock) -> bool:
         stored = {id(placed.parameter) for placed in block.unit.placed}
-        return self._phase is Phase.UPDATE and any(
-            slot.last_pass == self._pass and id(slot.parameter) in stored for slot in block.slots
-        )
+        return any(slot.last_update == self._pass and id(slot.parameter) in stored for slot in block.slots)
 
     def _end_sweep(self) -> None:
         """Blocks that also ran in another graph, which this backward did not reach, are still waiting for it."""
@@ -336,6 +371,8 @@ class LOMOBackend(Backend):
 
     def _measured(self) -> float:
         """The one host read of a step."""
+        if self._reducer is not None:
+            return self._reducer.norm()
         norms, self._norms = self._norms, []
         return torch.stack(norms).norm().item() if norms else 0.0
 
@@ -374,10 +411,18 @@ class LOMOBackend(Backend):
         if grad is None or phase is Phase.DISCARD or id(p) not in self._group_of:
             p.grad = None
             return
-        if self._world_size > 1:
-            dist.all_reduce(grad, group=self.process_group)
-            grad.div_(self._world_size)
-        if phase is Phase.MEASURE:
+        if self._reducer is None:
+            self._consume(slot, grad)
+            return
+        if phase is Phase.IDLE and not self._reducer.active:
+            self._reducer.begin(self._trains, measures=False)
+            torch.autograd.Variable._execution_engine.queue_callback(self._reducer.finish)
+        p.grad = None
+        self._reducer.add(slot, grad)
+
+    def _consume(self, slot: Slot, grad: torch.Tensor) -> None:
+        """`grad` is the one that counts, and stands in the parameter."""
+        if self._phase is Phase.MEASURE:
             self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
         elif slot.layer is not None:
             slot.layer.waiting.append(slot)
@@ -386,7 +431,31 @@ class LOMOBackend(Backend):
             return
         else:
             self._update(slot, grad, self._coef)
-        p.grad = None
+        slot.parameter.grad = None
+
+    def hold_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
+        block = bucket.block
+        if block is None or self._homes is None or self._homes.is_visited(block.unit):
+            return nullcontext()
+        if self._phase is Phase.MEASURE:
+            return nullcontext()
+        return None if self._homes.is_visiting else self._visit(block)
+
+    @contextmanager
+    def _visit(self, block: RecomputedBlock) -> Iterator[None]:
+        """For gradients that came late, or from other ranks alone."""
+        assert self._homes is not None
+        with self._homes.visit(block.unit) as visit:
+            yield
+            visit.changed = self._has_changed(block)
+
+    def consume(self, gradients: Gradients) -> None:
+        for slot, grad in gradients:
+            slot.parameter.grad = grad
+            self._consume(slot, grad)
+        for slot, _ in gradients:  # layers with parameters that no rank's loss reached
+            if slot.layer is not None:
+                self._update_layer(slot.layer)
 
     def _check_visited(self, slot: Slot) -> None:
         assert slot.block is not None and self._homes is not None
@@ -430,6 +499,7 @@ class LOMOBackend(Backend):
 
     def _update(self, slot: Slot, grad: torch.Tensor, coef: torch.Tensor | None) -> None:
         p = slot.parameter
+        slot.last_update = self._pass
         group = self._group_of[id(p)]
         lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
         rounds = self._rounding if p.dtype is not torch.float32 else None
@@ -552,7 +622,8 @@ class LOMOBackend(Backend):
         adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
         passes = "two backward passes" if self._two_passes else "one backward pass"
         lines = [] if self._homes is None else [self._homes.describe()]
-        return "\n".join([*lines, f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}"])
+        ranks = [] if self._reducer is None else [self._reducer.describe()]
+        return "\n".join([*lines, f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}", *ranks])
 
     def stored(self) -> dict[str, torch.Tensor]:
         if self._homes is None:

@@ -116,6 +116,10 @@ class BlockHomes:
     def is_visited(self, unit: Unit) -> bool:
         return id(unit) in self._visited
 
+    @property
+    def is_visiting(self) -> bool:
+        return bool(self._visited)
+
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
         key = (id(unit), id(slot))
         found = self._views.get(key)

@@ -32,6 +32,8 @@ class Slot:
     moments: AdamMoments | FactoredMoments | None = None
     last_pass: int = 0
     """The backward pass that its gradient last came in; see [Note: once a backward]."""
+    last_update: int = 0
+    """The backward pass that last changed it."""
     block: RecomputedBlock | None = None
     """The block that it stands in and nowhere else, where blocks stream."""
     residue: torch.Tensor | None = None

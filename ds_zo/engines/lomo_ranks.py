@@ -1,0 +1,345 @@
+"""LOMO on several ranks: gradients are averaged a layer at a time, while the backward pass goes on with the next.
+
+[Note: one order of buckets] A layer's gradients are reduced in one buffer, its bucket. Ranks must reduce the same
+buckets in the same order, whatever their batches reach: a bucket goes out when this rank has nothing more to add to it
+and all before it have gone, and at the end of the pass at the latest, with zeros where this rank has no gradient. The
+order is that in which the first pass completed them on the first rank (during that pass: the reverse of the model's);
+while ranks complete them so, one bucket is filled and one is on its way, and no other exists. A rank that lacks a
+gradient which the others have keeps those that come after it to the end of the pass.
+
+[Note: marks] A parameter that no rank has a gradient for is left alone, weight decay included, as on one rank. So each
+bucket ends with a mark a parameter, the number of ranks that had its gradient; only ranks that had none look at it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo.engines.lomo_blocks import RecomputedBlock, shared_parameters
+from ds_zo.engines.lomo_slots import Slot
+from ds_zo.streaming.node import one_may_be_gone, waiting_time
+
+_ALIGN = 16
+"""Bytes: where a gradient begins in its bucket, which kernels like."""
+
+
+class Stage(Enum):
+    OPEN = "gradients of this rank may still come; there are buffers once one has"
+    CLOSED = "all have come, and wait for their turn in buffers"
+    REDUCING = "the buffers are on their way"
+    DONE = "gradients are consumed, buffers are gone"
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, in one buffer a dtype."""
+
+    def __init__(self, slots: Sequence[Slot], block: RecomputedBlock | None = None) -> None:
+        self.slots = list(slots)
+        self.block = block
+        """Where blocks stream: the one whose weights have to be here when this is consumed."""
+        self.trained: list[Slot] = []
+        self.stage = Stage.DONE
+        self.arrived: set[int] = set()
+        self.works: list[Any] = []
+        self.pieces: list[torch.Tensor] = []
+        """This rank's pieces of the sums, where each rank needs but one."""
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._where: dict[int, tuple[torch.dtype, int]] = {}
+        """Dtype and offset of each parameter's gradient, by the slot's id."""
+        self._marks_at: dict[torch.dtype, int] = {}
+        self._num_elements: dict[torch.dtype, int] = {}
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._buffers)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return list(self._buffers.values())
+
+    def train(self, trained: Sequence[Slot], *, num_ranks: int) -> None:
+        """Lays out the parameters that take part."""
+        self.trained = list(trained)
+        self._where, self._marks_at, self._num_elements = {}, {}, {}
+        by_dtype: dict[torch.dtype, list[Slot]] = {}
+        for slot in trained:
+            by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
+        for dtype, slots in by_dtype.items():
+            step, end = _ALIGN // dtype.itemsize, 0
+            for slot in slots:
+                self._where[id(slot)] = (dtype, end)
+                end += -(-slot.parameter.numel() // step) * step
+            self._marks_at[dtype] = end
+            whole = step * num_ranks
+            self._num_elements[dtype] = -(-(end + len(slots)) // whole) * whole
+
+    def begin(self) -> None:
+        self.drop()
+        self.stage = Stage.OPEN if self.trained else Stage.DONE
+
+    def fill(self, device: torch.device) -> None:
+        """Makes the buffers, of zeros: what no gradient is written to counts as none."""
+        if not self._buffers:
+            self._buffers = {d: torch.zeros(n, dtype=d, device=device) for d, n in self._num_elements.items()}
+
+    def gradient(self, slot: Slot) -> torch.Tensor:
+        dtype, begin = self._where[id(slot)]
+        return self._buffers[dtype][begin : begin + slot.parameter.numel()].view(slot.parameter.shape)
+
+    def mark(self) -> None:
+        """See [Note: marks]."""
+        for dtype, begin in self._marks_at.items():
+            here = [slot for slot in self.trained if self._where[id(slot)][0] is dtype]
+            self._buffers[dtype][begin : begin + len(here)].fill_(1)
+            for i, slot in enumerate(here):
+                if id(slot) not in self.arrived:
+                    self._buffers[dtype][begin + i].zero_()
+
+    def present(self) -> list[Slot]:
+        """Those that some rank had a gradient for."""
+        if len(self.arrived) == len(self.trained):
+            return self.trained
+        marks = {d: iter(self._buffers[d][begin:].tolist()) for d, begin in self._marks_at.items()}
+        return [slot for slot in self.trained if next(marks[self._where[id(slot)][0]]) > 0]
+
+    def drop(self) -> None:
+        self.stage = Stage.DONE
+        self.arrived, self.works, self.pieces, self._buffers = set(), [], [], {}
+
+
+Gradients = list[tuple[Slot, torch.Tensor]]
+
+
+class Consumer(Protocol):
+    """Who takes averaged gradients."""
+
+    def hold_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
+        """Context in which a bucket is reduced and consumed: its weights are here before any rank changes them. None:
+        not now, for another block is being visited."""
+
+    def consume(self, gradients: Gradients) -> None: ...
+
+
+class GradientReducer:
+    """Takes gradients as they come and hands them back averaged, a bucket at a time. See [Note: one order of buckets].
+
+    A pass is `begin`, then `add` for each gradient, then `finish`; `close` says that no more will come for a bucket
+    before all of them have.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        process_group: Any,
+        device: torch.device,
+        consumer: Consumer,
+    ) -> None:
+        self._group = process_group
+        self._device = device
+        self._num_ranks = dist.get_world_size(process_group)
+        self._consumer = weakref.ref(consumer)
+        self._buckets = list(buckets)
+        self._bucket_of = {id(slot): bucket for bucket in self._buckets for slot in bucket.slots}
+        self._trained: list[int] | None = None
+        self._order = self._buckets
+        """In which buckets go out."""
+        self._order_is_known = False
+        self._completed: list[Bucket] = []
+        """In this pass, in the order that they were."""
+        self._turn = 0
+        """Place in the order of the next bucket to go out."""
+        self._on_their_way: list[Bucket] = []
+        self._measures = False
+        self._norms: list[torch.Tensor] = []
+        self._has_warned = False
+        self.active = False
+        """Between `begin` and `finish`."""
+        self.bytes_reduced = 0
+        """Given to reductions so far: an update takes one gradient, and so does a pass that measures, which needs but a
+        piece of the sum on each rank (half of the traffic)."""
+        self.most_alive = 0
+        """Buckets that had buffers at once, in the last pass."""
+        on_gpu_by_gloo = device.type == "cuda" and "gloo" in str(dist.get_backend(process_group))
+        self._scatters = not on_gpu_by_gloo
+        """Gloo reduces on a GPU, but does not scatter there."""
+
+    # A pass
+
+    def begin(self, trains: Callable[[Slot], bool], *, measures: bool) -> None:
+        """`measures`: only the norm is wanted, and nothing is consumed."""
+        trained = [id(slot) for bucket in self._buckets for slot in bucket.slots if trains(slot)]
+        if trained != self._trained:  # at first, and when parameters were frozen or thawed
+            chosen = set(trained)
+            for bucket in self._buckets:
+                bucket.train([slot for slot in bucket.slots if id(slot) in chosen], num_ranks=self._num_ranks)
+            self._trained = trained
+            self._order, self._order_is_known = list(reversed(self._buckets)), False
+        self.drop()
+        for bucket in self._buckets:
+            bucket.begin()
+        self._measures = measures
+        self.most_alive = 0
+        self.active = True
+
+    def add(self, slot: Slot, grad: torch.Tensor) -> None:
+        bucket = self._bucket_of[id(slot)]
+        assert bucket.stage is Stage.OPEN, f"the bucket of {slot.name} has gone"
+        bucket.fill(self._device)
+        bucket.gradient(slot).copy_(grad)
+        bucket.arrived.add(id(slot))
+        self.most_alive = max(self.most_alive, sum(b.alive for b in self._buckets))
+        if len(bucket.arrived) == len(bucket.trained) and bucket.block is None:
+            self.close(bucket)
+
+    def close(self, bucket: Bucket) -> None:
+        """No more of this rank's gradients come for a bucket."""
+        if bucket.stage is Stage.OPEN:
+            self._completed.append(bucket)
+            bucket.stage = Stage.CLOSED
+            self.send()
+
+    def finish(self) -> None:
+        late = [bucket for bucket in self._order if bucket.stage is Stage.OPEN]
+        if any(bucket.stage is Stage.CLOSED for bucket in self._order) and self._order_is_known:
+            self._warn(late)
+        for bucket in late:
+            self.close(bucket)
+        self.send()
+        self._retire(leaving=0)
+        if not self._order_is_known:
+            self._learn_order()
+        self.active = False
+
+    def drop(self) -> None:
+        """Forgets a pass that broke off."""
+        for bucket in self._buckets:
+            bucket.drop()
+        self._on_their_way, self._completed, self._norms = [], [], []
+        self._turn = 0
+        self.active = False
+
+    def open_blocks(self) -> list[Bucket]:
+        """Buckets of streamed blocks that may still get gradients, in the order of a backward pass."""
+        return [bucket for bucket in reversed(self._buckets) if bucket.block and bucket.stage is Stage.OPEN]
+
+    def close_block(self, block: RecomputedBlock) -> None:
+        for bucket in self.open_blocks():
+            if bucket.block is block:
+                self.close(bucket)
+
+    def norm(self) -> float:
+        """Of the averaged gradients of a pass that measured: one number is reduced, so that ranks can't disagree."""
+        norms, self._norms = self._norms, []
+        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if norms:
+            squares += torch.stack(norms).double().square().sum()
+        with one_may_be_gone(self._device):
+            dist.all_reduce(squares, group=self._group)
+            return float(squares.sqrt().item()) / self._num_ranks
+
+    def describe(self) -> str:
+        nbytes = sum(s.parameter.numel() * s.parameter.element_size() for b in self._buckets for s in b.slots)
+        return (
+            f"ds_zo: {self._num_ranks} ranks average gradients in {len(self._buckets)} buckets, {nbytes / 2**30:.2f} "
+            f"GiB a backward pass; a rank waits {waiting_time(self._device).total_seconds():.0f} s at most for another"
+        )
+
+    # Buckets on their way
+
+    def send(self) -> None:
+        """What is due. Some of it may have waited for a visit to end."""
+        consumer = self._consumer()
+        assert consumer is not None
+        while self._turn < len(self._order) and self._order[self._turn].stage is not Stage.OPEN:
+            bucket = self._order[self._turn]
+            if bucket.stage is Stage.CLOSED:
+                weights = consumer.hold_weights(bucket)
+                if weights is None:
+                    return
+                with weights:
+                    self._launch(bucket)
+                    # A streamed block's weights are here now; others can wait until the next bucket is full.
+                    self._retire(leaving=0 if bucket.block is not None and not self._measures else 1)
+            self._turn += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.fill(self._device)
+        if not self._measures:
+            bucket.mark()
+        bucket.stage = Stage.REDUCING
+        with one_may_be_gone(self._device):
+            for buffer in bucket.buffers:
+                self.bytes_reduced += buffer.numel() * buffer.element_size()
+                if self._measures and self._scatters:
+                    piece = buffer.new_empty(buffer.numel() // self._num_ranks)
+                    bucket.pieces.append(piece)
+                    work = dist.reduce_scatter_tensor(piece, buffer, group=self._group, async_op=True)
+                else:
+                    work = dist.all_reduce(buffer, group=self._group, async_op=True)
+                bucket.works.append(work)
+        self._on_their_way.append(bucket)
+
+    def _retire(self, *, leaving: int) -> None:
+        """Consumes what has been sent, but for the last so many."""
+        while len(self._on_their_way) > leaving:
+            bucket = self._on_their_way.pop(0)
+            with one_may_be_gone(self._device):
+                for work in bucket.works:
+                    work.wait()
+            if self._measures:
+                rank = dist.get_rank(self._group)
+                pieces = bucket.pieces or [buffer.chunk(self._num_ranks)[rank] for buffer in bucket.buffers]
+                self._norms += [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+            else:
+                present = bucket.present()
+                for buffer in bucket.buffers:
+                    buffer.div_(self._num_ranks)
+                consumer = self._consumer()
+                assert consumer is not None
+                consumer.consume([(slot, bucket.gradient(slot)) for slot in present])
+            bucket.drop()
+
+    def _learn_order(self) -> None:
+        number = {id(bucket): i for i, bucket in enumerate(self._buckets)}
+        seen = [number[id(bucket)] for bucket in self._completed]
+        rest = [i for i in reversed(range(len(self._buckets))) if i not in set(seen)]
+        order = torch.tensor(seen + rest, dtype=torch.int64, device=self._device)
+        with one_may_be_gone(self._device):
+            dist.broadcast(order, group=self._group, group_src=0)
+        blocks = (bucket for bucket in reversed(self._buckets) if bucket.block is not None)
+        learned = [self._buckets[i] for i in order.tolist()]
+        # Blocks that stream come in the order that they are planned to be brought in.
+        self._order = [bucket if bucket.block is None else next(blocks) for bucket in learned]
+        self._order_is_known = True
+
+    def _warn(self, late: Sequence[Bucket]) -> None:
+        if self._has_warned or not late:
+            return
+        self._has_warned = True
+        missing = next(slot.name for slot in late[0].trained if id(slot) not in late[0].arrived)
+        logger.warning(
+            f"ds_zo: rank {dist.get_rank()} got no gradient for {missing}, so those that follow it waited for the end "
+            "of the backward pass, which takes memory: freeze parameters that no loss reaches"
+        )
+
+
+def buckets_of(module: nn.Module, blocks: Sequence[nn.Module], slots: Sequence[Slot]) -> list[Bucket]:
+    """A bucket for what stands in one block alone, and one for each module around blocks, in the model's order."""
+    block_of: dict[int, int] = {}
+    for i, (block, shared) in enumerate(zip(blocks, shared_parameters(module, blocks), strict=True)):
+        elsewhere = {id(getattr(owner, name)) for owner, name in shared}
+        block_of |= {id(p): i for p in block.parameters() if id(p) not in elsewhere}
+    found: dict[int | str, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(block_of.get(id(slot.parameter), slot.name.rpartition(".")[0]), []).append(slot)
+    return [Bucket(members, members[0].block) for members in found.values()]
