@@ -608,6 +608,17 @@ class LOMOBackend(Backend):
             kind = AdamMoments if slot.is_adapter else FactoredMoments
             slot.moments = None if saved is None else kind.from_state_dict(saved, device=self.device)
 
+    def rank_state(self) -> dict[str, Any]:
+        """What the micro-batches of a window that is not over have come to."""
+        outcome = self._outcome
+        norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, Late) else outcome.grad_norm
+        window = {"applied": bool(outcome.applied), "grad_norm": norm, "advance_schedule": outcome.advance_schedule}
+        return {"window": window if self._pending else None, "bare": self._bare}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        self._pending, self._bare = state.get("window") is not None, bool(state.get("bare", False))
+        self._outcome = StepOutcome(**state["window"]) if self._pending else StepOutcome(applied=True)
+
     def describe(self) -> str:
         if self._by_layer:
             clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
