@@ -238,7 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     for name, (G_fit, G_test) in gradients_for(args).items():
-        left = [at for at in settings_for(*G_fit.shape, args.dims, args.nonzeros) if (name, *at) not in done]
+        settings = settings_for(G_fit.shape[0], G_fit.shape[1], args.dims, args.nonzeros)
+        left = [at for at in settings if (name, *at) not in done]
         if not left:
             continue
         pair = Pair(G_fit, G_test)

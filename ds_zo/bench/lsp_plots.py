@@ -1,0 +1,272 @@
+"""Pictures of LSP's studies, from rows alone.
+
+    python -m ds_zo.bench.lsp_plots bias rows.jsonl --out bias.svg
+    python -m ds_zo.bench.lsp_plots rates rows.jsonl --out rates.svg
+    python -m ds_zo.bench.lsp_plots breakdown rows.jsonl --out breakdown.svg
+    python -m ds_zo.bench.lsp_plots curves rows.jsonl --out curves.svg
+
+`bias` takes rows of `lsp_studies`, `breakdown` those of `lsp_speed run --preset breakdown`, `rates` and `curves` those
+of launch/sweep.py with the grids lsp-rates and lsp-curves. `curves` also says how far each method is from AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench import curves
+
+Row = dict[str, Any]
+Key = tuple[int, int]
+WITHIN = 0.02
+"""Of AdamW's evaluation loss: as good."""
+_PARTS = (
+    ("forward", "forward", "#4c72b0"),
+    ("backward", "backward and the GPU's own update", "#55a868"),
+    ("copy", "copies that are waited for", "#c44e52"),
+    ("cpu", "CPU work that is waited for", "#dd8452"),
+)
+
+
+class NoRowsError(ValueError):
+    """The message says what was looked for and which command makes it."""
+
+
+# Bias
+
+
+def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
+    """Medians over matrices for each (d, r), d as clamped to the matrix."""
+    keys = (
+        *("bias_fit", "bias_test", "update_rms", "galore_total_bias_fit", "galore_total_bias_test"),
+        *("galore_device_bias_fit", "galore_device_bias_test", "galore_total_rank", "galore_device_rank"),
+    )
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        if row.get("study") == "bias":
+            groups.setdefault((row["d"], row["r"]), []).append(row)
+    return {
+        key: {"matrices": len(some), **{name: statistics.median(row[name] for row in some) for name in keys}}
+        for key, some in sorted(groups.items())
+    }
+
+
+def bias_table(rows: Sequence[Row]) -> str:
+    """As Markdown, one line for each d and r."""
+    lines = [
+        "| d | r | matrices | LSP: fit | LSP: test | GaLore, equal total: test (rank) | "
+        "GaLore, equal device: test (rank) | update |",
+        "|" + " --- |" * 8,
+    ]
+    for (dim, r), row in bias_by_setting(rows).items():
+        peers = " | ".join(
+            f"{row[f'galore_{peer}_bias_test']:.3f} ({row[f'galore_{peer}_rank']:.0f})" for peer in ("total", "device")
+        )
+        ours = f"{row['bias_fit']:.3f} | {row['bias_test']:.3f}"
+        lines.append(f"| {dim} | {r} | {row['matrices']} | {ours} | {peers} | {row['update_rms']:.2f} |")
+    return "\n".join(lines)
+
+
+def draw_bias(rows: Sequence[Row]) -> Any:
+    """Bias against d, a panel for each r; dashed on the gradient of the fit, drawn through on the other."""
+    found = bias_by_setting(rows)
+    if not found:
+        raise NoRowsError("no rows of the study of biases: run `python -m ds_zo.bench.lsp_studies` first")
+    nonzeros = sorted({r for _, r in found})
+    figure, panels = _figure(3.6 * len(nonzeros), 3.8, len(nonzeros))
+    lines = (
+        ("", "LSP", "#4c72b0"),
+        ("galore_total_", "GaLore, equal total memory", "#c44e52"),
+        ("galore_device_", "GaLore, equal GPU memory", "#dd8452"),
+    )
+    for axes, r in zip(panels, nonzeros, strict=True):
+        dims = [dim for dim, other in found if other == r]
+        for prefix, name, colour in lines:
+            for kind, style in (("fit", "--"), ("test", "-")):
+                biases = [found[dim, r][f"{prefix}bias_{kind}"] for dim in dims]
+                named = {"label": name} if kind == "test" else {}
+                axes.plot(dims, biases, style, marker="o", markersize=3, color=colour, **named)
+        axes.set(title=f"r = {r}", xlabel="d", xscale="log", ylim=(0, 1.05))
+        axes.set_xticks(dims, [str(dim) for dim in dims])
+        axes.minorticks_off()
+    panels[0].set_ylabel("relative bias (dashed: gradient of the fit)")
+    panels[-1].legend(frameon=False, fontsize=8)
+    one = rows[-1]
+    figure.suptitle(
+        f"{one['model']}, {one['task']}, two batches of {one['samples']}; medians over matrices", fontsize=10
+    )
+    return figure
+
+
+# Learning rates
+
+
+def draw_rates(rows: Sequence[Row]) -> Any:
+    """Loss on dev at the last step against the learning rate, one line a method."""
+    good = [row for row in rows if row.get("status") == "ok" and last_dev(row) is not None and row.get("lr")]
+    if not good:
+        raise NoRowsError("no rows with a rate and a curve: run launch/sweep.py --grid lsp-rates first")
+    figure, (axes,) = _figure(6.4, 4.2, 1)
+    for name in dict.fromkeys(row["method"] for row in good):
+        points = sorted((row["lr"], last_dev(row)) for row in good if row["method"] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+    metric = good[0]["metric"]
+    axes.set(xscale="log", xlabel="learning rate", ylabel=f"dev {metric} after {good[0]['steps']} steps")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def last_dev(row: Row) -> float | None:
+    """The metric on dev after the last step, whether or not it was the best."""
+    _, dev = curves.series(row, x="step") if row.get("curve") else ([], [])
+    return dev[-1][1] if dev else None
+
+
+# Learning curves
+
+
+def curves_table(rows: Sequence[Row]) -> str:
+    """Every run's last loss on dev beside AdamW's best, its memory, and its time to the loss ZeRO-Offload ends at."""
+    good = [row for row in rows if row.get("status") == "ok" and last_dev(row) is not None]
+    base, target = _best_of("adamw", good), _best_of("zero-offload", good)
+    titles = (
+        "method",
+        "lr",
+        "steps",
+        "dev loss",
+        "of AdamW's",
+        "within 2%",
+        "train s",
+        "s to ZeRO-Offload's last loss",
+    )
+    titles += ("GPU GB", "host GB")
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    for row in good:
+        loss = last_dev(row)
+        assert loss is not None
+        ratio = None if base is None else loss / base
+        reached = None if target is None else _seconds_to(row, target)
+        verdict = "" if ratio is None else "yes" if ratio <= 1 + WITHIN else "no"
+        cells = (
+            *(row["method"], f"{row['lr']:g}", str(row["steps"]), f"{loss:.4f}", _number(ratio, ".4f"), verdict),
+            *(f"{row['train_s']:.1f}", _number(reached, ".1f")),
+            *(f"{row['peak_device_gb']:.2f}", f"{row['peak_host_gb']:.1f}"),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    failed = [row for row in rows if row.get("status") != "ok"]
+    return "\n".join(lines + [f"| {row['method']} | failed: {row.get('last_words', '')[-80:]!r} |" for row in failed])
+
+
+def _best_of(method: str, rows: Sequence[Row]) -> float | None:
+    """None where it is not among the rows."""
+    return min((loss for row in rows if row["method"] == method and (loss := last_dev(row)) is not None), default=None)
+
+
+def _seconds_to(row: Row, target: float) -> float | None:
+    _, dev = curves.series(row, x="train_s")
+    return next((seconds for seconds, loss in dev if loss <= target), None)
+
+
+# Breakdown
+
+
+def parts_of(row: Row, *, forward_s: float) -> dict[str, float]:
+    """Seconds of a step by kind; they add up to it. `forward_s` is the ceiling's: a forward pass that waits for updates
+    would count them twice. What of a step remains when copies and CPU are left out is GPU time."""
+    waited = {"copy": row.get("exposed_copy_s") or 0.0, "cpu": row.get("exposed_cpu_s") or 0.0}
+    waited = {name: max(0.0, seconds) for name, seconds in waited.items()}
+    rest = row["step_s"] - sum(waited.values())
+    forward = min(forward_s, rest)
+    return {"forward": forward, "backward": rest - forward, **waited}
+
+
+def breakdown_parts(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """The last run's breakdown by contender.
+
+    [Note: ZeRO-Offload's copies] Its gradients leave during the backward pass and its weights come back after Adam:
+    what its backward takes above the ceiling's, and what its update takes without Adam, is copying that is waited for.
+    """
+    found = [row for row in rows if str(row.get("case", "")).startswith("breakdown/") and row.get("status") == "ok"]
+    found = [row for row in found if row["run_id"] == found[-1]["run_id"]]  # nothing is indexed where nothing was found
+    by_name = {row["case"].rpartition("/")[2]: row for row in found}
+    if "ceiling" not in by_name:
+        raise NoRowsError("no breakdown with its ceiling: run `python -m ds_zo.bench.lsp_speed run --preset breakdown`")
+    ceiling = by_name["ceiling"]
+    parts = {}
+    for name, row in by_name.items():
+        if "exposed_cpu_s" in row and "exposed_copy_s" not in row:
+            row = {**row, "exposed_copy_s": max(0.0, row["rest_s"] - ceiling["step_s"])}
+        parts[name] = parts_of(row, forward_s=ceiling["forward_s"])
+    return parts
+
+
+def draw_breakdown(rows: Sequence[Row]) -> Any:
+    parts = breakdown_parts(rows)
+    figure, (axes,) = _figure(8.0, 1.4 + 0.5 * len(parts), 1)
+    left = [0.0] * len(parts)
+    for key, label, colour in _PARTS:
+        widths = [1e3 * found[key] for found in parts.values()]
+        axes.barh(list(parts), widths, left=left, color=colour, label=label, height=0.6, zorder=3)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step")
+    axes.legend(ncols=2, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+# Command
+
+
+def _figure(width: float, height: float, num_panels: int) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = list(figure.subplots(1, num_panels, squeeze=False, sharey=True)[0])
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    return figure, panels
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+_DRAW: dict[str, Callable[[Sequence[Row]], Any]] = {
+    "bias": draw_bias,
+    "rates": draw_rates,
+    "breakdown": draw_breakdown,
+}
+_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"bias": bias_table, "curves": curves_table, "rates": curves_table}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*_DRAW, "curves"])
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="picture; its suffix says which kind")
+    args = parser.parse_args(arguments)
+    rows = _read(args.rows)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if args.what == "curves":
+            good = [row for row in rows if row.get("status") == "ok"]
+            curves.draw(curves.with_curves(rows, task=good[-1]["task"] if good else "alpaca"), args.out)
+        else:
+            _DRAW[args.what](rows).savefig(args.out, dpi=110)
+    except ValueError as error:
+        sys.exit(str(error))
+    if args.what in _TABLES:
+        print(_TABLES[args.what](rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""LSP's studies: gradients, biases beside GaLore's, tables and pictures of rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_zo.bench import lsp_plots, lsp_studies
+from ds_zo.bench.galore import GaLoreAdamW, biases_by_rank, bytes_per_rank, rank_within
+from ds_zo.bench.grids import LSP_CURVES
+from ds_zo.projectors import SparseProjector, fit, relative_bias
+
+
+def _matrix(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# GaLore
+
+
+@pytest.mark.parametrize("shape", [(12, 7), (7, 12)])
+def test_galore_biases_are_those_of_the_definition(shape: tuple[int, int]) -> None:
+    G_fit, G_test = _matrix(*shape), _matrix(*shape, seed=1)
+    lost = biases_by_rank(G_fit, G_test)
+    U, _, V_t = torch.linalg.svd(G_fit, full_matrices=False)
+    for rank in (0, 3, 7):
+        for G, found in zip((G_fit, G_test), lost, strict=True):
+            kept = U[:, :rank] @ U[:, :rank].t() @ G if shape[0] < shape[1] else G @ V_t[:rank].t() @ V_t[:rank]
+            assert float(found[rank]) == pytest.approx(float((G - kept).norm() / G.norm()), abs=1e-5)
+
+
+def test_galore_rank_fills_its_memory() -> None:
+    budget = 10 * bytes_per_rank(64, 32) + 5
+    assert bytes_per_rank(64, 32) == 4 * 32 + 8 * 64
+    assert rank_within(budget, 64, 32) == rank_within(budget, 32, 64) == 10
+    assert rank_within(10**9, 64, 32) == 32
+
+
+def test_galore_without_rank_is_adamw() -> None:
+    ours, theirs = (torch.nn.Parameter(_matrix(5, 4)) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizers = GaLoreAdamW([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    for step in range(5):
+        for p, optimizer in zip((ours, theirs), optimizers, strict=True):
+            p.grad = _matrix(5, 4, seed=step + 1)
+            optimizer.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_galore_moves_in_the_directions_of_its_last_refresh(shape: tuple[int, int]) -> None:
+    p = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = GaLoreAdamW([p], lr=1.0, rank=2, refresh_interval=2, scale=1.0)
+    gradients = [_matrix(*shape, seed=seed) for seed in range(3)]
+    for step, G in enumerate(gradients):
+        before = p.detach().clone()
+        p.grad = G
+        optimizer.step()
+        U, _, V_t = torch.linalg.svd(gradients[0 if step < 2 else 2], full_matrices=False)
+        moved = p.detach() - before
+        kept = U[:, :2] @ U[:, :2].t() @ moved if shape[0] < shape[1] else moved @ V_t[:2].t() @ V_t[:2]
+        assert torch.allclose(kept, moved, atol=1e-5)
+        assert moved.norm() > 0.1
+        if step == 0:  # Adam's first direction is a sign: known size
+            assert float(moved.norm()) == pytest.approx(math.sqrt(2 * max(shape)), rel=1e-4)
+
+
+# Gradients and biases
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[torch.nn.Module, list[Any], int]:
+    return lsp_studies.load("embedded", None, task="code_or_text", max_length=32, device="cpu")
+
+
+def test_gradients_are_of_the_mean_over_all_tokens(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
+    model, examples, pad = loaded
+    name = "model.layers.1.mlp.down_proj.weight"
+    some = examples[: lsp_studies.MICRO_BATCH + 3]  # two micro-batches of different size
+    found = lsp_studies.gradients_of(model, some, [name], pad=pad)
+    assert list(found) == [name]
+    losses, num_targets = [], 0
+    for one in some:
+        ids = torch.tensor([one.input_ids])
+        logits, labels = model(ids).logits[0, :-1], torch.tensor(one.labels[1:])
+        losses.append(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        num_targets += int((labels != -100).sum())
+    p = model.get_parameter(name)
+    (expected,) = torch.autograd.grad(torch.stack(losses).sum() / num_targets, p)
+    assert torch.allclose(found[name], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_two_batches_share_no_example(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
+    fitted, tested = lsp_studies.two_batches(loaded[1], 16)
+    assert len(fitted) == len(tested) == 16
+    assert not {id(one) for one in fitted} & {id(one) for one in tested}
+    with pytest.raises(ValueError, match="lower --samples"):
+        lsp_studies.two_batches(loaded[1], len(loaded[1]))
+
+
+def test_settings_are_clamped_as_the_engine_does() -> None:
+    found = list(lsp_studies.settings_for(24, 96, (8, 16, 32, 64), (4, 16)))
+    assert found == [(8, 4), (16, 4), (16, 16), (24, 4), (24, 16)]  # 64 x 64 is larger than the matrix
+
+
+def test_an_update_is_as_large_as_the_rule_for_the_rate_says() -> None:
+    G = _matrix(96, 64)
+    P, Q = (SparseProjector.draw(size, 16, 4, seed=0, stream=side) for side, size in enumerate(G.shape))
+    assert lsp_studies.update_rms(G, P, Q) == pytest.approx(1.0, rel=0.2)  # as drawn: AdamW's size
+    fit(G, P, Q, steps=20, lr=0.01)
+    assert lsp_studies.update_rms(G, P, Q) == pytest.approx(1 / math.sqrt((1 + 96 / 16) * (1 + 64 / 16)), rel=0.35)
+
+
+def test_bias_study_resumes_and_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--task", "code_or_text", "--out", str(out), "--samples", "8", "--max-length", "32", "--layers", "1"]
+    command += ["--matrices", "q_proj,gate_proj", "--nonzeros", "2,4", "--fit-steps", "10"]
+    command += ["--gradients", str(tmp_path / "gradients.pt")]
+    lsp_studies.main([*command, "--dims", "16"])
+    assert len(out.read_text().splitlines()) == 4
+    lsp_studies.main([*command, "--dims", "16,48"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == len({(row["matrix"], row["d"], row["r"]) for row in rows}) == 8
+    for row in rows:
+        assert row["bias_fit"] < 1.0
+        total = row["device_bytes"] + row["host_bytes"]
+        assert 0 <= total - row["galore_total_rank"] * bytes_per_rank(*row["shape"]) < bytes_per_rank(*row["shape"])
+        assert row["galore_device_bias_test"] >= row["galore_total_bias_test"] - 1e-6
+    gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    G_fit, G_test = gradients["model.layers.1.self_attn.q_proj.weight"]
+    row = lsp_studies.Pair(G_fit, G_test).row(16, 4, fit_steps=10, fit_lr=0.01)
+    P, Q = (SparseProjector.draw(128, 16, 4, seed=0, stream=side) for side in (0, 1))
+    fit(G_fit, P, Q, steps=10, lr=0.01)
+    assert row["bias_test"] == pytest.approx(float(relative_bias(G_test, P, Q)))
+    capsys.readouterr()
+    lsp_plots.main(["bias", str(out), "--out", str(tmp_path / "bias.svg")])
+    assert capsys.readouterr().out.count("\n| ") == 4 + 1
+    assert (tmp_path / "bias.svg").stat().st_size > 1000
+
+
+def test_lora_of_the_curves_takes_the_memory_of_the_projectors() -> None:
+    shape, r = (1536, 576), LSP_CURVES.methods["lsp-256"].config["optimizer"]["params"]["nonzeros_per_row"]
+    projectors = sum(SparseProjector.draw(size, 256, r, seed=0, stream=0).num_bytes for size in shape)
+    (rank,) = LSP_CURVES.methods["lora"].lora_ranks
+    assert 16 * rank * sum(shape) == pytest.approx(projectors, rel=0.1)
+
+
+# Rows of others
+
+
+def _curve(method: str, *dev: float, seconds: float = 1.0) -> dict[str, Any]:
+    curve = [{"step": i, "train_s": i * seconds, "loss": None, "dev": {"loss": x}} for i, x in enumerate(dev, start=1)]
+    row = {"status": "ok", "method": method, "task": "alpaca", "lr": 1e-4, "steps": len(dev), "metric": "loss"}
+    return {**row, "curve": curve, "train_s": len(dev) * seconds, "peak_device_gb": 1.0, "peak_host_gb": 1.0}
+
+
+def test_curves_are_judged_by_adamw_and_timed_by_zero_offload() -> None:
+    rows = [
+        _curve("adamw", 3.0, 2.0),
+        _curve("zero-offload", 3.0, 2.0, seconds=10.0),
+        _curve("lsp-256", 2.0, 2.03),
+        _curve("lora", 3.0, 2.5),
+        {"status": "failed", "method": "galore", "last_words": "no memory"},
+    ]
+    lines = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lsp_plots.curves_table(rows).splitlines()}
+    assert lines["lsp-256"][4:8] == ["1.0150", "yes", "2.0", "1.0"]
+    assert lines["lora"][4:8] == ["1.2500", "no", "2.0", ""]
+    assert lines["zero-offload"][7] == "20.0"
+    assert "no memory" in lines["galore"][1]
+
+
+def test_breakdown_adds_up_to_the_step(tmp_path: Path) -> None:
+    facts = {"run_id": "a", "status": "ok", "forward_s": 0.06}
+    rows = [
+        {**facts, "case": "breakdown/1.3b/4/ceiling", "step_s": 0.19},
+        {**facts, "case": "breakdown/1.3b/4/lsp-512", "step_s": 0.21, "exposed_cpu_s": 0.01, "exposed_copy_s": -0.001},
+        {**facts, "case": "breakdown/1.3b/4/zero2-offload", "step_s": 0.9, "exposed_cpu_s": 0.5, "rest_s": 0.4},
+    ]
+    parts = lsp_plots.breakdown_parts(rows)
+    for row in rows:
+        assert sum(parts[row["case"].rpartition("/")[2]].values()) == pytest.approx(row["step_s"])
+    assert parts["lsp-512"]["copy"] == 0.0
+    assert parts["zero2-offload"] == pytest.approx({"forward": 0.06, "backward": 0.13, "copy": 0.21, "cpu": 0.5})
+    with pytest.raises(lsp_plots.NoRowsError, match="--preset breakdown"):
+        lsp_plots.breakdown_parts(rows[1:])
+    with pytest.raises(lsp_plots.NoRowsError):
+        lsp_plots.breakdown_parts([])
+    path, out = tmp_path / "rows.jsonl", tmp_path / "breakdown.png"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    lsp_plots.main(["breakdown", str(path), "--out", str(out)])
+    assert out.stat().st_size > 1000
