@@ -89,7 +89,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             "ranks": ranks,
             "trajectory": None if recorder is None else recorder.id,
         }
-        step = self.backend.state_dict().get("step", 0)
+        step = 0 if recorder is None else self.backend.state_dict()["step"]
 
         def mark(manifest: Manifest) -> None:
             if recorder is not None and not omit_frozen:
@@ -175,7 +175,8 @@ class CheckpointingEngine(DeepSpeedEngine):
                 raise CheckpointError(f"there is no complete checkpoint {folder / found}; {offer(folder, but=found)}")
             if found is None and "no other" not in (others := offer(folder, but="")):
                 logger.warning(f"ds_zo: {folder} has no file `latest`; {others}")
-            with plain_loading(self.checkpoint_engine):
+            scheduler_state = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+            with plain_loading(self.checkpoint_engine, scheduler_state=scheduler_state):
                 loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
                     load_dir,
                     tag,

@@ -59,12 +59,13 @@ def check_weights(
 
 
 @contextmanager
-def plain_loading(checkpoint_engine: Any) -> Iterator[None]:
-    """DeepSpeed's files are pickles: only tensors and plain data are taken from them meanwhile."""
+def plain_loading(checkpoint_engine: Any, *, scheduler_state: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """DeepSpeed's files are pickles: only tensors and plain data are taken from them meanwhile. A run that had no
+    scheduler gives ours `scheduler_state`, where DeepSpeed would hand it None."""
 
     def load(path: str, map_location: Any = None) -> Any:
         try:
-            return torch.load(path, map_location=map_location, weights_only=True)
+            state = torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             first_line = str(error).strip().splitlines()[0]
             raise CheckpointError(
@@ -72,6 +73,9 @@ def plain_loading(checkpoint_engine: Any) -> Iterator[None]:
                 f"{first_line} If you trust the file, name its classes in torch.serialization.add_safe_globals, or "
                 "make a safetensors folder of it"
             ) from None
+        if scheduler_state is not None and isinstance(state, dict) and state.get("lr_scheduler", state) is None:
+            state["lr_scheduler"] = scheduler_state
+        return state
 
     checkpoint_engine.load = load
     try:

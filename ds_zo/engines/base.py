@@ -137,6 +137,9 @@ class Backend(ABC):
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:  # noqa: B027
         """`load_optimizer_states=False` asks for the weights only: counters and moments start afresh."""
 
+    def check_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raises where `load_state_dict` could not take it; called before anything is changed."""
+
     def module_state_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The weights of the current step, whatever is still pending; keywords are those of `nn.Module.state_dict`."""
         return self.module.state_dict(**kwargs)
@@ -185,6 +188,8 @@ class Backend(ABC):
                     f"checkpoint {saved.folder} is of another model: {name} has shape {saved.shape(names[name])} there "
                     f"and {tuple(here[name].shape)} here"
                 )
+        if resume:
+            self.check_state(saved.backend_state["state"])
         for name in sorted(names.keys() & here.keys(), key=lambda name: names[name]):
             here[name].copy_(saved.tensor(names[name]))
         self.stored_changed()

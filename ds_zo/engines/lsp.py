@@ -375,17 +375,19 @@ class LSPBackend(Backend):
             }
         return {"step": self._num_steps, "calibration": self._calibration.state_dict(), "slots": slots}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
-        self.settle()
-        self.zero_grad()
-        kept = state["slots"] if load_optimizer_states else {}
-        for slot, _, _ in self._kept():  # before anything changes
-            saved = kept.get(slot.name)
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        for slot, _, _ in self._kept():
+            saved = state["slots"].get(slot.name)
             if saved is not None and tuple(saved["moments"]["mean"].shape) != slot.shape:
                 raise CheckpointError(
                     f"the checkpoint's subspace of {slot.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
                     f"{slot.shape}: resume with the checkpoint's subspace_dim, projector and edge"
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
+        self.settle()
+        self.zero_grad()
+        kept = state["slots"] if load_optimizer_states else {}
         self._num_steps = int(state["step"]) if load_optimizer_states else 0
         self._calibration.load_state_dict(state["calibration"] if load_optimizer_states else None)
         for slot, moments, carries in self._kept():
