@@ -1,0 +1,180 @@
+"""What ranks do in the tests of LOMO. Each function runs in every rank of a job and returns what the test compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # whose helpers these tests share
+
+from lomo_runs import config_for, lively, start, streamed, weights_of
+from tiny_models import tiny_batch
+from zo_rank_cases import digest, mine
+
+GROUPED = {"norm_scope": "group"}
+CASES: dict[str, dict[str, Any]] = {
+    "one pass": config_for(),
+    "bare": config_for(),
+    "clipped": config_for(clipping=0.5),
+    "grouped": config_for(clipping=0.5, params=GROUPED),
+    "adalomo": config_for("AdaLOMO", lr=1e-2, clipping=0.5),
+    "bf16": config_for(lr=1e-2, clipping=0.5, bf16={"enabled": True}),
+    "fp16": config_for(lr=1e-2, fp16={"enabled": True, "initial_scale_power": 8}),
+    "poisoned": config_for(clipping=0.5),
+    "streamed": streamed(clipping=0.5),
+    "streamed, grouped": streamed(clipping=0.5, params=GROUPED),
+    "streamed adalomo": streamed("AdaLOMO", lr=1e-2),
+}
+
+
+def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
+    return {**config, "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage}}
+
+
+def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
+    """Three steps of each case on this rank's part of the global batch. Rank 0's weights count."""
+    num_ranks = dist.get_world_size()
+    found = {}
+    for name in names:
+        engine = start(
+            with_stage({**CASES[name], "train_micro_batch_size_per_gpu": 4 // num_ranks}, stage),
+            lively("llama", seed=rank),
+        )
+        digests = []
+        for step in range(3):
+            batch = mine(tiny_batch("llama", seed=step, batch_size=4, length=8), index=rank, of=num_ranks)
+            loss = engine(**batch).loss
+            if name == "poisoned" and step == 1 and rank == num_ranks - 1:
+                loss = loss * float("nan")
+            if name == "bare":
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            digests.append(digest(engine))
+        reducer = engine.backend._reducer
+        found[name] = {
+            "weights": weights_of(engine.module),
+            "norm": engine.get_global_grad_norm(),
+            "skipped": engine.skipped_steps,
+            "digests": digests,
+            "most_alive": None if reducer is None else reducer.most_alive,
+            "host_nbytes": None if engine.backend._homes is None else engine.backend._homes.store.nbytes,
+        }
+        engine.destroy()
+    return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.spare = nn.Parameter(torch.ones(8))
+        """Used by some ranks at some steps, and by none at others."""
+
+    def forward(self, x: torch.Tensor, uses_spare: bool) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        return x + (y * self.spare if uses_spare else y)
+
+
+class Uneven(nn.Module):
+    """Which of its parameters get gradients depends on the rank and the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.inlet = nn.Linear(8, 8)
+        self.side = nn.Linear(8, 8)
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, used: list[int], spare: list[int], side: bool) -> torch.Tensor:
+        x = self.inlet(x)
+        for i in used:
+            x = self.blocks[i](x, i in spare)
+        return (self.side(x) if side else x).square().mean()
+
+
+def uses(step: int, part: int) -> dict[str, Any]:
+    """What part 0 or 1 of the batch goes through: skipped and repeated blocks, and one step out of order."""
+    used = [[[0, 1, 2, 3], [0, 3]], [[1, 2], [0, 1, 2, 3]], [[0, 1, 0, 3], [3, 1]], [[0], [1, 2]]][step][part]
+    return {"used": used, "spare": [[2], [], [0], [0, 1]][step] if part else [3], "side": part == step % 2}
+
+
+def uneven(rank: int, stage: int = 0) -> dict[str, Any]:
+    """Both halves of a batch on one rank, one on each of two."""
+    found = {}
+    num_ranks = dist.get_world_size()
+    for name, config in {
+        "resident": config_for(clipping=0.5, params={"weight_decay": 0.1}),
+        "one pass": config_for(params={"weight_decay": 0.1}),
+        "grouped": config_for(clipping=0.2, params=GROUPED),
+        "streamed": streamed(clipping=0.5, params={"weight_decay": 0.1}),
+        "one slot": streamed(stream={"overlap": False}),
+    }.items():
+        engine = start(with_stage(config, stage), Uneven())
+        digests = []
+        for step in range(4):
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+            parts = [rank] if num_ranks == 2 else [0, 1]
+            losses = [engine(x[part : part + 1], **uses(step, part)) for part in parts]
+            engine.backward(torch.stack(losses).mean())
+            engine.step()
+            digests.append(digest(engine))
+        found[name] = {"weights": weights_of(engine.module), "digests": digests}
+        engine.destroy()
+    return found
+
+
+def wire(rank: int) -> dict[str, Any]:
+    """Bytes reduced in one step, and the trained model's."""
+    found = {}
+    for name in ("one pass", "clipped", "bf16", "streamed"):
+        engine = start(CASES[name], lively("llama"))
+        counts = []
+        for step in range(2):
+            before = engine.backend._reducer.bytes_reduced
+            engine.backward(engine(**tiny_batch("llama", seed=step, batch_size=2, length=8)).loss)
+            engine.step()
+            counts.append(engine.backend._reducer.bytes_reduced - before)
+        parameters = list(engine.module.parameters())
+        found[name] = {
+            "reduced": counts[-1],
+            "gradient": sum(p.numel() * p.element_size() for p in parameters),
+            "num_parameters": len(parameters),
+            "num_buckets": len(engine.backend._reducer._buckets),
+        }
+    return found
+
+
+def save(rank: int, folder: Path) -> dict[str, Any]:
+    found = {}
+    for name in ("adalomo", "streamed"):
+        engine = start({**CASES[name], "train_micro_batch_size_per_gpu": 2}, lively("llama"))
+        _step(engine, 0)
+        engine.save_checkpoint(str(folder / name))
+        _step(engine, 1)
+        found[name] = weights_of(engine.module)
+    return found
+
+
+def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
+    found = {}
+    for folder in folders:
+        for name in ("adalomo", "streamed"):
+            engine = start({**CASES[name], "train_micro_batch_size_per_gpu": 2}, lively("llama", seed=5))
+            engine.load_checkpoint(str(folder / name))
+            _step(engine, 1)
+            found[f"{folder.name} {name}"] = weights_of(engine.module)
+    return found
+
+
+def _step(engine: Any, seed: int) -> None:
+    """On a batch that all ranks share, so that it is the same on any number of them."""
+    engine.backward(engine(**tiny_batch("llama", seed=seed, batch_size=2, length=8)).loss)
+    engine.step()
