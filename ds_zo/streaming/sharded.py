@@ -131,7 +131,7 @@ class ShardedRuntime(Runtime):
         return super()._upload_low(unit)
 
     def _copy_up(self, slot: Slot, home: torch.Tensor) -> None:
-        self._wait_until_saved(slot)
+        self._wait_until_free(slot)
         self._store.copy_whole(slot.buffer[: home.numel()], home)
 
     def _gather_next(self, slot: Slot) -> None:
@@ -162,7 +162,7 @@ class ShardedRuntime(Runtime):
     def _gather(self, unit: Unit, slot: Slot, home: torch.Tensor) -> None:
         for event in (slot.drained, unit.landed):
             self._wait(self._up, event)
-        self._wait_until_saved(slot)
+        self._wait_until_free(slot)
         mine = self._share.piece(home.numel())
         with self._on(self._up):
             slot.take(unit)
@@ -185,7 +185,9 @@ class ShardedRuntime(Runtime):
         self.fold_unvisited(unit, slot)
         slot.give_up()
 
-    def _wait_until_saved(self, slot: Slot) -> None:
+    def _wait_until_free(self, slot: Slot) -> None:
+        """Of a download out of it, and of a gather into it that nobody waited for."""
+        self._wait(self._up, slot.filled)
         if slot.is_saving:
             self._wait(self._up, slot.saved[0])
             slot.is_saving = False

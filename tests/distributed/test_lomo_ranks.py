@@ -84,3 +84,23 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
             for n in folders:
                 for case, weights in saved[n].items():
                     assert_close(resumed[f"{n} {case}"], weights)
+
+
+# Sharded: ZeRO stage 3, where the ranks of a machine keep the streamed blocks together
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sharded_blocks_change_no_bit(num_ranks: int, found: dict[int, list[Any]]) -> None:
+    cases = [case for case in found[num_ranks][0] if "streamed" in case]
+    for whole, sharded in zip(found[num_ranks], job(runs, num_ranks, cases, 3), strict=True):
+        for case in cases:
+            assert whole[case]["digests"] == sharded[case]["digests"], case
+            assert whole[case]["norm"] == sharded[case]["norm"], case
+            assert 0 < sharded[case]["host_nbytes"] * num_ranks <= whole[case]["host_nbytes"] + 2 * 256 * num_ranks
+
+
+def test_ranks_that_share_blocks_may_lack_gradients_that_others_have() -> None:
+    whole, sharded = job(uneven, 2), job(uneven, 2, 3)
+    for ours, theirs in zip(whole, sharded, strict=True):
+        for case in ours:
+            assert ours[case]["digests"] == theirs[case]["digests"], case

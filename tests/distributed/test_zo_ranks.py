@@ -17,6 +17,7 @@ from zo_rank_cases import (
     alone,
     death,
     directions,
+    machines,
     refusal,
     run_job,
     storages,
@@ -80,6 +81,15 @@ def test_ranks_make_the_run_of_one(num_ranks: int, case: str, stored: dict[int, 
     for ours, theirs in zip(several["norms"], one["norms"], strict=True):
         assert abs(ours - theirs) <= 2 * G_ERROR
     assert largest_difference(several["state"], one["state"]) <= BOUND
+
+
+def test_each_machine_keeps_a_store() -> None:
+    found = job(machines, 4)
+    for rank, mine in enumerate(found):
+        assert mine["ranks of this machine"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        whole, sharded = mine["bf16 split 0"], mine["bf16 split 3"]
+        assert sharded["digests"] == whole["digests"] == found[0]["bf16 split 0"]["digests"]
+        assert sharded["host_nbytes"] == pytest.approx(whole["host_nbytes"] / 2, rel=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoint"))  # whose helpers these tests share
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))
 
-from conftest import find_free_port, rank_environment
+from conftest import rank_environment
 
 BF16 = {"bf16": {"enabled": True}}
 GLOBAL_BATCH = 4
@@ -32,12 +34,13 @@ def run_job(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
     """`work(rank, *args)` in every rank of a gloo job, forked from one process that has imported everything. Returns
     what each returned, an exception as its text, and None for a rank that died. `wait`: the group's timeout."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deepspeed", "ds_zo", "zo_runs", __name__])
-    port, ends = find_free_port(), [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    context.set_forkserver_preload(["ds_zo.engines.zo", "transformers.modeling_utils", "pytest"])
+    ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    meeting = Path(tempfile.mkdtemp()) / "meeting"
     ranks = []
     for rank, (_, out) in enumerate(ends):
-        environment = rank_environment(rank=rank, world_size=num_ranks, port=port)
-        ranks.append(context.Process(target=_rank_main, args=(environment, wait, out, work, args)))
+        environment = rank_environment(rank=rank, world_size=num_ranks, port=0)
+        ranks.append(context.Process(target=_rank_main, args=(environment, meeting, wait, out, work, args)))
         ranks[-1].start()
         out.close()
     found = []
@@ -52,20 +55,32 @@ def run_job(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
         for process in ranks:
             process.kill()
             process.join()
+        shutil.rmtree(meeting.parent)
     return found
 
 
-def _rank_main(environment: dict[str, str], wait: int, out: Any, work: Callable[..., Any], args: Any) -> None:
+def _rank_main(
+    environment: dict[str, str], meeting: Path, wait: int, out: Any, work: Callable[..., Any], args: Any
+) -> None:
     from datetime import timedelta
 
     import deepspeed
 
     torch.set_num_threads(1)
     os.environ.update(environment)
+    if torch.cuda.is_available():
+        os.environ["LOCAL_RANK"] = "0"  # gloo lets ranks share a GPU, NCCL does not
     for name in deepspeed.ops.__compatible_ops__:
         deepspeed.ops.__compatible_ops__[name] = False  # nothing here needs DeepSpeed's compiled extensions
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=wait))
     try:
+        deepspeed.init_distributed(
+            dist_backend="gloo",
+            auto_mpi_discovery=False,
+            timeout=timedelta(seconds=wait),
+            init_method=f"file://{meeting}",
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+        )
         result = work(dist.get_rank(), *args)
     except BaseException:
         result = traceback.format_exc()
@@ -81,16 +96,18 @@ def _rank_main(environment: dict[str, str], wait: int, out: Any, work: Callable[
 def json_for(*, stage: int = 0, interval: int = 3, params: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     from zo_runs import zo_json
 
-    json = zo_json(interval=interval, params=params, **more)
+    json = zo_json(interval=interval, params=params, **{"resident_blocks": 0, **more})
     json["train_micro_batch_size_per_gpu"] = 1
     json["zero_optimization"]["stage"] = stage
+    json["zero_optimization"]["offload_param"]["pin_memory"] = True
     return json
 
 
 def global_batches(num: int = NUM_STEPS, *, size: int = GLOBAL_BATCH) -> list[dict[str, torch.Tensor]]:
     from zo_runs import toy_batches
 
-    return toy_batches(num, size=size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [{name: ids.to(device) for name, ids in batch.items()} for batch in toy_batches(num, size=size)]
 
 
 def mine(batch: dict[str, torch.Tensor], *, index: int, of: int) -> dict[str, torch.Tensor]:
@@ -100,11 +117,11 @@ def mine(batch: dict[str, torch.Tensor], *, index: int, of: int) -> dict[str, to
 def engine(json: dict[str, Any], model: Any = None) -> Any:
     from zo_runs import Toy, engine_for
 
-    return engine_for(Toy() if model is None else model, json)
+    return engine_for(Toy(width=512 if torch.cuda.is_available() else 16) if model is None else model, json)
 
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
 
 
 def trained(json: dict[str, Any], rank: int, *, model: Any = None, groups: int | None = None, **steps: Any) -> Any:
@@ -119,7 +136,7 @@ def trained(json: dict[str, Any], rank: int, *, model: Any = None, groups: int |
     for batch in global_batches(**steps):
         given = mine(batch, index=rank // share, of=num_ranks // share)
         if rank % share:
-            given = {name: torch.full((1, 3), rank) for name in given}
+            given = {name: torch.full_like(ids[:1, :3], rank) for name, ids in given.items()}
         one_step(made, given)
         made.norms.append(made.get_global_grad_norm())
         made.digests.append(digest(made))
@@ -167,6 +184,27 @@ def storages(rank: int, names: list[str]) -> dict[str, Any]:
                 "bytes_up": homes.runtime.bytes_up,
                 "bytes_down": homes.runtime.bytes_down,
             }
+    return found
+
+
+def machines(rank: int) -> dict[str, Any]:
+    """Four ranks that believe to be on two machines."""
+    from ds_zo.streaming import node
+
+    node._place = lambda: (str(rank // 2),)  # type: ignore[assignment]
+    found = storages(rank, ["bf16 split"])
+    found["ranks of this machine"] = node.Node(None, device=torch.device("cpu")).ranks
+    return found
+
+
+def filled(rank: int) -> dict[str, Any]:
+    """A GPU with room to spare: every block is on it after the first step."""
+    found = {}
+    for stage in (0, 3):
+        made = trained(json_for(stage=stage, resident_blocks=None, **BF16), rank)
+        homes = made.backend.homes
+        streamed = sum(unit.streamed for unit in homes.placement.blocks)
+        found[str(stage)] = {**result(made), "streamed": streamed, "host_nbytes": homes.store.nbytes}
     return found
 
 
@@ -225,8 +263,6 @@ def alone(rank: int) -> dict[str, Any]:
     class Skipping(Toy):
         """Leaves out other blocks, or calls one twice, on every rank and at every step."""
 
-        calls = 0
-
         def middle(self, x: torch.Tensor) -> torch.Tensor:
             step = self.steps
             for i, block in enumerate(self.blocks):
@@ -238,7 +274,7 @@ def alone(rank: int) -> dict[str, Any]:
 
     found = {}
     for stage in (0, 3):
-        model = Skipping()
+        model = Skipping(width=512 if torch.cuda.is_available() else 16)
         made = engine(json_for(stage=stage, interval=2), model)
         seen: list[Any] = []
         for step, batch in enumerate(global_batches(6)):
@@ -259,23 +295,23 @@ def alone(rank: int) -> dict[str, Any]:
         found[str(stage)] = {"state": state(made), "seen": seen}
         made.destroy()
         dist.barrier()
-        found[f"left by {stage}"] = {name: value.clone() for name, value in model.state_dict().items()}
+        found[f"left by {stage}"] = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         with torch.no_grad():
             model.blocks[0].linear.weight += rank  # memory of its own, not the other ranks'
         dist.barrier()
-        found[f"left by {stage}, changed"] = model.blocks[0].linear.weight.detach().clone()
+        found[f"left by {stage}, changed"] = model.blocks[0].linear.weight.detach().cpu().clone()
     return found
 
 
 def save(rank: int, folder: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A checkpoint a setting, also as one file of weights, and what each rank had then."""
-    from checkpoint_runs import planes, with_checkpoint
+    from checkpoint_runs import with_checkpoint
 
     found = {}
     for name, setting in settings.items():
         made = trained(with_checkpoint(json_for(**setting), asynchronous=name.endswith("async")), rank, num=4)
         made.save_checkpoint(str(folder / name))
-        found[name] = {**planes(made), "digest": digest(made)}
+        found[name] = bits(made)
         one_more(made, rank)  # must not reach what is being written
         made.wait_for_checkpoint()
         made.save_16bit_model(str(folder / name), "model.bin")
@@ -286,8 +322,6 @@ def save(rank: int, folder: Path, settings: dict[str, dict[str, Any]]) -> dict[s
 
 def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Every checkpoint of every folder under every setting of the same storage."""
-    from checkpoint_runs import planes
-
     found: dict[str, Any] = {}
     for folder in folders:
         for saved, theirs in settings.items():
@@ -295,10 +329,20 @@ def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) 
                 if {**setting, "stage": 0} == {**theirs, "stage": 0}:
                     made = engine(json_for(**setting))
                     made.load_checkpoint(str(folder / saved))
-                    bits = {**planes(made), "digest": digest(made)}
+                    loaded = bits(made)
                     one_more(made, rank)
-                    found[f"{folder.name}, {saved}, {name}"] = {"bits": bits, "next": digest(made)}
+                    found[f"{folder.name}, {saved}, {name}"] = {"bits": loaded, "next": digest(made)}
     return found
+
+
+def bits(engine: Any) -> dict[str, Any]:
+    """Everything a run consists of."""
+    from checkpoint_runs import planes
+
+    for unit in engine.backend.homes.placement.units:
+        engine.backend.homes.runtime.host_wait(unit)
+    found = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in planes(engine).items()}
+    return {**found, "digest": digest(engine)}
 
 
 def one_more(engine: Any, rank: int) -> None:
