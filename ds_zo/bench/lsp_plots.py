@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -115,16 +116,22 @@ def draw_rates(rows: Sequence[Row]) -> Any:
     for name in dict.fromkeys(row["method"] for row in good):
         points = sorted((row["lr"], last_dev(row)) for row in good if row["method"] == name)
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
-    metric = good[0]["metric"]
-    axes.set(xscale="log", xlabel="learning rate", ylabel=f"dev {metric} after {good[0]['steps']} steps")
+    axes.set(xscale="log", xlabel="learning rate", ylabel=f"loss on dev after {good[0]['steps']} steps")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
 
+def dev_losses(row: Row, *, x: curves.Axis) -> curves.Points:
+    """Loss on dev along a run: its perplexity's logarithm, so that 2% means 2% of a loss."""
+    if not row.get("curve") or row.get("metric") != "perplexity":
+        return []
+    return [(at, math.log(perplexity)) for at, perplexity in curves.series(row, x=x)[1]]
+
+
 def last_dev(row: Row) -> float | None:
-    """The metric on dev after the last step, whether or not it was the best."""
-    _, dev = curves.series(row, x="step") if row.get("curve") else ([], [])
-    return dev[-1][1] if dev else None
+    """After the last step, whether or not it was the best."""
+    losses = dev_losses(row, x="step")
+    return losses[-1][1] if losses else None
 
 
 # Learning curves
@@ -168,8 +175,7 @@ def _best_of(method: str, rows: Sequence[Row]) -> float | None:
 
 
 def _seconds_to(row: Row, target: float) -> float | None:
-    _, dev = curves.series(row, x="train_s")
-    return next((seconds for seconds, loss in dev if loss <= target), None)
+    return next((seconds for seconds, loss in dev_losses(row, x="train_s") if loss <= target), None)
 
 
 # Breakdown
