@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -11,13 +12,19 @@ import pytest
 import torch
 
 from ds_zo.bench import lsp_plots, lsp_studies
-from ds_zo.bench.galore import GaLoreAdamW, biases_by_rank, bytes_per_rank, rank_within
+from ds_zo.bench.galore import GaLoreAdamW, biases_by_rank, bytes_per_rank, galore_engine, rank_within
 from ds_zo.bench.grids import LSP_CURVES
 from ds_zo.projectors import SparseProjector, fit, relative_bias
+from ds_zo.tasks.encoding import collate
 
 
 def _matrix(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[torch.nn.Module, list[Any], int]:
+    return lsp_studies.load("embedded", None, task="code_or_text", max_length=32, device="cpu")
 
 
 # GaLore
@@ -70,12 +77,28 @@ def test_galore_moves_in_the_directions_of_its_last_refresh(shape: tuple[int, in
             assert float(moved.norm()) == pytest.approx(math.sqrt(2 * max(shape)), rel=1e-4)
 
 
+@pytest.mark.usefixtures("single_process")
+def test_galore_trains_through_deepspeed(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
+    model, examples, pad = copy.deepcopy(loaded[0]).requires_grad_(True), loaded[1], loaded[2]
+    params = {"rank": 4, "lr": 5e-3, "refresh_interval": 3}
+    config = {**LSP_CURVES.methods["galore"].config, "train_micro_batch_size_per_gpu": 4}
+    engine = galore_engine(model, {**config, "optimizer": {"type": "GaLore", "params": params}})
+    batch = collate(examples[:4], pad_token_id=pad)
+    losses = []
+    for _ in range(5):
+        loss = engine(**batch, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    state = engine.optimizer.state[model.get_parameter("model.layers.0.mlp.gate_proj.weight")]
+    assert state["mean"].shape == (384, 4)
+    assert engine.optimizer.state[model.get_input_embeddings().weight]["mean"].shape == (1024, 128)
+    with pytest.raises(ValueError, match=r"optimizer\.params\.rank"):
+        galore_engine(model, {"optimizer": {"type": "GaLore"}})
+
+
 # Gradients and biases
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[torch.nn.Module, list[Any], int]:
-    return lsp_studies.load("embedded", None, task="code_or_text", max_length=32, device="cpu")
 
 
 def test_gradients_are_of_the_mean_over_all_tokens(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
