@@ -1,8 +1,8 @@
 """LSP: Adam in a subspace. Each matrix's gradient is projected to d x d as soon as it is there and dropped; the d x d
 sum travels to the CPU, Adam's direction comes back, and the weights move by P D Q^T.
 
-What trains how: [Note: what trains how] in `lsp_matrices`. A layer's trip to the CPU: `lsp_jobs`. When projectors are
-fitted: `lsp_calibration`.
+What trains how: [Note: what trains how] in `lsp_matrices`. A layer's trip to the CPU: `lsp_jobs`; among several ranks:
+`lsp_shared`. When projectors are fitted: `lsp_calibration`. What checkpoints hold: `lsp_state`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from ds_zo.engines.lsp_jobs import DeviceGroup, HostGroup, Links, Moment, Rate, 
 from ds_zo.engines.lsp_matrices import Group, Slot, Subspace, find_slots, first_projectors, group_slots
 from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_queue import UpdateQueue
+from ds_zo.engines.lsp_ranks import RankLine, Turns
 from ds_zo.engines.lsp_report import BackwardClock, StepReport
+from ds_zo.engines.lsp_shared import SharedDeviceGroup, SharedHostGroup
+from ds_zo.engines.lsp_state import gather_owned, moments_and_errors
+from ds_zo.engines.lsp_weights import SettledState
 from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments
 from ds_zo.projectors import compress
 from ds_zo.streaming.host_store import HostStore
@@ -54,18 +58,18 @@ class LSPBackend(Backend):
         assert isinstance(config.optimizer, LSPParams)
         self.settings = config.optimizer
         self._stochastic = config.section.rounding == "stochastic"
-        self._world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        self.ranks = RankLine(process_group, device=device) if world_size > 1 else None
         self._clips_globally = config.gradient_clipping > 0 and self.settings.clip_scope == "global"
-        self._starts_early = (
-            self.settings.schedule == "layerwise" and self._world_size == 1 and not self._clips_globally
-        )
-        """Trips begin inside the backward pass. Not with several ranks: they would have to agree on an order, and a
-        layer that one of them does not use would keep the others waiting."""
+        self._starts_early = self.settings.schedule == "layerwise" and not self._clips_globally
+        """Trips begin inside the backward pass."""
         self._num_steps = 0
+        self._gathered: dict[str, dict[str, Any]] = {}
+        """Other ranks' states, as they were when a checkpoint was last asked for."""
         self._in_last_backward = False
         self._group_of: dict[int, dict[str, Any]] = {}
         self._group_sizes: list[int] = []
-        self._calibration = Calibration(self.settings, process_group=process_group, world_size=self._world_size)
+        self._calibration = Calibration(self.settings, ranks=self.ranks)
         self._clock = BackwardClock(device)
         self._slots = find_slots(module, self.settings, device=device)
         groups = group_slots(module, self._slots, config.section.stream.blocks)
@@ -73,9 +77,17 @@ class LSPBackend(Backend):
         self._links: Links | None = None
         self._queue = UpdateQueue(num_threads=_num_threads(device))
         self._place(groups)
+        self._turns: Turns | None = None
+        if self.ranks is not None:
+            matrices = [[slot for slot in group.slots if slot.parameter.ndim >= 2] for group in groups]
+            self._turn_groups = [found for found in matrices if found]
+            self._turns = Turns(self._turn_groups, partial(_take_turn, weakref.ref(self)))
+        self._looks_together = False
+        """Several ranks look at the gradients of this backward pass together, a layer at a time."""
         self._host_group_of = {id(slot): group for group in self._host_groups for slot in group.slots}
         self._handles = [self._hook(slot) for slot in self._slots] + self._hook_modules(groups)
-        self._finalizer = weakref.finalize(self, self._queue.close)
+        self._weights = SettledState(module, partial(_settle_all_hook, weakref.ref(self)), device=device)
+        self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._queue)
         self._find_groups()
 
     @classmethod
@@ -111,25 +123,33 @@ class LSPBackend(Backend):
                 continue
             group = Group(group.name, group.is_block, matrices, group.modules)
             if self.config.offload_optimizer:
-                self._host_groups.append(
-                    HostGroup(
-                        group,
-                        self.settings,
-                        device=self.device,
-                        store=self._store,
-                        queue=self._queue,
-                        scratch=scratch,
-                        max_norm=max_norm,
-                    )
-                )
+                self._host_groups.append(self._host_group(group, scratch, max_norm))
             else:
-                self._device_groups.append(DeviceGroup(matrices, self.settings, device=self.device, max_norm=max_norm))
+                self._device_groups.append(self._device_group(matrices, max_norm))
         if vectors:
-            self._device_groups.append(DeviceGroup(vectors, self.settings, device=self.device, max_norm=max_norm))
+            self._device_groups.append(self._device_group(vectors, max_norm))
         if self.device.type == "cuda" and self._host_groups:
             self._links = Links(self.device, landing_bytes=max(group.h_up.numel() for group in self._host_groups))
             for host_group in self._host_groups:
                 host_group.links = self._links
+
+    def _host_group(self, group: Group, scratch: Scratch, max_norm: float) -> HostGroup:
+        places: dict[str, Any] = {
+            "device": self.device,
+            "store": self._store,
+            "queue": self._queue,
+            "scratch": scratch,
+            "max_norm": max_norm,
+        }
+        if self.ranks is None:
+            return HostGroup(group, self.settings, **places)
+        owner = len(self._host_groups) % self.ranks.size if self.config.zero_stage > 0 else None
+        return SharedHostGroup(group, self.settings, ranks=self.ranks, owner=owner, **places)
+
+    def _device_group(self, slots: list[Slot], max_norm: float) -> DeviceGroup:
+        if self.ranks is None:
+            return DeviceGroup(slots, self.settings, device=self.device, max_norm=max_norm)
+        return SharedDeviceGroup(slots, self.settings, ranks=self.ranks, device=self.device, max_norm=max_norm)
 
     def _hook(self, slot: Slot) -> RemovableHandle:
         p = slot.parameter
@@ -215,11 +235,15 @@ class LSPBackend(Backend):
             group.num_arrived = 0
         self._in_last_backward = self.is_last_micro_batch
         self._queue.last_first = False
+        if self._turns is not None:
+            self._begin_turns(self._turns)
         self._clock.begin()
         try:
             loss.backward(retain_graph=retain_graph)
+            if self._turns is not None:
+                self._turns.finish()
         finally:
-            self._in_last_backward = False
+            self._in_last_backward = self._looks_together = False
         self._clock.end()
 
     @torch.no_grad()
@@ -236,50 +260,105 @@ class LSPBackend(Backend):
             assert grad is not None
         if grad.is_sparse:
             grad = p.grad = grad.to_dense()
-        if slot.subspace is not None:
-            assert slot.total is not None
+        if slot.subspace is None:
+            slot.has_total = True
+        elif not self._looks_together or self._turns is None or self._turns.is_over(slot):
             self._calibration.before_compress(slot, grad)
-            compress(grad, slot.subspace.P, slot.subspace.Q, out=slot.total, accumulate=slot.has_total)
+            self._compress(slot, grad)
             self._calibration.after_compress(slot, grad)
-            p.grad = None
-        slot.has_total = True
-        if group is not None and self._in_last_backward:
+        if self._turns is not None:
+            if p.ndim >= 2:
+                self._turns.arrived(slot)
+        elif group is not None and self._in_last_backward:
             group.num_arrived += 1
             if self._starts_early and group.num_arrived == group.num_expected:
                 self._start_early(group)
+
+    def _compress(self, slot: Slot, grad: torch.Tensor) -> None:
+        assert slot.subspace is not None and slot.total is not None
+        compress(grad, slot.subspace.P, slot.subspace.Q, out=slot.total, accumulate=slot.has_total)
+        slot.has_total = True
+        slot.parameter.grad = None
 
     def _came_again(self, group: HostGroup, slot: Slot) -> None:
         """See [Note: taken back]."""
         if group.moment is Moment.DUE:
             group.settle()
             return
+        if self.ranks is not None:
+            raise RuntimeError(
+                f"a gradient of {slot.name} came after its layer's had gone to the other ranks, as reentrant "
+                'checkpointing of a shared weight makes them: use "schedule": "sync" (optimizer.params.schedule), or '
+                "use_reentrant=False"
+            )
         p = slot.parameter
         arrived, p.grad = p.grad, None
         assert arrived is not None
         group.take_back()
         restored: torch.Tensor | None = p.grad
         p.grad = arrived if restored is None else restored.add_(arrived)
+        self._start_late(slot.name)
+
+    def _start_late(self, name: str) -> None:
         if self._starts_early:
             self._starts_early = False
             logger.warning(
-                f"ds_zo: a gradient of {slot.name} came after its layer's work had begun (several backward passes a "
-                "step, or reentrant checkpointing of a shared weight): from now on work begins in step()"
+                f"ds_zo: gradients of {name} came after its layer's work had begun (several backward passes a step, or "
+                "reentrant checkpointing of a shared weight): from now on work begins in step()"
             )
 
     def _start_early(self, group: HostGroup) -> None:
         self._queue.last_first = self._host_groups.index(group) <= self._clock.transition(self._host_groups)
-        group.start()
+        self._start(group)
+
+    def _start(self, group: HostGroup, *, goes_on: bool = True) -> None:
+        if isinstance(group, SharedHostGroup):
+            group.start(trained=[self._trains(slot) for slot in group.slots], goes_on=goes_on)
+        else:
+            group.start()
+
+    # Several ranks: [Note: one order]
+
+    def _begin_turns(self, turns: Turns) -> None:
+        if any(group.moment is Moment.UPDATING for group in self._host_groups):
+            self._take_back()  # on all ranks, whatever their batches use
+            self._start_late(self._host_groups[-1].name)
+        turns.begin(self._trains)
+        self._looks_together = any(self._calibration.wants(slot) for slot in self._slots if self._trains(slot))
+
+    @torch.no_grad()
+    def _take_turn(self, index: int) -> None:
+        """All gradients that this rank will have of a layer are here."""
+        slots = self._turn_groups[index]
+        if self._looks_together:
+            self._look_together([slot for slot in slots if slot.subspace is not None and self._trains(slot)])
+        group = self._host_group_of.get(id(slots[0]))
+        if group is not None and group.num_expected and self._in_last_backward and self._starts_early:
+            self._start_early(group)
+
+    def _look_together(self, slots: list[Slot]) -> None:
+        assert self.ranks is not None
+        if not slots:
+            return
+        has = torch.tensor([float(slot.parameter.grad is not None) for slot in slots], device=self.device)
+        for slot, share in zip(slots, self.ranks.average(has).tolist(), strict=True):
+            grad = slot.parameter.grad
+            wants = self._calibration.wants(slot) and share > 0
+            mean = None
+            if wants:
+                mean = self.ranks.average(torch.zeros_like(slot.parameter) if grad is None else grad)
+                self._calibration.before_compress(slot, mean)
+            if grad is not None:
+                self._compress(slot, grad)
+            if mean is not None:
+                self._calibration.after_compress(slot, mean)
 
     # step
 
     def step(self) -> StepOutcome:
         self._find_groups()
-        if self._world_size > 1:
-            self._average_over_ranks()
-        global_norm = self._clip_globally() if self._clips_globally else None
-        for group in self._host_groups:  # in the order of the next forward pass
-            if group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
-                group.start()
+        self._gathered = {}
+        global_norm = self._begin_shared_step() if self.ranks is not None else self._begin_step()
         report = StepReport()
         for device_group in self._device_groups:
             report.add_device(device_group.step(self._rates(device_group.slots)))
@@ -308,26 +387,41 @@ class LSPBackend(Backend):
             rates.append(Rate(lr, weight_decay, self._num_steps, self._stochastic))
         return rates
 
-    @torch.no_grad()
-    def _average_over_ranks(self) -> None:
-        """Every rank sends every sum, its own or zeros: a parameter may have been used by some of them only."""
-        used = torch.tensor([float(slot.has_total) for slot in self._slots], device=self.device)
-        dist.all_reduce(used, group=self.process_group)
-        for slot, count in zip(self._slots, used.tolist(), strict=True):
-            if not count:
-                continue
-            if not slot.has_total:
-                slot.has_total = True
-                if slot.total is not None:
-                    slot.total.zero_()
-                else:
-                    slot.parameter.grad = torch.zeros_like(slot.parameter)
-            dist.all_reduce(slot.gradient, group=self.process_group)
-            slot.gradient.div_(self._world_size)
+    def _begin_step(self) -> torch.Tensor | None:
+        """Starts what the backward pass did not; the norm, where it is clipped globally."""
+        norm = None
+        if self._clips_globally:
+            norm = self._clip_globally([slot.gradient for slot in self._slots if slot.has_total])
+        for group in self._host_groups:  # in the order of the next forward pass
+            if group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
+                group.start()
+        return norm
+
+    def _begin_shared_step(self) -> torch.Tensor | None:
+        """The same for several ranks, all of which start the same groups."""
+        for device_group in self._device_groups:
+            assert isinstance(device_group, SharedDeviceGroup)
+            device_group.start(trained=[self._trains(slot) for slot in device_group.slots])
+        late = []
+        for group in self._host_groups:
+            assert isinstance(group, SharedHostGroup)
+            if group.moment is Moment.SUMMING and any(self._trains(slot) for slot in group.slots):
+                self._start(group, goes_on=not self._clips_globally)
+                late.append(group)
+        grads: list[torch.Tensor] = []
+        for device_group in self._device_groups:
+            assert isinstance(device_group, SharedDeviceGroup)
+            device_group.finish()
+            grads += [slot.gradient for slot in device_group.slots if slot.has_total]
+        if not self._clips_globally:
+            return None
+        norm = self._clip_globally(grads + [average for group in late for average in group.averages()])
+        for group in late:
+            group.update()
+        return norm
 
     @torch.no_grad()
-    def _clip_globally(self) -> torch.Tensor | None:
-        grads = [slot.gradient for slot in self._slots if slot.has_total]
+    def _clip_globally(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
         if not grads:
             return None
         norm = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).norm()
@@ -362,16 +456,25 @@ class LSPBackend(Backend):
         return dict(self._calibration.biases)
 
     def state_dict(self) -> dict[str, Any]:
+        """Where ranks keep states for one another, on the first of them and after `rank_state`."""
         self.settle()
         self._take_back()
         slots = {}
         for slot, moments, carries in self._kept():
+            if moments is not None:
+                kept = moments_and_errors(moments, carries)
+            elif slot.name in self._gathered:
+                kept = self._gathered[slot.name]
+            else:
+                raise CheckpointError(
+                    f"the states of {slot.name} are on another rank, which ZeRO stage 1 and above ask for: call "
+                    "save_checkpoint on every rank, which gathers them"
+                )
             slots[slot.name] = {
-                "moments": moments.state_dict(),
+                **kept,
                 "is_fitted": slot.is_fitted,
                 "subspace": None if slot.subspace is None else slot.subspace.state_dict(),
                 "refitted": None if slot.refitted is None else slot.refitted.state_dict(),
-                "errors": {side: carry.errors[i] for side, (carry, i) in carries.items() if i in carry.errors},
             }
         return {"step": self._num_steps, "calibration": self._calibration.state_dict(), "slots": slots}
 
@@ -395,25 +498,32 @@ class LSPBackend(Backend):
             for carry, i in carries.values():
                 carry.errors.pop(i, None)
             if saved is None:
-                moments.reset()
+                if moments is not None:
+                    moments.reset()
                 slot.is_fitted = self.settings.projector != "learned"
                 slot.refitted = None
                 if slot.subspace is not None:
                     slot.subspace = first_projectors(slot.parameter, slot.index, self.settings, device=self.device)
                 continue
-            moments.load_state_dict(saved["moments"])
+            if moments is not None:
+                moments.load_state_dict(saved["moments"])
             slot.is_fitted = saved["is_fitted"]
             slot.subspace, slot.refitted = (
                 None if saved[key] is None else Subspace.from_state(saved[key], self.device)
                 for key in ("subspace", "refitted")
             )
             for side, error in saved["errors"].items():
-                carry, i = carries[side]
-                carry.errors[i] = error.to(carry.device, copy=True)
+                if side in carries:
+                    carry, i = carries[side]
+                    carry.errors[i] = error.to(carry.device, copy=True)
 
-    def _kept(self) -> list[tuple[Slot, Moments, dict[str, tuple[Carry, int]]]]:
-        found: list[tuple[Slot, Moments, dict[str, tuple[Carry, int]]]] = []
+    def _kept(self) -> list[tuple[Slot, Moments | None, dict[str, tuple[Carry, int]]]]:
+        """Each parameter with its states; without, where another rank has them."""
+        found: list[tuple[Slot, Moments | None, dict[str, tuple[Carry, int]]]] = []
         for group in self._host_groups:
+            if not group.keeps_states:
+                found += [(slot, None, {}) for slot in group.slots]
+                continue
             for i, (slot, moments) in enumerate(zip(group.slots, group.moments, strict=True)):
                 found.append((slot, moments, {"down": (group.carry_down, i), "up": (group.carry_up, i)}))
         for device_group in self._device_groups:
@@ -423,6 +533,10 @@ class LSPBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         self._take_back()
+        if self.ranks is not None:
+            self.settle()
+            owned = [group for group in self._host_groups if isinstance(group, SharedHostGroup)]
+            self._gathered = gather_owned(owned, self.ranks)
         return {"totals": {slot.name: slot.gradient.cpu().clone() for slot in self._slots if slot.has_total}}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
@@ -458,13 +572,25 @@ class LSPBackend(Backend):
             f"and head: {settings.edge}\n"
             f"ds_zo: Adam on the {'CPU' if self._host_groups else 'device'}, schedule {settings.schedule}, payload "
             f"{settings.payload_dtype}; besides weights {footprint['device_bytes'] / 2**20:.0f} MiB on the device, "
-            f"{footprint['host_bytes'] / 2**20:.0f} MiB on the host"
+            f"{footprint['host_bytes'] / 2**20:.0f} MiB on the host" + self._describe_ranks()
+        )
+
+    def _describe_ranks(self) -> str:
+        if self.ranks is None:
+            return ""
+        subspace_bytes = sum(slot.total.nbytes for slot in self._slots if slot.total is not None)
+        whole = [slot.parameter for slot in self._slots if slot.total is None]
+        whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)
+        owned = self._host_groups and self.config.zero_stage > 0
+        return f"\nds_zo: {self.ranks.size} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
+            "each layer's states are on one of them" if owned else "each keeps all states"
         )
 
     def close(self) -> None:
         if self._finalizer.alive:
             self.settle()
             self._finalizer()
+            self._weights.close()
             for handle in self._handles:
                 handle.remove()
             self._store.close()
@@ -475,6 +601,19 @@ def _num_threads(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return max(1, torch.get_num_threads() - _CORES_LEFT_TO_PYTHON)
+
+
+def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:
+    """In this order: what is on its way to other ranks may wait for Adam."""
+    if ranks is not None:
+        ranks.close()
+    queue.close()
+
+
+def _take_turn(backend: weakref.ref[LSPBackend], index: int) -> None:
+    alive = backend()
+    if alive is not None:
+        alive._take_turn(index)
 
 
 def _dispatch(backend: weakref.ref[LSPBackend], slot: Slot, parameter: torch.Tensor) -> None:

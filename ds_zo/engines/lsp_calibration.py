@@ -5,6 +5,7 @@ at it right there: no pass of their own, no second gradient alive, nothing to re
 first compressed with the projectors of before; those fitted on it serve from the next step on, so no gradient is
 compressed by projectors that were fitted on it. The very first gradient is the exception: there is none before it.
 With `calibration_batches` > 1 a fit goes on over the gradients of that many micro-batches, one after the other.
+Several ranks look at the average of their gradients, a layer at a time, in [Note: one order] of `lsp_ranks`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Slot, Subspace, draw
 from ds_zo.engines.lsp_payload import Carry
+from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import carry_moments, fit, relative_bias
 
 
 class Calibration:
-    def __init__(self, settings: LSPParams, *, process_group: Any, world_size: int) -> None:
+    def __init__(self, settings: LSPParams, *, ranks: RankLine | None) -> None:
         self._settings = settings
-        self._process_group, self._world_size = process_group, world_size
+        self._ranks = ranks
         self._checked_step = 0
         """The step at which the last check began."""
         self._batch: int | None = None
@@ -51,6 +52,10 @@ class Calibration:
     def _looks(self) -> bool:
         return self._batch is not None and self._batch < self._settings.calibration_batches
 
+    def wants(self, slot: Slot) -> bool:
+        """Whether it looks at a gradient of that matrix in this backward pass."""
+        return slot.subspace is not None and (self._looks or not slot.is_fitted)
+
     @property
     def is_over(self) -> bool:
         """What was fitted may take its place."""
@@ -61,13 +66,12 @@ class Calibration:
         if slot.is_fitted or slot.subspace is None:
             return
         slot.is_fitted = True
-        self._fit(slot, slot.subspace, self._mean(grad), num_steps=self._settings.fit_steps)
+        self._fit(slot, slot.subspace, grad, num_steps=self._settings.fit_steps)
 
     def after_compress(self, slot: Slot, grad: torch.Tensor) -> None:
         """At a check: tests the matrix's projectors, and fits others where they fail."""
         if not self._looks or slot.subspace is None:
             return
-        grad = self._mean(grad)
         if self._batch == 0:
             bias = float(relative_bias(grad, slot.subspace.P, slot.subspace.Q))
             self.biases[slot.name] = bias
@@ -110,22 +114,15 @@ class Calibration:
             threshold=settings.bias_threshold,
             timeout_s=settings.fit_timeout_s,
         )
-        if self._world_size > 1:  # ranks see the same gradient, but not the same clock
+        if self._ranks is not None:  # they see the same gradient, but not the same clock
             for projector in (subspace.P, subspace.Q):
                 values = projector.values.clone()
-                dist.broadcast(values, _first_rank(self._process_group), group=self._process_group)
+                self._ranks.take_from_first_(values)
                 projector.set_values_(values)
         self.biases[slot.name] = report.bias_after
         if slot.name not in self._news:
             self._news.append(slot.name)
         logger.debug(f"ds_zo: {slot.name} {report}")
-
-    def _mean(self, grad: torch.Tensor) -> torch.Tensor:
-        if self._world_size == 1:
-            return grad
-        mean = grad.clone()
-        dist.all_reduce(mean, group=self._process_group)
-        return mean.div_(self._world_size)
 
     # Saving
 
@@ -139,19 +136,17 @@ class Calibration:
 
 
 @torch.no_grad()
-def adopt(slot: Slot, moments: Moments, carries: list[tuple[Carry, int]]) -> None:
-    """The refitted projectors take the place of the present ones; what lives in the subspace moves to the new one."""
+def adopt(slot: Slot, moments: Moments | None, carries: list[tuple[Carry, int]]) -> None:
+    """The refitted projectors take the place of the present ones; what lives in the subspace moves to the new one.
+    `moments`: None where another rank has them."""
     old, new = slot.subspace, slot.refitted
     assert old is not None and new is not None
-    mean, mean_square = carry_moments(moments.mean, moments.mean_square, old.P, old.Q, new.P, new.Q)
-    moments.mean.copy_(mean)
-    moments.mean_square.copy_(mean_square)
+    if moments is not None:
+        mean, mean_square = carry_moments(moments.mean, moments.mean_square, old.P, old.Q, new.P, new.Q)
+        moments.mean.copy_(mean)
+        moments.mean_square.copy_(mean_square)
     for carry, i in carries:
         if i in carry.errors:
             error = carry.errors[i]
             carry.errors[i] = carry_moments(error, error.square(), old.P, old.Q, new.P, new.Q)[0].to(error.device)
     slot.subspace, slot.refitted = new, None
-
-
-def _first_rank(group: Any) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)

@@ -114,7 +114,10 @@ class HostGroup:
         queue: UpdateQueue,
         scratch: Scratch,
         max_norm: float,
+        num_tail: int = 0,
+        keeps_states: bool = True,
     ) -> None:
+        """`num_tail`: float32 numbers for a subclass's use, behind the sums and behind what is sent."""
         self.name, self.is_block = group.name, group.is_block
         self.slots = sorted(group.slots, key=lambda slot: slot.subspace is None)
         """Projected ones first: their sums stand side by side and go down in one copy."""
@@ -134,13 +137,22 @@ class HostGroup:
         dtypes = [payload if slot.subspace is not None else slot.parameter.dtype for slot in self.slots]
         self._codec = Codec(shapes, dtypes)
         self._is_lossy = payload is not torch.float32
-        self.sent = torch.empty(self._codec.num_bytes(self._num_projected), dtype=torch.uint8, device=device)
+        num_projected = self._num_projected
+        self._payload_bytes = self._codec.num_bytes(num_projected)
+        self.sent = torch.zeros(self._payload_bytes + 4 * num_tail, dtype=torch.uint8, device=device)
         """What leaves the device; where that is float32, the sums themselves."""
-        for i, slot in enumerate(self.slots[: self._num_projected]):
-            slot.total = torch.empty(slot.shape, device=device) if self._is_lossy else self._codec.view(i, self.sent)
-        self.h_down = store.take(self._codec.num_bytes())
-        self.h_up = store.take(self._codec.num_bytes())
-        self.moments = [Moments.zeros(shape, "cpu") for shape in shapes]
+        places = Codec(shapes[:num_projected], [torch.float32] * num_projected)
+        sums = self.sent
+        if self._is_lossy:
+            sums = torch.zeros(places.num_bytes() + 4 * num_tail, dtype=torch.uint8, device=device)
+        self._sums = sums.view(torch.float32)
+        for i, slot in enumerate(self.slots[:num_projected]):
+            slot.total = places.view(i, sums)
+        self.keeps_states = keeps_states
+        self.h_down, self.h_up = (
+            store.take(self._codec.num_bytes()) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
+        )
+        self.moments = [Moments.zeros(shape, "cpu") for shape in shapes] if keeps_states else []
         self.carry_down, self.carry_up = Carry(device), Carry(torch.device("cpu"))
         self._device = device
         self.timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -163,9 +175,8 @@ class HostGroup:
         if self._is_lossy:
             for i in projected:
                 self.carry_down.encode(self._codec, i, self.slots[i].gradient, self.sent)
-        copies = [(self.h_down[: self.sent.numel()], self.sent)] if projected else []
-        whole = [(i, self.slots[i].parameter) for i in self._active if i >= self._num_projected]
-        copies += [(self._codec.view(i, self.h_down), p.grad) for i, p in whole if p.grad is not None]
+        copies = [(self.h_down[: self._payload_bytes], self.sent[: self._payload_bytes])] if projected else []
+        copies += [(self._codec.view(i, self.h_down), grad) for i, grad in self._whole_gradients()]
         if self.links is None:
             for target, source in copies:
                 target.copy_(source)
@@ -181,13 +192,23 @@ class HostGroup:
                     source.record_stream(down)
             ready.record(down)
             self.timed = begin, ready
-        for _, p in whole:
-            p.grad = None  # the host has it
+        self._drop_whole_gradients()  # the host has them
         return ready
+
+    def _whole_gradients(self) -> list[tuple[int, torch.Tensor]]:
+        found = [(i, self.slots[i].parameter.grad) for i in self._active if i >= self._num_projected]
+        return [(i, grad) for i, grad in found if grad is not None]
+
+    def _drop_whole_gradients(self) -> None:
+        for i in self._active:
+            if i >= self._num_projected:
+                self.slots[i].parameter.grad = None
 
     def _update(self) -> torch.Tensor:
         """In the Adam thread: h_down to h_up."""
         codec, active = self._codec, self._active
+        if not active:
+            return torch.zeros(0)
         shapes = [codec.shapes[i] for i in active]
         grads, out = self._scratch.get("grads", shapes), self._scratch.get("out", shapes)
         for k, i in enumerate(active):
@@ -221,9 +242,7 @@ class HostGroup:
         for k, i in enumerate(self._active):
             in_place = self._codec.dtypes[i] is torch.float32  # then clipped where it stands
             if i >= self._num_projected:
-                whole = grads[k] / coefs[k] if in_place else grads[k]
-                p = self.slots[i].parameter
-                p.grad = whole.to(p.device, p.dtype)
+                self._give_back(i, grads[k] / coefs[k] if in_place else grads[k])
             if not in_place:
                 grads[k] = grads[k] * coefs[k]
             self.carry_down.take_back(i)
@@ -232,6 +251,10 @@ class HostGroup:
             take_back_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
         self.job = None
         self.moment = Moment.SUMMING
+
+    def _give_back(self, i: int, grad: torch.Tensor) -> None:
+        p = self.slots[i].parameter
+        p.grad = grad.to(p.device, p.dtype)
 
     # Commit
 
@@ -272,9 +295,7 @@ class HostGroup:
                 landing = self.links.landing_of(self) or self.links.fill(self, self.h_up)
                 torch.cuda.current_stream(self._device).wait_event(landing.filled)
                 source = landing.buffer
-            for i in self._active:
-                if (rate := self._rates[i]) is not None:
-                    apply_direction_(self.slots[i], self._direction(i, source), rate)
+            self._apply(source)
         elif self.links is not None:
             landing = self.links.landing_of(self)
         if landing is not None:
@@ -282,6 +303,11 @@ class HostGroup:
             landing.holder = None
         self.carry_up.keep()
         self.moment = Moment.SUMMING
+
+    def _apply(self, source: torch.Tensor) -> None:
+        for i in self._active:
+            if (rate := self._rates[i]) is not None:
+                apply_direction_(self.slots[i], self._direction(i, source), rate)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         return self._codec.decode(i, buffer) if i < self._num_projected else self._codec.view(i, buffer)

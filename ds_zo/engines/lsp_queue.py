@@ -26,9 +26,9 @@ def transition_layer(num_layers: int, *, backward_s: float, download_s: float, u
 class Job:
     """One layer's turn on the CPU."""
 
-    def __init__(self, work: Callable[[], torch.Tensor], *, ready: torch.cuda.Event | None) -> None:
+    def __init__(self, work: Callable[[], torch.Tensor], *, ready: torch.cuda.Event | None = None) -> None:
         self._work = work
-        self._ready = ready
+        self.ready = ready
         """Its payload is in host memory."""
         self._finished = threading.Event()
         self._error: BaseException | None = None
@@ -42,8 +42,8 @@ class Job:
 
     def run(self) -> None:
         try:
-            if self._ready is not None:
-                self._ready.synchronize()
+            if self.ready is not None:
+                self.ready.synchronize()
             begin = time.perf_counter()
             self.norms = self._work()
             self.seconds = time.perf_counter() - begin
@@ -52,12 +52,42 @@ class Job:
         finally:
             self._finished.set()
 
+    def fail(self, error: BaseException) -> None:
+        """It will never run."""
+        self._error = error
+        self._finished.set()
+
     def wait(self) -> torch.Tensor:
         self._finished.wait()
         if self._error is not None:
             raise self._error
         assert self.norms is not None
         return self.norms
+
+
+class ToldJob(Job):
+    """One that another rank does. Its work is to read what that rank told, done by whoever asks first."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        super().__init__(work)
+        self._told = threading.Event()
+        self._lock = threading.Lock()
+
+    def told(self, ready: torch.cuda.Event | None) -> None:
+        self.ready = ready
+        self._told.set()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._told.set()
+
+    def wait(self) -> torch.Tensor:
+        self._told.wait()
+        with self._lock:
+            if not self.is_finished:
+                self.run()
+                self.seconds = 0.0  # nobody's measure of Adam
+        return super().wait()
 
 
 class UpdateQueue:

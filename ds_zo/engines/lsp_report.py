@@ -57,8 +57,11 @@ class _LateApplied(Late):
         self._jobs, self._finite = jobs, finite
 
     def get(self) -> float:
-        by_jobs = [bool(job.wait().isfinite().all()) for job in self._jobs]
-        return float(any(by_jobs) or (self._finite is not None and bool(self._finite.get())))
+        norms = [job.wait() for job in self._jobs]
+        used = [bool(n.isfinite().all()) for n in norms if n.numel()]
+        if self._finite is not None:
+            used.append(bool(self._finite.get()))
+        return float(any(used) or not used)
 
 
 class BackwardClock:
@@ -102,7 +105,7 @@ class BackwardClock:
         return self._transition
 
     def _compute(self, groups: Sequence[HostGroup]) -> int:
-        updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished]
+        updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished and g.job.seconds]
         if self._backward_s is None or not updates:
             return 0
         copies = [begin.elapsed_time(end) / 1e3 for begin, end in (g.timed for g in groups if g.timed) if end.query()]

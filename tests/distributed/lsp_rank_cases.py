@@ -21,12 +21,11 @@ NUM_STEPS = 4
 EPS = 1e-5
 """Above the rounding noise of gradients, which Adam would blow up to steps of lr."""
 
-LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 3}
+LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 2}
 CASES: dict[str, dict[str, Any]] = {
     "random": {},
     "owned": {"stage": 2},
     "owned, learned": {"stage": 1, "clipping": 0.1, "params": LEARNED},
-    "learned": {"clipping": 0.1, "params": LEARNED},
     "owned, whole": {"stage": 2, "params": {"projector": "none"}},
     "owned, dense edge": {"stage": 2, "params": {"edge": "dense"}},
     "on the device": {"offload": False},
@@ -38,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "forgotten": {"stage": 2},
     "int8": {"stage": 2, "params": {"payload_dtype": "int8"}},
 }
+ON_FOUR = ("random", "owned", "owned, learned", "on the device", "int8")
+"""What more ranks than two could change."""
 
 
 def json_of(case: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -60,10 +61,12 @@ def compare(rank: int) -> dict[str, Any]:
     world_size = torch.distributed.get_world_size()
     results: dict[str, Any] = {}
     for name, case in CASES.items():
+        if world_size == 4 and name not in ON_FOUR:
+            continue
         engine = start(json_of(case, world_size), small(seed=rank))  # the first rank's weights count
         line = engine.backend.ranks
         for step in range(NUM_STEPS):
-            engine_before = 0 if line is None else line.bytes_wire
+            bytes_before = 0 if line is None else line.bytes_wire
             loss = engine(**batch_of(rank, step, world_size)).loss
             if name == "poisoned" and step == 1 and rank == world_size - 1:
                 loss = loss * float("nan")
@@ -79,7 +82,7 @@ def compare(rank: int) -> dict[str, Any]:
             "weights": weights,
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
-            "bytes": 0 if line is None else line.bytes_wire - engine_before,
+            "bytes": 0 if line is None else line.bytes_wire - bytes_before,
             "states": sum(m.num_bytes for group in engine.backend._host_groups for m in group.moments),
             "early": engine.backend._starts_early,
         }

@@ -1,0 +1,62 @@
+"""DeepSpeed's accessors of whole parameters, for weights that may lag until their next use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from ds_zo.engines.module_state import ModuleState
+from ds_zo.streaming.units import Placed, Unit
+
+
+class SettledState(ModuleState):
+    """Weights stay where they are, so all there is to do is to bring them up to date before somebody looks."""
+
+    def __init__(self, module: nn.Module, settle: Callable[[], None], *, device: torch.device) -> None:
+        super().__init__((), module, device=device)
+        self._settle = settle
+        self._parameters = [p for p in module.parameters() if p.is_floating_point()]
+        self._homes: dict[int, torch.Tensor] = {}
+        """Where a parameter's weights are while it shows somebody's copy."""
+        for p in self._parameters:
+            # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
+            p._hp_mapping = self  # type: ignore[attr-defined]
+            p.get_full_hp_param = partial(self._full, p)  # type: ignore[attr-defined]
+            p.set_full_hp_param = partial(self._set_full, p)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._settle()
+        return self._homes.setdefault(id(parameter), parameter.data)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        self._settle()
+        self.return_home(parameter)
+        parameter.data.copy_(value)
+
+    def return_home(self, parameter: nn.Parameter) -> None:
+        home = self._homes.pop(id(parameter), None)
+        if home is not None:
+            parameter.data = home
+
+    def _full(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._settle()
+        return parameter.detach().to(torch.float32, copy=True)
+
+    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+        return self._full(placed.parameter)
+
+    def _before_load(self, unit: Unit) -> None:
+        self._settle()
+
+    def close(self) -> None:
+        super().close()
+        for p in self._parameters:
+            self.return_home(p)
+            if getattr(p, "_hp_mapping", None) is self:
+                for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
+                    delattr(p, name)
