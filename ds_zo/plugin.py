@@ -222,7 +222,7 @@ class PluginEngine(CheckpointingEngine):
         sharing = getattr(self.resolved.optimizer, "direction_parallel", 1)
         if sharing > 1 and route == ROUTE_TRAIN and self.is_map_style_dataset(dataset) and len(args) < 2:
             num_replicas = max(1, self.dp_world_size // sharing)
-            dealt = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // sharing)
+            dealt: Any = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // sharing)
             kwargs["data_sampler"] = kwargs.get("data_sampler") or dealt
         return super().deepspeed_io(dataset, batch_size, route, *args, **kwargs)
 
