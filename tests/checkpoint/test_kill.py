@@ -17,25 +17,63 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
-NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "20"))
+NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "28"))
 
 SCRIPT = """
 import os, random, signal, socket, sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[1] + "/engines", sys.argv[1] + "/checkpoint", sys.argv[1]]
+import torch
 import torch._dynamo  # what an engine would import when it is made
 import transformers.loss.loss_utils
 import deepspeed
-import ds_zo.engines.zo
+import ds_zo.engines.zo, ds_zo.engines.lomo_ada, ds_zo.engines.lsp
 from deepspeed.accelerator import get_accelerator
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
+from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
+from first_order_runs import JSONS as FIRST_ORDER
 from zo_runs import Toy, engine_for, one_step
 
 # Nothing here starts a thread: what is forked from this process is whole.
 folder, num_kills = Path(sys.argv[2]), int(sys.argv[3])
 random.seed(int(sys.argv[4]))
 CASES = [("fp32", {}), ("bf16 split", {"asynchronous": True}), ("bf16 wire", {"trajectory": True, "keep_last": 2}),
-         ("fp8 split", {"trajectory": True, "asynchronous": True, "keep_last": 1})]
+         ("fp8 split", {"trajectory": True, "asynchronous": True, "keep_last": 1}),
+         ("LOMO, bf16, streamed", {"asynchronous": True}), ("AdaLOMO, bf16, streamed", {"keep_last": 2}),
+         ("LSP, int8, refits, window", {"asynchronous": True, "keep_last": 1})]
+
+class Run:
+    # One case's engine, and how a step of it is made and looked at, whatever its backend.
+    def __init__(self, number, **settings):
+        self.name = CASES[number][0]
+        self.first_order = self.name in FIRST_ORDER
+        self.engine = engine_of(self.name, **settings) if self.first_order else engine_for(
+            Toy(), with_checkpoint(JSONS[self.name], **settings))
+        self.epochs = Epochs()
+
+    @property
+    def step(self):  # micro-batches where windows are longer than one: saves fall inside them
+        return self.epochs.num_seen if self.first_order else self.engine.global_steps
+
+    def make_step(self):
+        if self.first_order:
+            play(self.engine, self.epochs, 1)
+        else:
+            one_step(self.engine, BATCHES[self.step % len(BATCHES)])
+
+    def save(self, saves):
+        self.engine.save_checkpoint(str(saves), tag=f"at{self.step}", client_state=vars(self.epochs))
+
+    def load(self, saves):
+        _, client = self.engine.load_checkpoint(str(saves))
+        if self.first_order and client is not None:  # None: killed before the first save was whole
+            self.epochs = Epochs(client["order"], client["at"], client["num_seen"])
+
+    def look(self):
+        return everything(self.engine) if self.first_order else planes(self.engine)
+
+    def compare(self, a, b):
+        assert_same_run(a, b) if self.first_order else assert_same_bits(a, b)
 
 def in_a_child(call):
     # What it writes to its descriptor is read here.
@@ -67,35 +105,40 @@ def line_of(descriptor):
     return line
 
 def run(number, told):
-    (name, settings), saves = CASES[number], folder / f"case{number}"
-    engine = engine_for(Toy(), with_checkpoint(JSONS[name], **settings))
+    saves = folder / f"case{number}"
+    made = Run(number, **CASES[number][1])
     if (saves / "latest").exists():
-        engine.load_checkpoint(str(saves))
+        made.load(saves)
     else:
-        engine.save_checkpoint(str(saves))
+        made.save(saves)
     while True:
-        os.write(told, b"%d\\n" % engine.global_steps)
-        one_step(engine, BATCHES[engine.global_steps % len(BATCHES)])
-        if engine.global_steps % 3 == 0:
-            engine.save_checkpoint(str(saves))
+        os.write(told, b"%d\\n" % made.step)
+        made.make_step()
+        if made.step % 3 == 0 or (made.first_order and made.step % 3 == 1):
+            made.save(saves)
 
 def judge(requests, answers):
     # Loads what a killed run left, beside runs that were never interrupted.
-    whole = [engine_for(Toy(), JSONS[name]) for name, _ in CASES]
-    seen = [{0: planes(engine)} for engine in whole]
+    whole = {}
+    seen = {}
     while True:
         number = int(line_of(requests))
-        name, settings = CASES[number]
-        engine = engine_for(Toy(), with_checkpoint(JSONS[name], **settings))
-        engine.load_checkpoint(str(folder / f"case{number}"))
-        step = engine.global_steps
-        while whole[number].global_steps < step:
-            one_step(whole[number], BATCHES[whole[number].global_steps % len(BATCHES)])
-            seen[number][whole[number].global_steps] = planes(whole[number])
-        assert_same_bits(planes(engine), seen[number][step])
-        engine.destroy()
-        os.write(answers, b"%d\\n" % step)
+        if number not in whole:
+            whole[number] = Run(number)
+            seen[number] = {0: whole[number].look()}
+            random_of[number] = torch.get_rng_state()
+        made = Run(number, **CASES[number][1])
+        made.load(folder / f"case{number}")
+        torch.set_rng_state(random_of[number])
+        while whole[number].step < made.step:
+            whole[number].make_step()
+            seen[number][whole[number].step] = whole[number].look()
+        random_of[number] = torch.get_rng_state()
+        made.compare(made.look(), seen[number][made.step])
+        made.engine.destroy()
+        os.write(answers, b"%d\\n" % made.step)
 
+random_of = {}
 requests_out, requests_in = os.pipe()[::-1]
 judging, answers = in_a_child(lambda write: judge(requests_in, write))
 lost = []

@@ -1,0 +1,101 @@
+"""LOMO, AdaLOMO and LSP engines with everything that a resumed run must have again, and a user's shuffled epochs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from checkpoint_runs import assert_same_bits
+from lomo_runs import config_for, lively, start, streamed
+from lsp_runs import lsp_json
+from tiny_models import tiny_batch
+
+from ds_zo.checkpoint.encoding import encode
+from ds_zo.checkpoint.snapshot import held
+
+SCHEDULE = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2}}
+LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}
+WINDOW = {"gradient_accumulation_steps": 3}
+SEQUENTIAL = {**WINDOW, "params": {"accumulation": "sequential"}}
+
+
+def _lomo(kind: str = "LOMO", *, make: Callable[..., dict[str, Any]] = config_for, **more: Any) -> dict[str, Any]:
+    return make(kind, lr=1e-2, clipping=1.0, scheduler=SCHEDULE, **more)
+
+
+JSONS: dict[str, dict[str, Any]] = {
+    "LOMO, fp16, window": _lomo(**SEQUENTIAL, **FP16),
+    "LOMO, bf16, streamed": _lomo(make=streamed, **BF16),
+    "AdaLOMO, bf16, kahan, window": _lomo("AdaLOMO", **SEQUENTIAL, **BF16, ds_zo={"rounding": "kahan"}),
+    "AdaLOMO, bf16, streamed": _lomo("AdaLOMO", make=streamed, **BF16),
+    "LSP, int8, refits, window": lsp_json(
+        params={**LEARNED, "check_interval": 1, "calibration_batches": 4, "payload_dtype": "int8"},
+        clipping=0.1,
+        scheduler=SCHEDULE,
+        **WINDOW,
+        **BF16,
+    ),
+    "LSP, on the device": lsp_json(offload=False, params=LEARNED, scheduler=SCHEDULE),
+}
+LOST = frozenset({1, 6})
+"""Micro-batches whose loss overflows fp16. The last of a window that was saved in the middle: the step still counts."""
+
+
+@dataclass
+class Epochs:
+    """Batches in an order that is drawn anew for each epoch, as a script's loader does."""
+
+    order: list[int] = field(default_factory=list)
+    at: int = 0
+    num_seen: int = 0
+
+    def draw(self) -> dict[str, torch.Tensor]:
+        if self.at == len(self.order):
+            self.order, self.at = torch.randperm(5).tolist(), 0
+        self.at, self.num_seen = self.at + 1, self.num_seen + 1
+        return tiny_batch("llama", seed=self.order[self.at - 1], batch_size=2, length=6)
+
+
+def engine_of(name: str, *, seed: int = 0, **settings: Any) -> Any:
+    json = copy.deepcopy(JSONS[name])
+    json.setdefault("ds_zo", {})["checkpoint"] = settings
+    torch.manual_seed(seed)
+    return start(json, lively("llama", seed=seed, num_hidden_layers=2, attention_dropout=0.2))
+
+
+def play(engine: Any, epochs: Epochs, num: int, after: Callable[[], Any] = lambda: None) -> list[float]:
+    losses = []
+    for _ in range(num):
+        loss = engine(**epochs.draw()).loss
+        if engine.fp16_enabled() and epochs.num_seen in LOST:
+            loss = loss * 1e8
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        after()
+    return losses
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """All that decides how a run goes on, bit by bit."""
+    tensors: dict[str, torch.Tensor] = {}
+    names = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+    plain = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
+    state = held([engine.backend.state_dict(), engine.backend.rank_state(), plain])
+    found = {"plain": encode(state, tensors)}
+    weights = {name: value.cpu().clone() for name, value in engine.backend.module_state_dict().items()}
+    return found | weights | tensors
+
+
+def assert_same_run(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert_same_bits(_no_scalars(a), _no_scalars(b))
+
+
+def _no_scalars(found: dict[str, Any]) -> dict[str, Any]:
+    """A scalar can't be viewed as bytes."""
+    return {k: v.reshape(-1).contiguous() if isinstance(v, torch.Tensor) else v for k, v in found.items()}

@@ -1,0 +1,141 @@
+"""A resumed run of LOMO, AdaLOMO or LSP is the run that was not interrupted, bit for bit, wherever it was saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
+from lomo_runs import lively, start
+from lsp_runs import lsp_json, small
+from tiny_models import tiny_batch
+
+from ds_zo.checkpoint import CheckpointError
+from ds_zo.checkpoint.encoding import encode
+from ds_zo.checkpoint.preemption import Preemption
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
+    """Saved asynchronously inside windows, epochs, schedules and fits, and resumed twice."""
+    quiet = engine_of(name)
+    expected = play(quiet, Epochs(), 11)
+    saving, epochs = engine_of(name, asynchronous=True), Epochs()
+    seen: dict[int, dict[str, Any]] = {}
+
+    def save() -> None:
+        if epochs.num_seen not in (4, 5, 11):
+            return
+        saving.save_checkpoint(str(tmp_path), tag=f"at{epochs.num_seen}", client_state=vars(epochs))
+        seen[epochs.num_seen] = everything(saving)
+
+    assert play(saving, epochs, 11, after=save) == expected
+    saving.wait_for_checkpoint()
+    assert_same_run(seen[11], everything(quiet))
+    assert torch.tensor(expected).isfinite().all() and quiet.skipped_steps == 0
+    for at in (4, 5):
+        resumed = engine_of(name, seed=1)
+        play(resumed, Epochs(), 1)  # whatever it was before
+        _, client = resumed.load_checkpoint(str(tmp_path), tag=f"at{at}")
+        again = Epochs(client["order"], client["at"], client["num_seen"])
+        assert_same_run(everything(resumed), seen[at])
+        assert play(resumed, again, 2) == expected[at : at + 2]
+        if at != 4:
+            continue
+        resumed.save_checkpoint(str(tmp_path), tag="again", client_state=vars(again))
+        third = engine_of(name, seed=2)
+        _, client = third.load_checkpoint(str(tmp_path), tag="again")
+        assert play(third, Epochs(client["order"], client["at"], client["num_seen"]), 9 - at) == expected[at + 2 :]
+        assert_same_run(everything(third), seen[11])
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_what_is_held_stays_while_training_goes_on(name: str) -> None:
+    """A writer that gets no turn before four more micro-batches are done."""
+    engine, epochs = engine_of(name), Epochs()
+    play(engine, epochs, 4)
+
+    def written(snapshot: Any) -> dict[str, Any]:
+        tensors: dict[str, torch.Tensor] = {}
+        found = {"plain": encode(snapshot.state(), tensors)} | tensors
+        return found | {key: value for piece in snapshot.pieces for key, value in piece.tensors().items()}
+
+    now = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in written(engine.backend.snapshot(hold=False)).items()
+    }
+    late = engine.backend.snapshot(hold=True)
+    play(engine, epochs, 4)
+    assert_same_run(written(late), now)
+
+
+@pytest.mark.parametrize("name", ["LOMO, bf16, streamed", "LSP, on the device"])
+def test_frozen_parameters_may_be_left_out(name: str, tmp_path: Path) -> None:
+    first = engine_of(name)
+    first.module.model.layers[0].requires_grad_(False)
+    play(first, Epochs(), 2)
+    first.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    resumed = engine_of(name)
+    resumed.module.model.layers[0].requires_grad_(False)
+    resumed.load_checkpoint(str(tmp_path))
+    assert_same_run(everything(resumed), everything(first))
+
+
+@pytest.mark.parametrize("name", ["LOMO, bf16, streamed", "LSP, on the device"])
+def test_sigterm_saves_and_the_run_goes_on_later(name: str, tmp_path: Path) -> None:
+    engine, epochs = engine_of(name), Epochs()
+    losses: list[float] = []
+    with Preemption() as preemption:
+        for number in range(9):
+            losses += play(engine, epochs, 1)
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if preemption.requested():
+                engine.save_checkpoint(str(tmp_path), client_state=vars(epochs))
+                break
+    assert len(losses) == 4
+    resumed = engine_of(name, seed=1)
+    _, client = resumed.load_checkpoint(str(tmp_path))
+    losses += play(resumed, Epochs(client["order"], client["at"], client["num_seen"]), 3)
+    assert losses == play(engine_of(name), Epochs(), 7)
+
+
+@pytest.mark.parametrize("name", ["LOMO, bf16, streamed", "AdaLOMO, bf16, kahan, window", "LSP, on the device"])
+def test_a_stock_deepspeed_checkpoint_gives_its_weights(name: str, tmp_path: Path) -> None:
+    json = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    stock = deepspeed.initialize(model=lively("llama", seed=4, num_hidden_layers=2), config=json)[0]
+    loss = stock(**tiny_batch("llama", seed=0, batch_size=2, length=6)).loss
+    stock.backward(loss)
+    stock.step()
+    stock.save_checkpoint(str(tmp_path))
+    engine = engine_of(name)
+    play(engine, Epochs(), 3)
+    engine.load_checkpoint(str(tmp_path))
+    for key, value in engine.backend.module_state_dict().items():
+        assert torch.equal(value, stock.module.state_dict()[key].to(value.dtype)), key
+    assert engine.global_steps == 1
+    play(engine, Epochs(), 3)
+
+
+def test_another_subspace_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    engine = start(lsp_json(), small())
+    play(engine, Epochs(), 1)
+    engine.save_checkpoint(str(tmp_path))
+    other = start(lsp_json(params={"subspace_dim": 5}), small(seed=3))
+    before = everything(other)
+    with pytest.raises(CheckpointError, match="subspace_dim"):
+        other.load_checkpoint(str(tmp_path))
+    assert_same_run(everything(other), before)
