@@ -66,7 +66,7 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
             f"{optimizer.lr:g}, about {type(optimizer).model_fields['lr'].default:g} is usual"
         )
     found += _scheduler_warning(ds_config, optimizer.lr)
-    if config.zero_stage == 3 and not (config.stream and config.backend == "zo"):
+    if config.zero_stage == 3 and not (config.stream and config.backend in ("zo", "lomo", "adalomo")):
         where = "in its host memory" if config.stream else "on its device; offload_param.device cpu streams it instead"
         found.append(f"zero_optimization.stage 3 shards nothing yet: every rank keeps the whole model {where}")
     if isinstance(optimizer, LSPParams) and optimizer.clip_scope == "global" and optimizer.schedule == "layerwise":

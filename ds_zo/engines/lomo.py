@@ -20,6 +20,7 @@ On several ranks gradients are averaged a layer at a time on their way to the up
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -96,7 +97,9 @@ class LOMOBackend(Backend):
         self._retains = False
         self._homes = None
         if config.stream:
-            self._homes = BlockHomes(module, config, param_groups=self.param_groups, device=device)
+            self._homes = BlockHomes(
+                module, config, param_groups=self.param_groups, device=device, process_group=process_group
+            )
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._slots = self._make_slots()
         self._blocks = self._wrap_blocks()
@@ -178,6 +181,7 @@ class LOMOBackend(Backend):
             process_group=self.process_group,
             device=self.device,
             consumer=self,
+            blocks_first=self._homes is not None and self._homes.shared is not None,
         )
 
     def _hook(self, slot: Slot) -> RemovableHandle:
@@ -256,20 +260,21 @@ class LOMOBackend(Backend):
                     block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
                     stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
             stack.callback(self._homes.runtime.finish)
-            self._homes.runtime.start(self._homes.placement.blocks, then=())
+            self._homes.start_forward()
             yield
 
     def _start_sweep(self, phase: Phase) -> None:
         """Blocks in the reverse of the order they ran in, those of the second pass ahead while the first ends."""
         if self._homes is None:
             return
+        if phase is Phase.DISCARD:
+            self._homes.runtime.start((), then=())
+            return
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
-        order = [call.block.unit for call in calls] if phase is not Phase.DISCARD else []
         trained = [b.unit for b in self._blocks if any(self._trains(slot) for slot in b.slots)]
-        if phase is Phase.MEASURE:
-            self._homes.runtime.start(order)
-        else:
-            self._homes.runtime.start(order, downloads=trained if order else (), then=())
+        measures = phase is Phase.MEASURE
+        order = [call.block.unit for call in calls]
+        self._homes.start_backward(order, downloads=() if measures else trained, again=measures)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
@@ -437,7 +442,7 @@ class LOMOBackend(Backend):
         block = bucket.block
         if block is None or self._homes is None or self._homes.is_visited(block.unit):
             return nullcontext()
-        if self._phase is Phase.MEASURE:
+        if self._phase is Phase.MEASURE and self._homes.shared is None:
             return nullcontext()
         return None if self._homes.is_visiting else self._visit(block)
 
@@ -645,7 +650,7 @@ class LOMOBackend(Backend):
 
     def stored_changed(self) -> None:
         if self._homes is not None:
-            self._homes.runtime.forget()
+            self._homes.rewritten()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -654,10 +659,10 @@ class LOMOBackend(Backend):
             block.close()
         if self._pretrained is not None:
             self._pretrained.close()
-        if self._state is not None:
+        if self._homes is not None and self._state is not None:
+            leave_whole = self._state.owns_module() and not sys.is_finalizing()
             self._state.close()
-        if self._homes is not None:
-            self._homes.close()
+            self._homes.close(leave_whole=leave_whole)
 
 
 def _dispatch(backend: weakref.ref[LOMOBackend], slot: Slot, parameter: torch.Tensor) -> None:

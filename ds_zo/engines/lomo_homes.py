@@ -2,15 +2,23 @@
 
 Weights are stored as they are computed with, and updated in the slot that a visit brings them to. Between visits a
 parameter is its stored bytes.
+
+[Note: sharded blocks] At ZeRO stage 3 the ranks of a machine keep the stored bytes together ([Note: shared host
+memory]): a visit gathers the pieces that ranks upload, every rank updates the slot alike, from gradients that all have
+the average of, and each sends its own piece home. So that gathers and reductions meet in one order, every rank visits
+every trained block in its turn, also one that its own batch skipped. (Ranks may skip blocks, or repeat them all
+alike, but not run them in an order of their own.) What stands around blocks is on every rank's device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
 
@@ -21,6 +29,9 @@ from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.sharded import ShardedRuntime
+from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.sharing import share_store
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Placed, Unit
 
@@ -37,7 +48,13 @@ class BlockHomes:
     """The placement, the host store, and visits to it."""
 
     def __init__(
-        self, module: nn.Module, config: Resolved, *, param_groups: Sequence[Mapping[str, Any]], device: torch.device
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        param_groups: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        process_group: Any = None,
     ) -> None:
         self._stream = config.section.stream
         self.device = device
@@ -50,7 +67,18 @@ class BlockHomes:
             budget_gb=self._stream.device_memory_gb,
             remedy="raise it or keep fewer blocks resident",
         )
-        self.store = HostStore(device, pin=config.pin_memory)
+        self.shared: SharedStore | None = None
+        """The host store, where ranks of a machine keep it together."""
+        several = dist.is_initialized() and dist.get_world_size(process_group) > 1
+        if several and config.zero_stage == 3 and num_resident < len(blocks):
+            self.shared = share_store(
+                self.placement,
+                num_resident=num_resident,
+                process_group=process_group,
+                device=device,
+                pin=config.pin_memory,
+            )
+        self.store = self.shared or HostStore(device, pin=config.pin_memory)
         stays = {id(blocks[i]) for i in spread(len(blocks), num_resident)}
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
@@ -71,7 +99,8 @@ class BlockHomes:
         }
 
     def _make_runtime(self) -> Runtime:
-        return Runtime(
+        make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
+        return make(
             self.placement.blocks,
             self.device,
             num_slots=self._stream.device_slots,
@@ -81,6 +110,18 @@ class BlockHomes:
         )
 
     # Visits
+
+    def start_forward(self) -> None:
+        self.runtime.join(ahead=False)
+        self.runtime.start(self.placement.blocks, then=())
+
+    def start_backward(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), again: bool) -> None:
+        """`again`: the next pass is another of the same order. Ranks that share blocks bring all of them, whatever this
+        one expects to visit."""
+        if self.shared is not None:
+            order = self.placement.blocks[::-1]
+        self.runtime.join(ahead=False)
+        self.runtime.start(order, downloads=downloads, then=None if again else ())
 
     @contextmanager
     def visit(self, unit: Unit) -> Iterator[Visit]:
@@ -143,6 +184,8 @@ class BlockHomes:
         num_resident = most_resident(
             self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
         )
+        if self.shared is not None:
+            num_resident = self.shared.node.smallest(num_resident)
         if num_resident <= 0:
             return
         self.runtime.forget()
@@ -168,22 +211,46 @@ class BlockHomes:
         for unit in self.placement.blocks:
             self.runtime.host_wait(unit)
 
+    @contextmanager
+    def rewriting(self, unit: Unit) -> Iterator[bool]:
+        """Around a write to a home, by all ranks alike: whether this one has to make it."""
+        self.runtime.host_wait(unit)
+        if self.shared is None or not unit.streamed:
+            yield True
+            return
+        self.shared.node.barrier()
+        yield self.shared.writes(self.placement.units.index(unit))
+        self.shared.node.barrier()
+
+    def rewritten(self) -> None:
+        """Every rank has written to homes."""
+        self.runtime.forget()
+        if self.shared is not None:
+            self.shared.node.barrier()
+
     def describe(self) -> str:
         gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
         num_streamed = sum(u.streamed for u in blocks)
         weights = sum(u.nbytes for u in units if not u.streamed)
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
+        together = "" if self.shared is None else f" (one of {self.shared.share.size} ranks' parts)"
         return (
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
             f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device; all "
             "are computed again in the backward pass from their inputs\n"
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB; "
-            f"host: {self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
+            f"host: {self.store.nbytes / gib:.2f} GiB{together}, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
         )
 
-    def close(self) -> None:
+    def close(self, *, leave_whole: bool) -> None:
+        """`leave_whole`: the module goes on with the weights, which are then its own process's."""
         self.wait()
+        if self.shared is not None and leave_whole:
+            for unit in self.placement.blocks:
+                if unit.streamed:
+                    unit.settle(self.shared.private(unit.home), None, streamed=False, low_streamed=False)
+                    unit.bind_home()
         self._let_go()
         self.store.close()
 
@@ -205,8 +272,9 @@ class HomesState(ModuleState):
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
-        self._homes.runtime.host_wait(unit)
-        unit.store_one(placed, value)
+        with self._homes.rewriting(unit) as writes:
+            if writes:
+                unit.store_one(placed, value)
         unit.bind_home()
         self._homes.runtime.forget()
 

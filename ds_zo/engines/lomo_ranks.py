@@ -32,6 +32,9 @@ _ALIGN = 16
 """Bytes: where a gradient begins in its bucket, which kernels like."""
 
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Stage(Enum):
     OPEN = "gradients of this rank may still come; there are buffers once one has"
     CLOSED = "all have come, and wait for their turn in buffers"
@@ -143,11 +146,15 @@ class GradientReducer:
         process_group: Any,
         device: torch.device,
         consumer: Consumer,
+        blocks_first: bool = False,
     ) -> None:
+        """`blocks_first`: what stands around blocks waits for the end of the pass, so that no rank can wait for another
+        there that waits for it at the gathering of a block ([Note: sharded blocks])."""
         self._group = process_group
         self._device = device
         self._num_ranks = dist.get_world_size(process_group)
         self._consumer = weakref.ref(consumer)
+        self._blocks_first = blocks_first
         self._buckets = list(buckets)
         self._bucket_of = {id(slot): bucket for bucket in self._buckets for slot in bucket.slots}
         self._trained: list[int] | None = None
@@ -183,7 +190,8 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.train([slot for slot in bucket.slots if id(slot) in chosen], num_ranks=self._num_ranks)
             self._trained = trained
-            self._order, self._order_is_known = list(reversed(self._buckets)), False
+            self._set_order(self._buckets[::-1])
+            self._order_is_known = False
         self.drop()
         for bucket in self._buckets:
             bucket.begin()
@@ -283,7 +291,7 @@ class GradientReducer:
                 if self._measures and self._scatters:
                     piece = buffer.new_empty(buffer.numel() // self._num_ranks)
                     bucket.pieces.append(piece)
-                    work = dist.reduce_scatter_tensor(piece, buffer, group=self._group, async_op=True)
+                    work = _reduce_scatter(piece, buffer, group=self._group, async_op=True)
                 else:
                     work = dist.all_reduce(buffer, group=self._group, async_op=True)
                 bucket.works.append(work)
@@ -316,11 +324,17 @@ class GradientReducer:
         order = torch.tensor(seen + rest, dtype=torch.int64, device=self._device)
         with one_may_be_gone(self._device):
             dist.broadcast(order, group=self._group, group_src=0)
-        blocks = (bucket for bucket in reversed(self._buckets) if bucket.block is not None)
-        learned = [self._buckets[i] for i in order.tolist()]
-        # Blocks that stream come in the order that they are planned to be brought in.
-        self._order = [bucket if bucket.block is None else next(blocks) for bucket in learned]
+        self._set_order([self._buckets[i] for i in order.tolist()])
         self._order_is_known = True
+
+    def _set_order(self, order: Sequence[Bucket]) -> None:
+        """Blocks that stream come in the order that they are planned to be brought in."""
+        blocks = [bucket for bucket in reversed(self._buckets) if bucket.block is not None]
+        if self._blocks_first:
+            self._order = blocks + [bucket for bucket in order if bucket.block is None]
+        else:
+            following = iter(blocks)
+            self._order = [bucket if bucket.block is None else next(following) for bucket in order]
 
     def _warn(self, late: Sequence[Bucket]) -> None:
         if self._has_warned or not late:

@@ -100,29 +100,38 @@ class Uneven(nn.Module):
         return (self.side(x) if side else x).square().mean()
 
 
-def uses(step: int, part: int) -> dict[str, Any]:
-    """What part 0 or 1 of the batch goes through: skipped and repeated blocks, and one step out of order."""
-    used = [[[0, 1, 2, 3], [0, 3]], [[1, 2], [0, 1, 2, 3]], [[0, 1, 0, 3], [3, 1]], [[0], [1, 2]]][step][part]
+def uses(step: int, part: int, *, in_order: bool) -> dict[str, Any]:
+    """What part 0 or 1 of the batch goes through: some blocks and, if not `in_order`, some twice or out of turn."""
+    third = [[0, 1, 3], [1]] if in_order else [[0, 1, 0, 3], [3, 1]]
+    used = [[[0, 1, 2, 3], [0, 3]], [[1, 2], [0, 1, 2, 3]], third, [[0], [1, 2]]][step][part]
     return {"used": used, "spare": [[2], [], [0], [0, 1]][step] if part else [3], "side": part == step % 2}
 
 
-def uneven(rank: int, stage: int = 0) -> dict[str, Any]:
-    """Both halves of a batch on one rank, one on each of two."""
+EVERYWHERE = {
+    "resident": config_for(clipping=0.5, params={"weight_decay": 0.1}),
+    "one pass": config_for(params={"weight_decay": 0.1}),
+    "grouped": config_for(clipping=0.2, params=GROUPED),
+}
+STREAMED = {
+    "streamed": streamed(clipping=0.5, params={"weight_decay": 0.1}),
+    "one slot": streamed(stream={"overlap": False}),
+    "frozen": streamed(clipping=0.5),
+}
+
+
+def uneven(rank: int, stage: int | None) -> dict[str, Any]:
+    """Both halves of a batch on one rank, one on each of two. With a stage: what streams, with blocks in order."""
     found = {}
     num_ranks = dist.get_world_size()
-    for name, config in {
-        "resident": config_for(clipping=0.5, params={"weight_decay": 0.1}),
-        "one pass": config_for(params={"weight_decay": 0.1}),
-        "grouped": config_for(clipping=0.2, params=GROUPED),
-        "streamed": streamed(clipping=0.5, params={"weight_decay": 0.1}),
-        "one slot": streamed(stream={"overlap": False}),
-    }.items():
-        engine = start(with_stage(config, stage), Uneven())
+    for name, config in {**STREAMED, **(EVERYWHERE if stage is None else {})}.items():
+        model = Uneven()
+        model.blocks[2].requires_grad_(name != "frozen")
+        engine = start(with_stage(config, stage or 0), model)
         digests = []
         for step in range(4):
             x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
             parts = [rank] if num_ranks == 2 else [0, 1]
-            losses = [engine(x[part : part + 1], **uses(step, part)) for part in parts]
+            losses = [engine(x[part : part + 1], **uses(step, part, in_order=stage is not None)) for part in parts]
             engine.backward(torch.stack(losses).mean())
             engine.step()
             digests.append(digest(engine))
@@ -152,12 +161,24 @@ def wire(rank: int) -> dict[str, Any]:
     return found
 
 
+SAVED = {
+    "adalomo": CASES["adalomo"],
+    "streamed": CASES["streamed"],
+    "sharded": with_stage(CASES["streamed adalomo"], 3),
+}
+
+
 def save(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
-    for name in ("adalomo", "streamed"):
-        engine = start({**CASES[name], "train_micro_batch_size_per_gpu": 2}, lively("llama"))
+    for name, config in SAVED.items():
+        engine = start(config, lively("llama"))
         _step(engine, 0)
         engine.save_checkpoint(str(folder / name))
+        if rank == 0:
+            engine.eval()
+            with torch.no_grad():
+                engine(**tiny_batch("llama", batch_size=2, length=8))  # by this rank alone
+            engine.train()
         _step(engine, 1)
         found[name] = weights_of(engine.module)
     return found
@@ -166,11 +187,13 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
 def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
     found = {}
     for folder in folders:
-        for name in ("adalomo", "streamed"):
-            engine = start({**CASES[name], "train_micro_batch_size_per_gpu": 2}, lively("llama", seed=5))
+        for name, config in SAVED.items():
+            engine = start(config, lively("llama", seed=5))
             engine.load_checkpoint(str(folder / name))
             _step(engine, 1)
-            found[f"{folder.name} {name}"] = weights_of(engine.module)
+            model = engine.module
+            engine.destroy()
+            found[f"{folder.name} {name}"] = weights_of(model)
     return found
 
 
