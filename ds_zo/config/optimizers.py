@@ -193,7 +193,7 @@ class LSPParams(OptimizerParams):
     fit_timeout_s: float = Field(60.0, gt=0)
     """Most seconds one fit may take."""
 
-    fit_lr: float = Field(0.01, gt=0, le=100)
+    fit_lr: float = Field(0.03, gt=0, le=100)
     """Learning rate of a fit."""
 
     fit_beta: float = Field(0.0, ge=0)
