@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # w
 
 from lomo_runs import config_for, lively, start, streamed, weights_of
 from tiny_models import tiny_batch
-from zo_rank_cases import digest, mine
+from zo_rank_cases import counted, digest, mine
 
+STAYS_OUT = {"resident_blocks": 0}
+"""On a GPU, tiny models would otherwise come to stay."""
 GROUPED = {"norm_scope": "group"}
 CASES: dict[str, dict[str, Any]] = {
     "one pass": config_for(),
@@ -26,9 +29,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": config_for(lr=1e-2, clipping=0.5, bf16={"enabled": True}),
     "fp16": config_for(lr=1e-2, fp16={"enabled": True, "initial_scale_power": 8}),
     "poisoned": config_for(clipping=0.5),
-    "streamed": streamed(clipping=0.5),
-    "streamed, grouped": streamed(clipping=0.5, params=GROUPED),
-    "streamed adalomo": streamed("AdaLOMO", lr=1e-2),
+    "streamed": streamed(clipping=0.5, stream=STAYS_OUT),
+    "streamed, grouped": streamed(clipping=0.5, params=GROUPED, stream=STAYS_OUT),
+    "streamed adalomo": streamed("AdaLOMO", lr=1e-2, stream=STAYS_OUT),
+    "streamed bf16": streamed(lr=1e-2, bf16={"enabled": True}, stream=STAYS_OUT),
 }
 
 
@@ -36,8 +40,19 @@ def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
     return {**config, "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage}}
 
 
+def batch_of(size: int, *, seed: int, on: Any) -> dict[str, torch.Tensor]:
+    return {k: v.to(on.device) for k, v in tiny_batch("llama", seed=seed, batch_size=size, length=8).items()}
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.cpu() for name, value in weights_of(engine.module).items()}
+
+
 def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
     """Three steps of each case on this rank's part of the global batch. Rank 0's weights count."""
+    if torch.cuda.is_available():
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     num_ranks = dist.get_world_size()
     found = {}
     for name in names:
@@ -47,7 +62,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
         )
         digests = []
         for step in range(3):
-            batch = mine(tiny_batch("llama", seed=step, batch_size=4, length=8), index=rank, of=num_ranks)
+            batch = mine(batch_of(4, seed=step, on=engine), index=rank, of=num_ranks)
             loss = engine(**batch).loss
             if name == "poisoned" and step == 1 and rank == num_ranks - 1:
                 loss = loss * float("nan")
@@ -59,7 +74,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             digests.append(digest(engine))
         reducer = engine.backend._reducer
         found[name] = {
-            "weights": weights_of(engine.module),
+            "weights": weights(engine),
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
@@ -113,9 +128,9 @@ EVERYWHERE = {
     "grouped": config_for(clipping=0.2, params=GROUPED),
 }
 STREAMED = {
-    "streamed": streamed(clipping=0.5, params={"weight_decay": 0.1}),
-    "one slot": streamed(stream={"overlap": False}),
-    "frozen": streamed(clipping=0.5),
+    "streamed": streamed(clipping=0.5, params={"weight_decay": 0.1}, stream=STAYS_OUT),
+    "one slot": streamed(stream={**STAYS_OUT, "overlap": False}),
+    "frozen": streamed(clipping=0.5, stream=STAYS_OUT),
 }
 
 
@@ -129,13 +144,13 @@ def uneven(rank: int, stage: int | None) -> dict[str, Any]:
         engine = start(with_stage(config, stage or 0), model)
         digests = []
         for step in range(4):
-            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step)).to(engine.device)
             parts = [rank] if num_ranks == 2 else [0, 1]
             losses = [engine(x[part : part + 1], **uses(step, part, in_order=stage is not None)) for part in parts]
             engine.backward(torch.stack(losses).mean())
             engine.step()
             digests.append(digest(engine))
-        found[name] = {"weights": weights_of(engine.module), "digests": digests}
+        found[name] = {"weights": weights(engine), "digests": digests}
         engine.destroy()
     return found
 
@@ -145,15 +160,14 @@ def wire(rank: int) -> dict[str, Any]:
     found = {}
     for name in ("one pass", "clipped", "bf16", "streamed"):
         engine = start(CASES[name], lively("llama"))
-        counts = []
-        for step in range(2):
-            before = engine.backend._reducer.bytes_reduced
-            engine.backward(engine(**tiny_batch("llama", seed=step, batch_size=2, length=8)).loss)
-            engine.step()
-            counts.append(engine.backend._reducer.bytes_reduced - before)
+        _step(engine, 0)  # agrees on the order of buckets
+        before = engine.backend._reducer.bytes_reduced
+        with counted() as counts:
+            _step(engine, 1)
         parameters = list(engine.module.parameters())
         found[name] = {
-            "reduced": counts[-1],
+            "reduced": engine.backend._reducer.bytes_reduced - before,
+            "by_all_reduce": counts["all_reduce"],
             "gradient": sum(p.numel() * p.element_size() for p in parameters),
             "num_parameters": len(parameters),
             "num_buckets": len(engine.backend._reducer._buckets),
@@ -177,10 +191,10 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         if rank == 0:
             engine.eval()
             with torch.no_grad():
-                engine(**tiny_batch("llama", batch_size=2, length=8))  # by this rank alone
+                engine(**batch_of(2, seed=0, on=engine))  # by this rank alone
             engine.train()
         _step(engine, 1)
-        found[name] = weights_of(engine.module)
+        found[name] = weights(engine)
     return found
 
 
@@ -191,13 +205,26 @@ def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
             engine = start(config, lively("llama", seed=5))
             engine.load_checkpoint(str(folder / name))
             _step(engine, 1)
-            model = engine.module
             engine.destroy()
-            found[f"{folder.name} {name}"] = weights_of(model)
+            found[f"{folder.name} {name}"] = weights(engine)
     return found
 
 
 def _step(engine: Any, seed: int) -> None:
     """On a batch that all ranks share, so that it is the same on any number of them."""
-    engine.backward(engine(**tiny_batch("llama", seed=seed, batch_size=2, length=8)).loss)
+    engine.backward(engine(**batch_of(2, seed=seed, on=engine)).loss)
     engine.step()
+
+
+def death(rank: int, config: dict[str, Any]) -> Any:
+    """The last rank dies before its second backward; the others say what they learn of it."""
+    engine = start(config, lively("llama"))
+    _step(engine, 0)
+    if rank == dist.get_world_size() - 1:
+        engine(**batch_of(2, seed=1, on=engine))
+        os._exit(9)
+    try:
+        _step(engine, 1)
+    except RuntimeError as error:
+        return {"message": str(error)}
+    return {"message": "went on"}

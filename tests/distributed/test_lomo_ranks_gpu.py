@@ -1,0 +1,42 @@
+"""Two gloo ranks on one GPU: reductions beside the backward pass, and blocks that are gathered, change no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lomo_rank_cases import CASES, resume, runs, save, uneven
+from test_lomo_ranks import assert_close, job
+
+pytestmark = pytest.mark.gpu
+
+
+def test_ranks_stay_identical_and_sharded_blocks_change_no_bit_on_cuda() -> None:
+    first, second = job(runs, 2, list(CASES))
+    for case, mine in first.items():
+        assert mine["digests"] == second[case]["digests"], case
+        assert mine["norm"] == second[case]["norm"], case
+    streamed = [case for case in CASES if "streamed" in case]
+    for sharded in job(runs, 2, streamed, 3):
+        for case in streamed:
+            assert sharded[case]["digests"] == first[case]["digests"], case
+            assert sharded[case]["host_nbytes"] < first[case]["host_nbytes"], case
+
+
+def test_ranks_may_lack_gradients_that_others_have_on_cuda() -> None:
+    [alone], pair = job(uneven, 1, None), job(uneven, 2, None)
+    for case, one in alone.items():
+        assert pair[0][case]["digests"] == pair[1][case]["digests"], case
+        assert_close(pair[0][case]["weights"], one["weights"], atol=1e-5)
+    whole, sharded = job(uneven, 2, 0), job(uneven, 2, 3)
+    for case in whole[0]:
+        assert sharded[0][case]["digests"] == sharded[1][case]["digests"], case
+        assert_close(sharded[0][case]["weights"], whole[0][case]["weights"], atol=1e-5)
+
+
+def test_checkpoints_resume_on_another_number_of_ranks_on_cuda(tmp_path: Path) -> None:
+    [saved, _] = job(save, 2, tmp_path / "2")
+    for num_ranks in (1, 2):
+        for resumed in job(resume, num_ranks, [tmp_path / "2"]):
+            for case, weights in saved.items():
+                assert_close(resumed[f"2 {case}"], weights, atol=1e-5)
