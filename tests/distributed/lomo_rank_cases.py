@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed adalomo": streamed("AdaLOMO", lr=1e-2, stream=STAYS_OUT),
     "streamed bf16": streamed(lr=1e-2, bf16={"enabled": True}, stream=STAYS_OUT),
 }
+if torch.cuda.is_available():
+    CASES["streamed, then filled"] = streamed(clipping=0.5)  # blocks come to stay after the first step
 
 
 def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:

