@@ -10,7 +10,7 @@ slab of U that it gathers from (dim x SLAB_COLUMNS float32, 128 KB at dim 512) s
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -164,12 +164,8 @@ def gather_sum_triton(
         source = source.contiguous()
     depth, count = rows.shape
     num_cols = source.shape[1]
-    num_col_blocks = triton.cdiv(num_cols, GATHER_COLUMNS)
-    rows_per_program = MAX_GATHER_ROWS
-    enough = 4 * _num_multiprocessors(source.device)
-    while rows_per_program > 4 and triton.cdiv(count, rows_per_program) * num_col_blocks < enough:
-        rows_per_program //= 2
-    _gather_sum_kernel[(triton.cdiv(count, rows_per_program), num_col_blocks)](
+    grid, rows_per_program = _gather_grid(count, num_cols, source.device)
+    _gather_sum_kernel[grid](
         out,
         _raw(source),
         rows,
@@ -177,11 +173,9 @@ def gather_sum_triton(
         depth,
         count,
         num_cols,
-        out.stride(0),
-        out.stride(1),
+        *out.stride(),
         source.stride(0),
-        rows.stride(0),
-        rows.stride(1),
+        *rows.stride(),
         DROPPED=storage_format(source.dtype).dropped_bits,
         ACCUMULATE=accumulate,
         UNROLL=_unroll(depth),
@@ -209,11 +203,9 @@ def apply_triton(
     weight = W.detach().contiguous()
     num_rows, num_cols = weight.shape
     seed, step, offset = (0, 0, 0) if dither is None else dither
-    low, high = (_as_int32(k) for k in split_seed(seed))
-    num_slabs = triton.cdiv(num_cols, SLAB_COLUMNS)
-    chunks = max(1, PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(W.device) // num_slabs)
-    rows_per_program = triton.cdiv(triton.cdiv(num_rows, chunks), SLAB_ROWS) * SLAB_ROWS
-    _apply_kernel[(triton.cdiv(num_rows, rows_per_program), num_slabs)](
+    low, high = _key(seed)
+    grid, rows_per_program = _apply_grid(num_rows, num_cols, W.device)
+    _apply_kernel[grid](
         _raw(weight),
         U,
         indices,
@@ -242,8 +234,43 @@ def apply_triton(
     torch.autograd.graph.increment_version(W)  # a graph that still needs the old values must notice
 
 
+# [Note: launches are paid for in Python] A layer of a small batch is computed in less time than its launches take to
+# prepare, so what depends on shapes alone is worked out once. (Triton's own `cdiv` costs microseconds on the host.)
+
+
+@cache
+def _gather_grid(count: int, num_cols: int, device: torch.device) -> tuple[tuple[int, int], int]:
+    """Programs, and rows of each."""
+    num_col_blocks = _ceil_div(num_cols, GATHER_COLUMNS)
+    rows_per_program = MAX_GATHER_ROWS
+    enough = 4 * _num_multiprocessors(device)
+    while rows_per_program > 4 and _ceil_div(count, rows_per_program) * num_col_blocks < enough:
+        rows_per_program //= 2
+    return (_ceil_div(count, rows_per_program), num_col_blocks), rows_per_program
+
+
+@cache
+def _apply_grid(num_rows: int, num_cols: int, device: torch.device) -> tuple[tuple[int, int], int]:
+    """Programs, and rows of each."""
+    num_slabs = _ceil_div(num_cols, SLAB_COLUMNS)
+    chunks = max(1, PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device) // num_slabs)
+    rows_per_program = _ceil_div(_ceil_div(num_rows, chunks), SLAB_ROWS) * SLAB_ROWS
+    return (_ceil_div(num_rows, rows_per_program), num_slabs), rows_per_program
+
+
+@lru_cache(maxsize=16)
+def _key(seed: int) -> tuple[int, int]:
+    low, high = (_as_int32(k) for k in split_seed(seed))
+    return low, high
+
+
+@cache
 def _unroll(depth: int) -> int:
-    return min(MAX_UNROLL, triton.next_power_of_2(depth))
+    return min(MAX_UNROLL, 1 << (depth - 1).bit_length())
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @lru_cache

@@ -26,10 +26,10 @@ def product(P: SparseProjector, X_dk: torch.Tensor, *, out: torch.Tensor | None 
     """P X (num_rows x k), float32; `out` may have any strides."""
     out = torch.empty(P.num_rows, X_dk.shape[1], device=X_dk.device) if out is None else out
     if not _has_kernels(X_dk):
-        return out.copy_(reference.gather_sum(X_dk, P.indices.t(), P.values.t()))
+        return out.copy_(reference.gather_sum(X_dk, *P.row_entries))
     from ds_zo.ops.triton_projectors import gather_sum_triton
 
-    gather_sum_triton(out, X_dk, P.indices.t(), P.values.t())
+    gather_sum_triton(out, X_dk, *P.row_entries)
     return out
 
 

@@ -37,6 +37,8 @@ class SparseProjector:
         self.num_rows, self.nonzeros = indices.shape
         self.indices = indices.to(_index_dtype(dim)).contiguous()
         self.values = values.to(torch.float32).contiguous()
+        self.row_entries = self.indices.t(), self.values.t()
+        """Views that products ask for often."""
         entries = _entries_by_column(self.indices.cpu().numpy(), dim)
         self._column_entries = torch.from_numpy(entries).to(values.device)
         rows = np.where(entries < indices.numel(), entries // self.nonzeros, 0)

@@ -21,10 +21,12 @@ _buffers = _Buffers()
 
 def scratch(*shapes: tuple[int, int], device: torch.device) -> list[torch.Tensor]:
     """Uninitialised float32 matrices, valid until this thread's next request on this stream."""
-    sizes = [rows * cols for rows, cols in shapes]
-    flat = _buffer(sum(sizes), device)
-    parts = flat[: sum(sizes)].split(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    flat = _buffer(sum(rows * cols for rows, cols in shapes), device)
+    found, start = [], 0
+    for rows, cols in shapes:
+        found.append(flat.as_strided((rows, cols), (cols, 1), start))  # one call: it is made for every product
+        start += rows * cols
+    return found
 
 
 def release() -> None:
