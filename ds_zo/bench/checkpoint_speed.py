@@ -1,13 +1,15 @@
-"""What checkpoints cost: the five columns of the ZO paper's Table 6, one case a process, one JSON row a case.
+"""What checkpoints cost: the five columns of the ZO paper's Table 6 as rows, and the report of them.
 
-python -m ds_zo.bench.checkpoint_speed case --shape opt-6.7b --method zo-async --folder DIR
-python -m ds_zo.bench.checkpoint_speed table --folder DIR --out rows.jsonl
+python -m ds_zo.bench.checkpoint_speed table --folder DIR --out rows.jsonl [--only 6.7b] [--resume] [--budget-s 240]
+python -m ds_zo.bench.checkpoint_speed report rows.jsonl > report.md
 
-A checkpoint is saved every `--every` steps, and tokens/s is wall-clock over all steps, saves included, whatever waits
-for the disk. `torch.save` is timed as users call it: it returns when the bytes are in the page cache. Ours are fsynced,
-hashed and renamed, in the background in `zo-async`. A disk that takes longer for one checkpoint than training takes
-for `--every` steps makes the next save wait, so `disk_gbps` (written and fsynced in the same folder before the case)
-and `checkpoint_gb` stand in every row. All blocks stream, as in the paper; `--stream` says otherwise.
+One process a case ([Note: fork from a warm parent]). A checkpoint is saved before every `--every`-th step, and tokens/s
+is the wall clock from the first save to the last step, or to the end of the last save where that comes later: a period
+is as long as it would be in the middle of a run. `torch.save` is timed as users call it: it returns when the bytes are
+in the page cache. Ours are fsynced, hashed and renamed, in the background in `zo-async`. A disk that takes longer for
+one checkpoint than training takes for `--every` steps sets the pace, so its speed (written and fsynced in the same
+folder by a case of its own) stands beside. All blocks stream, as in the paper. At most two checkpoints of one case are
+on disk at a time, and none after it.
 """
 
 from __future__ import annotations
@@ -15,227 +17,365 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
 
-from ds_zo.bench.zo_speed import Row, environment
+Row = dict[str, Any]
 
-METHODS = ("mezo", "mezo-torch-save", "zo", "zo-torch-save", "zo-sync", "zo-async")
-TABLE = ("opt-1.3b", "opt-2.7b", "opt-6.7b")
-
-
-def disk_gbps(folder: Path, *, nbytes: int = 4 * 2**30) -> float:
-    """Sequential writing with one fsync at the end, from memory that is not compressible."""
-    chunk = os.urandom(64 * 2**20)
-    path = folder / ".disk"
-    start = time.perf_counter()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        for _ in range(nbytes // len(chunk)):
-            os.write(fd, chunk)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    seconds = time.perf_counter() - start
-    path.unlink()
-    return nbytes / seconds / 1e9
+METHODS = ("mezo", "mezo-torch-save", "zo", "zo-torch-save", "zo-async")
+SHAPES = ("opt-1.3b", "opt-2.7b", "opt-6.7b")
+STREAM = {"master": "wire", "resident_blocks": 0}
+TARGET = 0.95
+"""Tokens/s with asynchronous checkpoints, of those without, at the largest shape."""
+_PARAMETERS_B = {"opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66}
+_EXPECTED_GB = 2.2
+"""Host memory a billion parameters in 16 bits, times the copies a case has of them."""
+_ZO_EPS = 1e-3
+_SCRATCH = "checkpoint_speed-"
+_STEPS, _EVERY = 30, 10
+_PERIODS_ALIKE = 2
 
 
-class _Case:
-    """A step to time, and what saves a checkpoint after every few of them."""
-
-    def __init__(self, args: argparse.Namespace, folder: Path, device: torch.device) -> None:
-        from ds_zo.bench.shapes import config_of, materialise, random_model
-
-        shape = config_of(args.shape, num_layers=args.layers, max_length=args.length)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = random_model(shape, dtype=dtype, device=device)
-        ids = torch.randint(0, min(50000, shape.vocab_size), (args.batch, args.length), device=device)
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.save: Callable[[], None] = lambda: None
-        self.finish: Callable[[], None] = lambda: None
-        self.engine: Any = None
-        self._file = folder / "model.pt"
-        if args.method.startswith("mezo"):
-            self._make_mezo(materialise(model).eval(), ids, args)
-        else:
-            self._make_zo(model, ids, args, folder, device)
-
-    def _make_mezo(self, model: Any, ids: torch.Tensor, args: argparse.Namespace) -> None:
-        from ds_zo.bench.mezo import MeZO
-
-        trainer = MeZO(model, lr=args.lr, zo_eps=1e-3)
-
-        def step() -> torch.Tensor:
-            return trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss)
-
-        self.step: Callable[[], torch.Tensor] = step
-        if args.method == "mezo-torch-save":
-            self.save = lambda: torch.save(model.state_dict(), self._file)
-
-    def _make_zo(
-        self, model: Any, ids: torch.Tensor, args: argparse.Namespace, folder: Path, device: torch.device
-    ) -> None:
-        import deepspeed
-
-        import ds_zo  # noqa: F401
-
-        checkpoint = {"asynchronous": args.method == "zo-async", "keep_last": 1}
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": args.batch,
-            "optimizer": {"type": "ZO", "params": {"lr": args.lr, "zo_eps": 1e-3}},
-            "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
-            "ds_zo": {"stream": json.loads(args.stream), "checkpoint": checkpoint},
-        }
-        if device.type == "cuda":
-            config["bf16"] = {"enabled": True}
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        engine.train()
-        self.engine = engine
-
-        def step() -> torch.Tensor:
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            return loss
-
-        self.step = step
-        if args.method == "zo-torch-save":
-            self.save = lambda: torch.save(engine.module.state_dict(), self._file)
-        elif args.method in ("zo-sync", "zo-async"):
-            self.save = lambda: engine.save_checkpoint(str(folder)) and None
-            self.finish = engine.wait_for_checkpoint
+def _nothing() -> None:
+    pass
 
 
-def run_case(args: argparse.Namespace) -> Row:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    folder = Path(args.folder) / f"checkpoint_speed-{os.getpid()}"
-    folder.mkdir(parents=True)
-    try:
-        return _measure(args, folder, device)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+@dataclass
+class _Contender:
+    step: Callable[[], Any]
+    save: Callable[[], None] | None = None
+    prepare: Callable[[], None] = _nothing
+    """Makes the first save that is timed one like those after it."""
+    finish: Callable[[], None] = _nothing
+    engine: Any = None
 
 
-def _measure(args: argparse.Namespace, folder: Path, device: torch.device) -> Row:
-    gbps = disk_gbps(folder, nbytes=int(args.disk_gb * 2**30))
-    case = _Case(args, folder, device)
-
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(args.warmup):
-        case.step()
-    case.save()  # allocates and pins what later saves reuse
-    case.finish()
-    case.step()
-    synchronise()
-    if case.engine is not None:
-        case.engine._background.waited_s = 0.0
-    save_s = []
-    start = time.perf_counter()
-    for number in range(1, args.steps + 1):
-        loss = case.step()
-        if number % args.every == 0:
-            before = time.perf_counter()
-            case.save()
-            save_s.append(time.perf_counter() - before)
-    synchronise()
-    wall = time.perf_counter() - start
-    waited = 0.0 if case.engine is None else case.engine._background.waited_s
-    before = time.perf_counter()
-    case.finish()
-    last_s = time.perf_counter() - before
+def run_disk(*, folder: str, gb: float = 4.0) -> Row:
+    """Sequential writing with one fsync at the end, of bytes that no file system compresses."""
+    with _scratch(folder) as scratch:
+        chunk = os.urandom(64 * 2**20)
+        num_chunks = max(1, round(gb * 1e9 / len(chunk)))
+        start = time.perf_counter()
+        fd = os.open(scratch / "bytes", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for _ in range(num_chunks):
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        seconds = time.perf_counter() - start
     return {
-        "shape": args.shape,
-        "method": args.method,
-        "batch": args.batch,
-        "length": args.length,
-        "parameters": case.num_parameters,
-        "stream": json.loads(args.stream) if args.method.startswith("zo") else None,
-        "steps": args.steps,
-        "every": args.every,
-        "tokens_per_s": args.batch * args.length * args.steps / wall,
-        "step_s": wall / args.steps,
-        "save_call_s": save_s,
-        "waited_for_writer_s": waited,
-        "left_after_last_step_s": last_s,
-        "checkpoint_gb": sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / 1e9,
-        "disk_gbps": gbps,
-        "host_store_gb": None if case.engine is None else case.engine.backend.homes.store.nbytes / 1e9,
-        "host_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
-        "loss": float(loss.detach()),
+        "method": "disk",
+        "written_gb": num_chunks * len(chunk) / 1e9,
+        "disk_gbps": num_chunks * len(chunk) / seconds / 1e9,
     }
 
 
-def run_table(args: argparse.Namespace) -> None:
-    """All rows, a process each; a case that fails or hangs is a row with its last words."""
-    with Path(args.out).open("a") as out:
-        for shape in args.shapes.split(","):
-            for method in args.methods.split(","):
-                command = [sys.executable, "-m", "ds_zo.bench.checkpoint_speed", "case", "--shape", shape]
-                command += ["--method", method, "--folder", args.folder, "--stream", args.stream]
-                command += ["--steps", str(args.steps), "--every", str(args.every), "--disk-gb", str(args.disk_gb)]
-                try:
-                    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s)
-                    found = [text for text in done.stdout.splitlines() if text.startswith("ROW ")]
-                    row = json.loads(found[-1][4:]) if found else {"error": done.stderr[-1500:]}
-                except subprocess.TimeoutExpired:
-                    row = {"error": f"no answer within {args.timeout_s} s"}
-                row = {"shape": shape, "method": method} | row
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-                shown = ("shape", "method", "tokens_per_s", "step_s", "disk_gbps", "checkpoint_gb", "error")
-                print(json.dumps({name: row[name] for name in shown if name in row}), flush=True)
+def run_case(
+    *,
+    shape: str,
+    method: str,
+    folder: str,
+    steps: int = _STEPS,
+    every: int = _EVERY,
+    batch: int = 1,
+    length: int = 2048,
+    layers: int | None = None,
+    stream: Mapping[str, Any] = STREAM,
+    warmup: int = 8,
+    lr: float = 1e-7,
+    device: str = "cuda",
+) -> Row:
+    """The row of one case, in this process; what it writes below `folder` is gone when this returns."""
+    import torch
+
+    from ds_zo.bench.measure import memory_peaks, synchronize
+    from ds_zo.bench.shapes import config_of, random_model
+    from ds_zo.bench.zo_case import token_ids
+
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    config = config_of(shape, num_layers=layers, max_length=length)
+    model = random_model(config, dtype=dtype, device=where)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    ids = token_ids(config, batch, length, where)
+    with _scratch(folder) as scratch:
+        make = _mezo if method.startswith("mezo") else _zo
+        contender = make(model, ids, method=method, folder=scratch, stream=stream, lr=lr)
+        for _ in range(warmup):
+            contender.step()
+        contender.prepare()
+        synchronize(where)
+        save_s: list[float] = []
+        start = time.perf_counter()
+        for number in range(steps):
+            if contender.save is not None and number % every == 0:
+                before = time.perf_counter()
+                contender.save()
+                save_s.append(time.perf_counter() - before)
+            loss = contender.step()
+        synchronize(where)
+        trained_s = time.perf_counter() - start
+        contender.finish()
+        wall_s = time.perf_counter() - start
+        sizes = [path.stat().st_size for path in scratch.rglob("*") if path.is_file()]
+        num_kept = max(1, sum(1 for path in scratch.iterdir() if path.is_dir() and not path.name.startswith(".")))
+    return {
+        "shape": shape,
+        "method": method,
+        "batch": batch,
+        "length": length,
+        "parameters": num_parameters,
+        "layers": config.num_hidden_layers,
+        "stream": dict(stream) if contender.engine is not None else None,
+        "steps": steps,
+        "every": every,
+        "tokens_per_s": batch * length * steps / wall_s,
+        "step_s": wall_s / steps,
+        "save_call_s": save_s,
+        "left_after_last_step_s": wall_s - trained_s,
+        "checkpoint_gb": sum(sizes) / num_kept / 1e9,
+        "host_store_gb": None if contender.engine is None else contender.engine.backend.homes.store.nbytes / 1e9,
+        "loss": float(loss.detach()),
+        **memory_peaks(where),
+    }
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", default=".", help="where checkpoints go: its disk is what is measured")
-    parser.add_argument(
-        "--stream", default='{"master": "wire", "resident_blocks": 0}', help="the ds_zo.stream section, as JSON"
+@contextmanager
+def _scratch(folder: str) -> Iterator[Path]:
+    _remove_leftovers(Path(folder))
+    path = Path(folder) / f"{_SCRATCH}{os.getpid()}"
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of cases that were killed: a disk may hold no more than one case's files."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        if not Path("/proc", path.name.removeprefix(_SCRATCH)).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _mezo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str, Any], lr: float) -> _Contender:
+    import torch
+
+    from ds_zo.bench.mezo import MeZO
+    from ds_zo.bench.shapes import materialise
+
+    model = materialise(model).eval()
+    trainer = MeZO(model, lr=lr, zo_eps=_ZO_EPS)
+
+    def step() -> torch.Tensor:
+        return trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+    if method == "mezo":
+        return _Contender(step)
+    return _Contender(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))
+
+
+def _zo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str, Any], lr: float) -> _Contender:
+    import deepspeed
+    import torch
+
+    import ds_zo  # noqa: F401
+
+    json: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ids.shape[0],
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "ZO", "params": {"lr": lr, "zo_eps": _ZO_EPS}},
+        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
+        "ds_zo": {
+            "stream": dict(stream),
+            "checkpoint": {"asynchronous": method == "zo-async", "keep_last": 1},
+        },
+    }
+    if ids.is_cuda:
+        json["bf16"] = {"enabled": True}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=json)[0]
+    engine.train()
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    if method == "zo":
+        return _Contender(step, engine=engine)
+    if method == "zo-torch-save":
+        return _Contender(step, lambda: torch.save(engine.module.state_dict(), folder / "model.pt"), engine=engine)
+
+    def save() -> None:
+        engine.save_checkpoint(str(folder))
+
+    def prepare() -> None:
+        """Takes, and pins, the spare homes of blocks that fold while they wait, without writing anything."""
+        snapshot = engine.backend.snapshot(hold=True)
+        for _ in range(engine.backend.homes.interval):
+            step()
+        snapshot.abandon()
+
+    return _Contender(step, save, prepare if method == "zo-async" else _nothing, engine.wait_for_checkpoint, engine)
+
+
+# Cases
+
+
+def cases(
+    *,
+    folder: str,
+    shapes: Sequence[str] = SHAPES,
+    methods: Sequence[str] = METHODS,
+    disk_gb: float = 4.0,
+    timeout_s: float = 90.0,
+    **more: Any,
+) -> list[Case]:
+    """The disk, then the largest shape first: where time runs out, the rows that decide are there."""
+    here = "ds_zo.bench.checkpoint_speed"
+    found = [Case("disk", f"{here}:run_disk", {"folder": folder, "gb": disk_gb}, timeout_s=timeout_s)]
+    for shape in sorted(shapes, key=lambda shape: -_PARAMETERS_B.get(shape, 0.0)):
+        for method in methods:
+            params = {"shape": shape, "method": method, "folder": folder, **more}
+            if method != "zo-async":  # they have no background to fall behind: fewer periods say the same
+                params["steps"] = min(params.get("steps", _STEPS), _PERIODS_ALIKE * params.get("every", _EVERY))
+            copies = 0.5 if method == "mezo" else 1.0 if method in ("mezo-torch-save", "zo") else 2.0
+            needed = _PARAMETERS_B[shape] * _EXPECTED_GB * copies if shape in _PARAMETERS_B else None
+            found.append(
+                Case(f"{shape}/{method}", f"{here}:run_case", params, timeout_s=timeout_s, planned_host_gb=needed)
+            )
+    return found
+
+
+# Report
+
+
+def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
+    """Markdown of one run's rows: the last one's, unless it is named."""
+    if not rows:
+        return "There are no rows.\n"
+    run_id = run_id or rows[-1]["run_id"]
+    by_case = {row["case"]: row for row in rows if row["run_id"] == run_id}
+    good = {name: row for name, row in by_case.items() if row["status"] == "ok"}
+    first = next(iter(by_case.values()))
+    disk = good.get("disk", {}).get("disk_gbps")
+    lines = [
+        f"Run {run_id} on {first.get('gpu') or 'a CPU'}, commit {first.get('commit')}; "
+        + (f"disk {disk:.2f} GB/s written and fsynced." if disk is not None else "the disk was not measured."),
+        "",
+    ]
+    shapes = sorted({row["shape"] for row in good.values() if "shape" in row}, key=lambda s: _PARAMETERS_B.get(s, 0.0))
+    lines += ["tokens/s, saves included (of the same method without saves)", ""]
+    lines += ["| model | " + " | ".join(METHODS) + " |", "|" + " --- |" * (len(METHODS) + 1)]
+    for shape in shapes:
+        cells = [_speed(good, shape, method) for method in METHODS]
+        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    header = (
+        "case",
+        "checkpoint GB",
+        "mean save call s",
+        "waited for the writer s",
+        "after the last step s",
+        "host GB",
     )
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--disk-gb", type=float, default=4.0, help="GiB written to measure the disk")
+    lines += ["", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    for name, row in good.items():
+        if row.get("save_call_s"):
+            mean_s = sum(row["save_call_s"]) / len(row["save_call_s"])
+            values = (row["checkpoint_gb"], mean_s, row["left_after_last_step_s"])
+            lines.append(f"| {name} | " + " | ".join(f"{v:.2f}" for v in (*values, row["host_peak_gb"])) + " |")
+    lines += ["", *_target_lines(good, shapes, disk)]
+    bad = [
+        f"- {name}: {row['status']}, {row.get('error', '')}"[:300] for name, row in by_case.items() if name not in good
+    ]
+    if bad:
+        lines += ["", "Without a result:", "", *bad]
+    return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def _speed(good: Mapping[str, Row], shape: str, method: str) -> str:
+    row, plain = good.get(f"{shape}/{method}"), good.get(f"{shape}/{method.partition('-')[0]}")
+    if row is None:
+        return "n/a"
+    speed = f"{row['tokens_per_s']:,.0f}"
+    if plain is None or plain is row:
+        return speed
+    return f"{speed} ({row['tokens_per_s'] / plain['tokens_per_s']:.3f})"
+
+
+def _target_lines(good: Mapping[str, Row], shapes: Sequence[str], disk: float | None) -> list[str]:
+    lines = []
+    for shape in shapes:
+        row, plain = good.get(f"{shape}/zo-async"), good.get(f"{shape}/zo")
+        if row is None or plain is None:
+            continue
+        ratio = row["tokens_per_s"] / plain["tokens_per_s"]
+        text = f"- {shape}: asynchronous checkpoints every {row['every']} steps keep {ratio:.3f} of tokens/s"
+        if shape == "opt-6.7b":
+            text += f"; at least {TARGET} asked for: {'met' if ratio >= TARGET else 'not met'}"
+        if disk is not None:
+            needed = row["checkpoint_gb"] / (row["every"] * plain["step_s"])
+            text += f". It takes {needed:.2f} GB/s of disk, and there are {disk:.2f}"
+            text += "" if disk >= needed else ": the disk sets the pace"
+        lines.append(text)
+    return lines
+
+
+# Command line
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    case = commands.add_parser("case", help="one case in this process; prints its row")
-    case.add_argument("--shape", required=True)
-    case.add_argument("--method", choices=METHODS, required=True)
-    case.add_argument("--batch", type=int, default=1)
-    case.add_argument("--length", type=int, default=2048)
-    case.add_argument("--layers", type=int, help="cut the model's depth")
-    case.add_argument("--lr", type=float, default=1e-7)
-    case.add_argument("--warmup", type=int, default=4)
     table = commands.add_parser("table", help="all cases, one process each")
-    table.add_argument("--shapes", default=",".join(TABLE))
-    table.add_argument("--methods", default=",".join(METHODS))
-    table.add_argument("--out", required=True)
-    table.add_argument("--timeout-s", type=float, default=300)
-    for command in (case, table):
-        _common(command)
-    args = parser.parse_args()
-    if args.command == "table":
-        run_table(args)
+    table.add_argument("--folder", default=".", help="where checkpoints go: its disk is what is measured")
+    table.add_argument("--out", type=Path, required=True, help="JSONL file to append rows to")
+    table.add_argument("--shapes", default=",".join(SHAPES))
+    table.add_argument("--methods", default=",".join(METHODS), help="also zo-sync: ours in the foreground")
+    table.add_argument("--only", help="cases by a glob or a part of the name")
+    table.add_argument("--resume", action="store_true", help="go on with the last run of --out, keeping its rows")
+    table.add_argument("--budget-s", type=float, help="start no case after this many seconds")
+    table.add_argument("--timeout-s", type=float, default=90.0, help="for one case")
+    table.add_argument("--steps", type=int, default=_STEPS)
+    table.add_argument("--every", type=int, default=_EVERY, help="steps between two checkpoints")
+    table.add_argument("--disk-gb", type=float, default=4.0, help="GB written to measure the disk")
+    table.add_argument("--stream", default=STREAM, type=json.loads, help="the ds_zo.stream section, as JSON")
+    table.add_argument("--layers", type=int, help="cut the models' depth")
+    table.add_argument("--length", type=int, default=2048)
+    table.add_argument("--warmup", type=int, default=8)
+    table.add_argument("--device", default="cuda")
+    shown = commands.add_parser("report", help="Markdown from rows")
+    shown.add_argument("rows", type=Path)
+    shown.add_argument("--run-id", help="another run than the file's last")
+    args = parser.parse_args(argv)
+    if args.command == "report":
+        print(report(read_rows(args.rows), run_id=args.run_id), end="")
         return
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
-    where = environment() if torch.cuda.is_available() else {"gpu": None}
-    print("ROW " + json.dumps(run_case(args) | where), flush=True)
+    if argv is None:
+        prepare_to_fork()
+    more = {name: getattr(args, name) for name in ("steps", "every", "stream", "layers", "length", "warmup", "device")}
+    chosen = cases(
+        folder=str(Path(args.folder).resolve()),
+        shapes=args.shapes.split(","),
+        methods=args.methods.split(","),
+        disk_gb=args.disk_gb,
+        timeout_s=args.timeout_s,
+        **more,
+    )
+    run_cases(chosen, out=args.out, only=args.only, resume=args.resume, total_s=args.budget_s, device=args.device)
+    _remove_leftovers(Path(args.folder))
+    print(report(read_rows(args.out)), end="")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def engine_of(name: str, *, seed: int = 0, **settings: Any) -> Any:
 def play(engine: Any, epochs: Epochs, num: int, after: Callable[[], Any] = lambda: None) -> list[float]:
     losses = []
     for _ in range(num):
-        loss = engine(**epochs.draw()).loss
+        loss = engine(**{name: value.to(engine.device) for name, value in epochs.draw().items()}).loss
         if engine.fp16_enabled() and epochs.num_seen in LOST:
             loss = loss * 1e8
         engine.backward(loss)
