@@ -78,7 +78,7 @@ def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
 
 
 def learned(**params: Any) -> dict[str, Any]:
-    return lsp_json(params={"projector": "learned", "fit_steps": 10, **params})
+    return lsp_json(params={"projector": "learned", "fit_steps": 5, **params})
 
 
 def test_projectors_are_fitted_before_the_first_step_and_the_bias_is_known() -> None:
@@ -100,7 +100,7 @@ def test_projectors_are_fitted_before_the_first_step_and_the_bias_is_known() -> 
 def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check leaves its own step's update as it was."""
     monkeypatch.setattr(lsp_calibration, "relative_bias", lambda G, *projectors: float(G.shape[0] == 24))
-    engines = [start(learned(check_interval=interval, fit_steps=5), small()) for interval in (2, 1000)]
+    engines = [start(learned(check_interval=interval, fit_steps=1), small()) for interval in (2, 1000)]
     for engine in engines:
         train(engine, batches("llama", 3))
     assert_equal(*map(settled, engines))
@@ -139,7 +139,7 @@ def test_a_refit_carries_the_moments_over() -> None:
 
 
 def test_several_calibration_batches_go_on_with_one_fit() -> None:
-    engine = start(learned(check_interval=2, bias_threshold=0.01, calibration_batches=3, fit_steps=6), small())
+    engine = start(learned(check_interval=2, bias_threshold=0.01, calibration_batches=3, fit_steps=3), small())
     draws = []
     for batch in batches("llama", 6):
         train(engine, [batch])
@@ -200,17 +200,16 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     json = lsp_json(**RESUMED[name], ds_zo={"checkpoint": {"asynchronous": name != "refits"}})
-    data = list(batches("llama", 8))
+    data = list(batches("llama", 8 if name == "inside a window" else 6))
     whole = start(json, small())
-    expected = train(whole, data)
-    saving = start(json, small())
-    train(saving, data[:5])
-    saving.save_checkpoint(str(tmp_path))
-    saving.wait_for_checkpoint()
+    train(whole, data[:5])
+    whole.save_checkpoint(str(tmp_path))
+    whole.wait_for_checkpoint()
+    expected = train(whole, data[5:])
     resumed = start(json, small(seed=1))
-    train(resumed, data[7:])  # whatever it was before
+    train(resumed, data[:1])  # whatever it was before
     resumed.load_checkpoint(str(tmp_path))
-    assert train(resumed, data[5:]) == expected[5:]
+    assert train(resumed, data[5:]) == expected
     assert_equal(settled(resumed), settled(whole))
 
 
