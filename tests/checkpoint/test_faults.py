@@ -17,6 +17,8 @@ from zo_runs import engine_for, one_step, train, zo_json
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint import writer as writer_module
+from ds_zo.checkpoint.encoding import decode
+from ds_zo.checkpoint.trajectory import TrajectoryFile
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -319,3 +321,43 @@ def test_the_last_k_are_kept_and_never_the_only_complete_one_deleted(tmp_path: P
     one = start("fp32", keep_last=1)
     one.save_checkpoint(str(tmp_path), tag="unnamed", save_latest=False)
     assert set(manifest.complete_tags(tmp_path)) == {"unnamed", "global_step5"}  # latest's stays
+
+
+@pytest.mark.parametrize("tag", ["a", "run[1]"])
+def test_a_folder_set_aside_is_found_for_its_own_tag_only(tag: str, two_saves: Path, tmp_path: Path) -> None:
+    """A crash came while the tag was being replaced; another tag's name begins like it."""
+    saves = tmp_path / "saves"
+    whole = next(folder for folder in sorted(two_saves.iterdir()) if manifest.is_checkpoint(folder))
+    for name in (f"{manifest.REPLACED}{tag}-77", f"{manifest.REPLACED}{tag}-b-78"):
+        shutil.copytree(whole, saves / name)
+    assert manifest.folder_of(saves, tag).name == f"{manifest.REPLACED}{tag}-77"
+    assert manifest.folder_of(saves, f"{tag}-b").name == f"{manifest.REPLACED}{tag}-b-78"
+    shutil.rmtree(saves / f"{manifest.REPLACED}{tag}-77")
+    assert manifest.folder_of(saves, tag) == saves / tag
+
+
+def test_arrays_of_objects_are_refused() -> None:
+    """Their bytes would be taken for addresses."""
+    with pytest.raises(CheckpointError, match="does not know"):
+        decode({"$array": "a", "dtype": "|O"}, {"a": torch.zeros(8, dtype=torch.uint8)})
+
+
+def test_a_checkpoint_stays_whole_if_the_trajectory_cannot_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("fp32", trajectory=True)
+    train(engine, BATCHES[:2])
+    engine.save_checkpoint(str(tmp_path))
+    train(engine, BATCHES[2:3])
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrajectoryFile, "mark", full)
+        engine.save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="No space left"):
+        one_step(engine, BATCHES[3])
+    other = start("fp32")
+    other.load_checkpoint(str(tmp_path))
+    assert other.global_steps == 3
