@@ -74,7 +74,8 @@ class CheckpointConfig(ConfigModel):
     """How checkpoints are written."""
 
     asynchronous: bool = False
-    """Write in the background while training goes on."""
+    """Write in the background while training goes on. Host memory meanwhile: for ZO at most one more copy of the
+    streamed blocks, and a copy of what lives on the device; for the others a copy of weights and optimizer state."""
 
     trajectory: bool = False
     """ZO: also log every step's seed and coefficient, from which any step's weights can be replayed."""
