@@ -7,6 +7,7 @@ What trains how: [Note: what trains how] in `lsp_matrices`. A layer's trip to th
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -75,7 +76,7 @@ class LSPBackend(Backend):
         groups = group_slots(module, self._slots, config.section.stream.blocks)
         self._store = HostStore(device, pin=True)
         self._links: Links | None = None
-        self._queue = UpdateQueue(num_threads=_num_threads(device))
+        self._queue = UpdateQueue(num_threads=_num_threads(device, shared=self.ranks is not None))
         self._place(groups)
         self._turns: Turns | None = None
         if self.ranks is not None:
@@ -129,7 +130,8 @@ class LSPBackend(Backend):
         if vectors:
             self._device_groups.append(self._device_group(vectors, max_norm))
         if self.device.type == "cuda" and self._host_groups:
-            self._links = Links(self.device, landing_bytes=max(group.h_up.numel() for group in self._host_groups))
+            landing = [group.h_up.numel() for group in self._host_groups if not group.lands_in_place]
+            self._links = Links(self.device, landing_bytes=max(landing, default=0))
             for host_group in self._host_groups:
                 host_group.links = self._links
 
@@ -596,11 +598,16 @@ class LSPBackend(Backend):
             self._store.close()
 
 
-def _num_threads(device: torch.device) -> int | None:
-    """On CUDA the main thread launches kernels meanwhile, and must not wait for a core."""
+def _num_threads(device: torch.device, *, shared: bool) -> int | None:
+    """On CUDA the main thread launches kernels meanwhile, and must not wait for a core. Launchers of several ranks may
+    have told torch to use a single one: Adam takes this rank's share of the machine."""
     if device.type != "cuda":
         return None
-    return max(1, torch.get_num_threads() - _CORES_LEFT_TO_PYTHON)
+    num_threads = torch.get_num_threads()
+    if shared:
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+        num_threads = max(num_threads, len(os.sched_getaffinity(0)) // max(1, num_ranks))
+    return max(1, num_threads - _CORES_LEFT_TO_PYTHON)
 
 
 def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:

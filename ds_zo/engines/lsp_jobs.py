@@ -104,6 +104,9 @@ class Scratch:
 class HostGroup:
     """A group whose Adam runs on the CPU."""
 
+    lands_in_place = False
+    """Directions come up to memory of its own, not to one of `Links`."""
+
     def __init__(
         self,
         group: Group,

@@ -42,6 +42,7 @@ class SharedHostGroup(HostGroup):
         keeps = owner is None or owner == ranks.index
         super().__init__(group, settings, device=device, store=store, num_tail=num_slots, keeps_states=keeps, **places)
         self.owner = owner
+        self.lands_in_place = owner is not None
         self._ranks = ranks
         self._flags = self._sums[-num_slots:]
         """Which parameters this rank had a gradient of; then the share of ranks that had."""

@@ -131,7 +131,8 @@ def render_scaling(scaled: Sequence[Scaled]) -> str:
     ]
     title = (
         f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel. wire: what a rank sends a step; GPU: of "
-        "each; host: of each machine; stage 3: weights divided among a machine's GPUs (ds_zo: host stores; not yet weights on the GPU)"
+        "each; host: of each machine; stage 3: weights divided among a machine's GPUs (ds_zo: host stores; not yet "
+        "weights on the GPU)"
     )
     return "\n".join([title, "", *grid(header, rows)])
 

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "forgotten": {"stage": 2},
     "int8": {"stage": 2, "params": {"payload_dtype": "int8"}},
 }
-ON_FOUR = ("random", "owned", "owned, learned", "on the device", "int8")
+ON_FOUR = ("random", "owned", "on the device", "int8")
 """What more ranks than two could change."""
 
 
@@ -146,7 +146,7 @@ def overlap(rank: int) -> dict[str, Any]:
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "owned int8 learned": {"stage": 2, "params": {**LEARNED, "payload_dtype": "int8"}},
+    "owned int8 learned": {"stage": 2, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8"}},
     "owned whole": {"stage": 1, "params": {"projector": "none"}},
 }
 
