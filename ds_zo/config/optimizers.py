@@ -98,8 +98,8 @@ class ZOParams(OptimizerParams):
     """Largest |g|, the projected gradient, a step may use; null: no limit. `gradient_clipping` never alters ZO."""
 
     compute_dtype: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """What matrix products are computed in; auto: the model's dtype. A float32 model runs under autocast to bf16 or fp16,
-    a model in bf16 or fp16 admits only its own."""
+    """What matrix products are computed in; auto: the model's dtype. A float32 model runs under autocast to bf16 or
+    fp16, a model in bf16 or fp16 admits only its own."""
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Key of the noise: the same seed gives the same run, whatever the ranks, blocks and slots."""
