@@ -142,16 +142,9 @@ def curves_table(rows: Sequence[Row]) -> str:
     good = [row for row in rows if row.get("status") == "ok" and last_dev(row) is not None]
     base, target = _best_of("adamw", good), _best_of("zero-offload", good)
     titles = (
-        "method",
-        "lr",
-        "steps",
-        "dev loss",
-        "of AdamW's",
-        "within 2%",
-        "train s",
-        "s to ZeRO-Offload's last loss",
+        *("method", "lr", "steps", "dev loss", "of AdamW's", "within 2%", "train s"),
+        *("s to ZeRO-Offload's last loss", "GPU GB", "host GB"),
     )
-    titles += ("GPU GB", "host GB")
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for row in good:
         loss = last_dev(row)

@@ -93,7 +93,7 @@ def test_galore_trains_through_deepspeed(loaded: tuple[torch.nn.Module, list[Any
     assert losses[-1] < losses[0]
     state = engine.optimizer.state[model.get_parameter("model.layers.0.mlp.gate_proj.weight")]
     assert state["mean"].shape == (384, 4)
-    assert engine.optimizer.state[model.get_input_embeddings().weight]["mean"].shape == (1024, 128)
+    assert engine.optimizer.state[model.get_parameter("model.embed_tokens.weight")]["mean"].shape == (1024, 128)
     with pytest.raises(ValueError, match=r"optimizer\.params\.rank"):
         galore_engine(model, {"optimizer": {"type": "GaLore"}})
 
@@ -203,7 +203,7 @@ def test_curves_are_judged_by_adamw_and_timed_by_zero_offload() -> None:
 
 def test_breakdown_adds_up_to_the_step(tmp_path: Path) -> None:
     facts = {"run_id": "a", "status": "ok", "forward_s": 0.06}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {**facts, "case": "breakdown/1.3b/4/ceiling", "step_s": 0.19},
         {**facts, "case": "breakdown/1.3b/4/lsp-512", "step_s": 0.21, "exposed_cpu_s": 0.01, "exposed_copy_s": -0.001},
         {**facts, "case": "breakdown/1.3b/4/zero2-offload", "step_s": 0.9, "exposed_cpu_s": 0.5, "rest_s": 0.4},
