@@ -198,7 +198,7 @@ def update_triton(
     flat = p.detach().contiguous()
     seed, step, offset = (0, 0, 0) if dither is None else dither
     low, high = (_as_int32(k) for k in split_seed(seed))
-    _update_kernel[(triton.cdiv(p.numel(), PROGRAM_NUMEL),)](
+    _update_kernel[(-(-p.numel() // PROGRAM_NUMEL),)](
         _raw(flat),
         _raw(direction.contiguous()),
         p if coef is None else coef,
@@ -238,7 +238,7 @@ def factored_square_sum_triton(
     direction: torch.Tensor, *, rows: torch.Tensor | None, cols: torch.Tensor, coef: torch.Tensor | None
 ) -> torch.Tensor:
     """Sum of (coef * direction * rows * cols)^2, in the same order every time."""
-    num_programs = triton.cdiv(direction.numel(), PROGRAM_NUMEL)
+    num_programs = -(-direction.numel() // PROGRAM_NUMEL)
     partial = torch.empty(num_programs, dtype=torch.float32, device=direction.device)
     _square_sum_kernel[(num_programs,)](
         partial,
@@ -267,7 +267,7 @@ def _shape(p: torch.Tensor) -> tuple[int, int]:
 def row_and_col_square_sums_triton(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of squares of a contiguous matrix's rows and columns, in one reading, in the same order every time."""
     num_rows, num_cols = g.shape
-    tiles = triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(num_cols, TILE_COLS)
+    tiles = -(-num_rows // TILE_ROWS), -(-num_cols // TILE_COLS)
     row_partial = torch.empty(num_rows, tiles[1], dtype=torch.float32, device=g.device)
     col_partial = torch.empty(tiles[0], num_cols, dtype=torch.float32, device=g.device)
     _row_and_col_kernel[tiles](
