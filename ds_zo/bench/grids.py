@@ -326,7 +326,7 @@ LSP_CURVES = Grid(
     {
         "adamw": Method(ADAMW, lrs=(1e-4,), **_LSP_CURVE),
         "lsp-512": Method(_lsp(512), lrs=(2e-4,), **_LSP_CURVE),
-        "lsp-256": Method(_lsp(256), lrs=(4e-4,), **_LSP_CURVE),
+        "lsp-256": Method(_lsp(256), lrs=(3e-4,), **_LSP_CURVE),
         "lora": Method(ADAMW, lrs=(1e-3,), lora_ranks=(4,), arguments=("--lora-targets", "all-linear"), **_LSP_CURVE),
         "galore": Method(_galore(128), lrs=(8e-4,), **_LSP_CURVE),
         "zero-offload": Method(

@@ -23,7 +23,8 @@ from typing import Any
 from ds_zo.bench import curves
 
 Row = dict[str, Any]
-Key = tuple[int, int]
+Key = tuple[str, int, int]
+"""Shape, d, r."""
 WITHIN = 0.02
 """Of AdamW's evaluation loss: as good."""
 _PARTS = (
@@ -42,7 +43,7 @@ class NoRowsError(ValueError):
 
 
 def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
-    """Medians over matrices for each (d, r), d as clamped to the matrix."""
+    """Medians over the matrices of a shape, for each d (as clamped to it) and r."""
     keys = (
         *("bias_fit", "bias_test", "update_rms", "galore_total_bias_fit", "galore_total_bias_test"),
         *("galore_device_bias_fit", "galore_device_bias_test", "galore_total_rank", "galore_device_rank"),
@@ -50,7 +51,8 @@ def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
     groups: dict[Key, list[Row]] = {}
     for row in rows:
         if row.get("study") == "bias":
-            groups.setdefault((row["d"], row["r"]), []).append(row)
+            shape = " x ".join(map(str, row["shape"]))
+            groups.setdefault((shape, row["d"], row["r"]), []).append(row)
     return {
         key: {"matrices": len(some), **{name: statistics.median(row[name] for row in some) for name in keys}}
         for key, some in sorted(groups.items())
@@ -58,49 +60,46 @@ def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
 
 
 def bias_table(rows: Sequence[Row]) -> str:
-    """As Markdown, one line for each d and r."""
+    """As Markdown, one line for each shape, d and r."""
     lines = [
-        "| d | r | matrices | LSP: fit | LSP: test | GaLore, equal total: test (rank) | "
+        "| shape | d | r | matrices | LSP: fit | LSP: test | GaLore, equal total: test (rank) | "
         "GaLore, equal device: test (rank) | update |",
-        "|" + " --- |" * 8,
+        "|" + " --- |" * 9,
     ]
-    for (dim, r), row in bias_by_setting(rows).items():
+    for (shape, dim, r), row in bias_by_setting(rows).items():
         peers = " | ".join(
             f"{row[f'galore_{peer}_bias_test']:.3f} ({row[f'galore_{peer}_rank']:.0f})" for peer in ("total", "device")
         )
         ours = f"{row['bias_fit']:.3f} | {row['bias_test']:.3f}"
-        lines.append(f"| {dim} | {r} | {row['matrices']} | {ours} | {peers} | {row['update_rms']:.2f} |")
+        lines.append(f"| {shape} | {dim} | {r} | {row['matrices']} | {ours} | {peers} | {row['update_rms']:.2f} |")
     return "\n".join(lines)
 
 
 def draw_bias(rows: Sequence[Row]) -> Any:
-    """Bias against d, a panel for each r; dashed on the gradient of the fit, drawn through on the other."""
+    """Bias against d, a panel for each shape; dashed on the gradient of the fit, drawn through on the other. GaLore's
+    memory is that of the smallest r."""
     found = bias_by_setting(rows)
     if not found:
         raise NoRowsError("no rows of the study of biases: run `python -m ds_zo.bench.lsp_studies` first")
-    nonzeros = sorted({r for _, r in found})
-    figure, panels = _figure(3.6 * len(nonzeros), 3.8, len(nonzeros))
-    lines = (
-        ("", "LSP", "#4c72b0"),
-        ("galore_total_", "GaLore, equal total memory", "#c44e52"),
-        ("galore_device_", "GaLore, equal GPU memory", "#dd8452"),
-    )
-    for axes, r in zip(panels, nonzeros, strict=True):
-        dims = [dim for dim, other in found if other == r]
-        for prefix, name, colour in lines:
+    shapes, smallest = sorted({shape for shape, _, _ in found}), min(r for _, _, r in found)
+    figure, panels = _figure(3.6 * len(shapes), 3.8, len(shapes))
+    for axes, shape in zip(panels, shapes, strict=True):
+        lines = [("", f"LSP, r = {r}", r) for r in sorted({r for _, _, r in found})]
+        lines += [(f"galore_{peer}_", f"GaLore, equal {peer} memory", smallest) for peer in ("total", "device")]
+        for i, (prefix, name, r) in enumerate(lines):
+            points = [(dim, row) for (other, dim, of_r), row in found.items() if (other, of_r) == (shape, r)]
             for kind, style in (("fit", "--"), ("test", "-")):
-                biases = [found[dim, r][f"{prefix}bias_{kind}"] for dim in dims]
+                biases = [row[f"{prefix}bias_{kind}"] for _, row in points]
                 named = {"label": name} if kind == "test" else {}
-                axes.plot(dims, biases, style, marker="o", markersize=3, color=colour, **named)
-        axes.set(title=f"r = {r}", xlabel="d", xscale="log", ylim=(0, 1.05))
+                axes.plot([dim for dim, _ in points], biases, style, marker="o", markersize=3, color=f"C{i}", **named)
+        dims = sorted({dim for other, dim, _ in found if other == shape})
+        axes.set(title=shape, xlabel="d", xscale="log", ylim=(0, 1.05))
         axes.set_xticks(dims, [str(dim) for dim in dims])
         axes.minorticks_off()
     panels[0].set_ylabel("relative bias (dashed: gradient of the fit)")
     panels[-1].legend(frameon=False, fontsize=8)
     one = rows[-1]
-    figure.suptitle(
-        f"{one['model']}, {one['task']}, two batches of {one['samples']}; medians over matrices", fontsize=10
-    )
+    figure.suptitle(f"{one['model']}, {one['task']}, two batches of {one['samples']}", fontsize=10)
     return figure
 
 

@@ -164,9 +164,8 @@ class LSPParams(OptimizerParams):
     """LSP: Adam in a subspace of learned sparse projectors."""
 
     lr: float = Field(1e-4, ge=0, le=100)
-    """Learning rate; a `scheduler` scales it. Fitted projectors make the updates of an m x n matrix
-    sqrt((1 + m/d)(1 + n/d)) times smaller than AdamW's at the same rate (3 at d = m/2 = n/2, 5 at a quarter): take
-    AdamW's rate times that."""
+    """Learning rate; a `scheduler` scales it. Fitted projectors make the updates of an m x n matrix about sqrt(m n) / d
+    times smaller than AdamW's at the same rate: start from AdamW's rate times that. Random ones take AdamW's."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
     """Adam's decay rates."""
