@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ds_zo.ops.formats import (
@@ -42,11 +43,12 @@ def encode_(
         fitted = fit_exponents(x)
         exponents.copy_(torch.from_numpy(fitted))
         x = scale_by(x, fitted, -1)
-    if low is not None and fmt.dropped_bits:
-        x, low_values = split(fmt, x)
-        low.copy_(torch.from_numpy(low_values))
-    else:
-        x = round_to(fmt, x)
+    with np.errstate(invalid="ignore"):  # NaN passes through
+        if low is not None and fmt.dropped_bits:
+            x, low_values = split(fmt, x)
+            low.copy_(torch.from_numpy(low_values))
+        else:
+            x = round_to(fmt, x)
     staged = torch.empty(x.shape, dtype=storage.dtype)
     store_(staged, x)
     storage.copy_(staged)

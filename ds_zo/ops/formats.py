@@ -96,8 +96,7 @@ def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -
     magnitude = bits & np.uint32(MAGNITUDE)
     lift = _lift(fmt, magnitude)
     if lift is not None:
-        with np.errstate(invalid="ignore"):
-            magnitude = (magnitude.view(np.float32) + lift).view(np.uint32)
+        magnitude = (magnitude.view(np.float32) + lift).view(np.uint32)
     if addend is None:
         addend = (magnitude >> np.uint32(fmt.dropped_bits)) & np.uint32(1)
         addend += np.uint32((1 << (fmt.dropped_bits - 1)) - 1)
@@ -118,8 +117,7 @@ def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
     if fmt.dtype == torch.bfloat16:
         low = (bits.view(np.int32) - high.view(np.int32)).astype(np.float32)
     else:
-        with np.errstate(invalid="ignore"):
-            low = np.rint((bits.view(np.float32) - high) * _residual_scale(fmt, high))
+        low = np.rint((bits.view(np.float32) - high) * _residual_scale(fmt, high))
     low[~finite] = 0
     return _finish(x, high), np.clip(low, -32768, 32767).astype(np.int16)
 
