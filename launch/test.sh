@@ -20,5 +20,6 @@ lint-imports
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 say "pytest"
-# A test file is one process's: two share the cores without sharing ports or process groups.
-exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"
+# A test file is one process's: they share the cores without sharing ports or process groups. Many wait for processes of
+# their own, so that three keep two cores busy.
+exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-3}" --dist loadfile "$@"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from clean_process import in_clean_process
 
 from ds_zo.bench.accuracy import best_rates, table
 from ds_zo.bench.grids import GRIDS, Case, GridError, read_grid
@@ -137,7 +138,7 @@ def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
     ]
     results, folder = tmp_path / "rows.jsonl", tmp_path / "runs"
     sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=45, grace_s=40, start="fork")
-    assert run(sweep, cases) == 2
+    assert in_clean_process(run, sweep, cases) == 2
     rows = {row["task"]: row for row in read_rows(results)}
     assert rows["ends"]["status"] == "ok" and rows["ends"]["after"] == 0.5 and rows["ends"]["config"] == {"a": 1}
     assert rows["fails"]["status"] == "failed" and "error: the reason" in rows["fails"]["last_words"]
@@ -151,7 +152,7 @@ def test_a_bad_fork_is_tried_again_in_another_way_once(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     case = Case(method="m", task="badly forked", lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2)
     sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="forkserver", fallback="fork")
-    started = run(sweep, [case])
+    started = in_clean_process(run, sweep, [case])
     assert started == 1 and (tmp_path / "count").read_text() == "xx"
     assert [row["status"] for row in read_rows(tmp_path / "rows.jsonl")] == ["failed"]
 
@@ -162,7 +163,7 @@ def test_a_killed_sweep_leaves_no_case_behind(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     case = Case(method="m", task="endless", lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2)
     sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork")
-    parent = multiprocessing.get_context("fork").Process(target=run, args=(sweep, [case]))
+    parent = multiprocessing.get_context("spawn").Process(target=run, args=(sweep, [case]))
     parent.start()
     checkpoints = tmp_path / "runs" / case.key / "checkpoints"
     wait_for(checkpoints.is_dir)

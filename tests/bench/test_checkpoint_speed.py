@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clean_process import in_clean_process
 
 from ds_zo.bench.checkpoint_speed import METHODS, cases, report
 from ds_zo.bench.runner import run_cases
@@ -16,7 +17,7 @@ def test_cases_save_and_leave_nothing_behind(tmp_path: Path) -> None:
     (disk / "checkpoint_speed-999999999").mkdir(parents=True)  # a killed case's
     small = {"layers": 2, "length": 8, "steps": 5, "every": 2, "warmup": 1, "device": "cpu"}
     chosen = cases(folder=str(disk), shapes=["opt-tiny"], methods=["zo", "zo-async"], disk_gb=0.01, **small)
-    rows = run_cases(chosen, out=tmp_path / "rows.jsonl", min_free_host_gib=0.5, device="cpu")
+    rows = in_clean_process(run_cases, chosen, out=tmp_path / "rows.jsonl", min_free_host_gib=0.5, device="cpu")
     assert [(row["case"], row["status"]) for row in rows] == [
         ("disk", "ok"),
         ("opt-tiny/zo", "ok"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from clean_process import in_clean_process
 from torch import nn
 
 from ds_zo.bench.lomo_peers import MasterWeights
@@ -33,7 +34,10 @@ def _kinds() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
-    return {row["case"]: row for row in run_cases(_kinds(), out=None, device=DEVICE, warm=WARM, min_free_host_gib=0.5)}
+    return {
+        row["case"]: row
+        for row in in_clean_process(run_cases, _kinds(), out=None, device=DEVICE, warm=WARM, min_free_host_gib=0.5)
+    }
 
 
 def test_every_kind_of_case_gives_a_row(rows: dict[str, Row]) -> None:

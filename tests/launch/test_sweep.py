@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,14 +30,16 @@ def test_zo_takes_the_references_steps_at_equal_z(
 ) -> None:
     results = tmp_path / "rows.jsonl"
     grid = ["--grid", "smoke", "--methods", "mezo,zo", "--lrs", "1e-4", "--steps", "6", "--results", str(results)]
-    script.main([*grid, "--start", "fork", "--", "--num-eval", "4"])
+    command = [sys.executable, str(SCRIPT), *grid, "--start", "fork", "--", "--num-eval", "4"]
+    first = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert first.returncode == 0, first.stderr[-3000:]
     rows = {row["method"]: row for row in read_rows(results)}
     assert {row["status"] for row in rows.values()} == {"ok"}, rows
     losses = {name: [point["loss"] for point in row["curve"] if point["loss"]] for name, row in rows.items()}
     assert losses["zo"] == pytest.approx(losses["mezo"], rel=1e-5)
     assert rows["zo"]["after_values"] == rows["mezo"]["after_values"] and rows["zo"]["steps"] == 6
     script.main([*grid, "--dry-run"])
-    said = capsys.readouterr().out
+    said = first.stdout + capsys.readouterr().out
     assert "2 cases, 2 to run now" in said and "2 cases, 0 to run now" in said
 
 
