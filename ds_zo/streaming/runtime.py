@@ -167,8 +167,11 @@ class Runtime:
         self._low_pool.extend(self._low_of.pop(n) for n, slot in list(self._low_of.items()) if not self._is_good(slot))
 
     def forget(self) -> None:
-        """Homes were rewritten behind the slots' back: nothing that was brought up counts any more."""
-        for slot in (*self.slots, *self._low_of.values()):
+        """Homes were rewritten behind the slots' back: nothing that was brought up counts any more. Copies under way
+        come before whatever the compute stream does next, so that slots may be freed."""
+        for slot in (*self.slots, *self._low_of.values(), *self._low_pool):
+            for event in (slot.filled, *slot.saved):
+                self._wait(self._compute, event)
             slot.give_up()
         self.finish()
 

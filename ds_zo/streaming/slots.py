@@ -26,6 +26,8 @@ class Slot:
         self.filled: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
+        if self.drained is not None:  # the buffer may be memory that kernels on this stream are still to leave
+            self.drained.record(torch.cuda.current_stream(device))
         self.is_saving = False
         """A download out of it was issued after its last upload."""
         self.unit: Unit | None = None
