@@ -77,7 +77,8 @@ def _run_ranks(script: str, *arguments: str, num_ranks: int, timeout_s: float, *
     port = find_free_port()
     ranks = []
     for rank in range(num_ranks):
-        env = {**os.environ, **rank_environment(rank=rank, world_size=num_ranks, port=port), "PYTHONPATH": str(REPO)}
+        path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, **rank_environment(rank=rank, world_size=num_ranks, port=port), "PYTHONPATH": path}
         env.update({name: str(value) for name, value in environment.items()})
         command = [sys.executable, "-c", script, *arguments]
         pipe = subprocess.PIPE
