@@ -24,9 +24,10 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.lsp_calibration import Calibration, adopt
-from ds_zo.engines.lsp_jobs import DeviceGroup, HostGroup, Links, Moment, Rate, Scratch
+from ds_zo.engines.lsp_jobs import DeviceGroup, HostGroup, Links, Moment, Scratch
 from ds_zo.engines.lsp_matrices import Group, Slot, Subspace, find_slots, first_projectors, group_slots
 from ds_zo.engines.lsp_payload import Carry
+from ds_zo.engines.lsp_products import HeldGradients, Rate, compress_slots
 from ds_zo.engines.lsp_queue import UpdateQueue
 from ds_zo.engines.lsp_ranks import RankLine, Turns
 from ds_zo.engines.lsp_report import BackwardClock, StepReport
@@ -34,7 +35,6 @@ from ds_zo.engines.lsp_shared import SharedDeviceGroup, SharedHostGroup
 from ds_zo.engines.lsp_state import gather_owned, moments_and_errors
 from ds_zo.engines.lsp_weights import SettledState
 from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments
-from ds_zo.projectors import compress
 from ds_zo.streaming.host_store import HostStore
 
 _CORES_LEFT_TO_PYTHON = 2
@@ -71,6 +71,7 @@ class LSPBackend(Backend):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._group_sizes: list[int] = []
         self._calibration = Calibration(self.settings, ranks=self.ranks)
+        self._held = HeldGradients()
         self._clock = BackwardClock(device)
         self._slots = find_slots(module, self.settings, device=device)
         groups = group_slots(module, self._slots, config.section.stream.blocks)
@@ -242,15 +243,17 @@ class LSPBackend(Backend):
         self._clock.begin()
         try:
             loss.backward(retain_graph=retain_graph)
+            self._held.compress()
             if self._turns is not None:
                 self._turns.finish()
         finally:
             self._in_last_backward = self._looks_together = False
+            self._held.forget()
         self._clock.end()
 
     @torch.no_grad()
     def _arrived(self, slot: Slot) -> None:
-        """One parameter's gradient is complete. A projected one's is gone when this returns."""
+        """One parameter's gradient is complete."""
         p, grad = slot.parameter, slot.parameter.grad
         if grad is None or id(p) not in self._group_of:
             p.grad = None
@@ -265,22 +268,24 @@ class LSPBackend(Backend):
         if slot.subspace is None:
             slot.has_total = True
         elif not self._looks_together or self._turns is None or self._turns.is_over(slot):
-            self._calibration.before_compress(slot, grad)
-            self._compress(slot, grad)
-            self._calibration.after_compress(slot, grad)
+            self._take_in(slot, grad)
         if self._turns is not None:
             if p.ndim >= 2:
                 self._turns.arrived(slot)
-        elif group is not None and self._in_last_backward:
+        elif group is not None:
             group.num_arrived += 1
-            if self._starts_early and group.num_arrived == group.num_expected:
-                self._start_early(group)
+            if group.num_arrived >= group.num_expected:
+                self._held.compress()
+                if self._in_last_backward and self._starts_early and group.num_arrived == group.num_expected:
+                    self._start_early(group)
 
-    def _compress(self, slot: Slot, grad: torch.Tensor) -> None:
-        assert slot.subspace is not None and slot.total is not None
-        compress(grad, slot.subspace.P, slot.subspace.Q, out=slot.total, accumulate=slot.has_total)
-        slot.has_total = True
-        slot.parameter.grad = None
+    def _take_in(self, slot: Slot, grad: torch.Tensor) -> None:
+        if not self._calibration.wants(slot):
+            self._held.add(slot)
+            return
+        self._calibration.before_compress(slot, grad)
+        compress_slots([slot])
+        self._calibration.after_compress(slot, grad)
 
     def _came_again(self, group: HostGroup, slot: Slot) -> None:
         """See [Note: taken back]."""
@@ -332,6 +337,7 @@ class LSPBackend(Backend):
     def _take_turn(self, index: int) -> None:
         """All gradients that this rank will have of a layer are here."""
         slots = self._turn_groups[index]
+        self._held.compress()
         if self._looks_together:
             self._look_together([slot for slot in slots if slot.subspace is not None and self._trains(slot)])
         group = self._host_group_of.get(id(slots[0]))
@@ -351,7 +357,7 @@ class LSPBackend(Backend):
                 mean = self.ranks.average(torch.zeros_like(slot.parameter) if grad is None else grad)
                 self._calibration.before_compress(slot, mean)
             if grad is not None:
-                self._compress(slot, grad)
+                compress_slots([slot])
             if mean is not None:
                 self._calibration.after_compress(slot, mean)
 

@@ -142,11 +142,12 @@ def adopt(slot: Slot, moments: Moments | None, carries: list[tuple[Carry, int]])
     old, new = slot.subspace, slot.refitted
     assert old is not None and new is not None
     if moments is not None:
-        mean, mean_square = carry_moments(moments.mean, moments.mean_square, old.P, old.Q, new.P, new.Q)
-        moments.mean.copy_(mean)
-        moments.mean_square.copy_(mean_square)
+        held = moments.mean.t(), moments.mean_square.t()  # kept transposed, as a slot's shape says
+        for moment, carried in zip(held, carry_moments(*held, old.P, old.Q, new.P, new.Q), strict=True):
+            moment.copy_(carried)
     for carry, i in carries:
         if i in carry.errors:
-            error = carry.errors[i]
-            carry.errors[i] = carry_moments(error, error.square(), old.P, old.Q, new.P, new.Q)[0].to(error.device)
+            error = carry.errors[i].t()
+            carried, _ = carry_moments(error, error.square(), old.P, old.Q, new.P, new.Q)
+            carry.errors[i] = carried.t().contiguous()
     slot.subspace, slot.refitted = new, None

@@ -21,10 +21,9 @@ import torch
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_payload import Carry, Codec
+from ds_zo.engines.lsp_products import Rate, apply_directions_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
-from ds_zo.optim import Dither, sgd_update_
 from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments, clip_, directions_, take_back_
-from ds_zo.projectors import apply_
 from ds_zo.streaming.host_store import HostStore
 
 NUM_LANDINGS = 3
@@ -35,17 +34,6 @@ class Moment(Enum):
     SUMMING = "gradients add up on the device"
     UPDATING = "they are on their way down, or Adam is at work; the sums are kept until the step is certain"
     DUE = "the step was made, but the weights have yet to take its direction, which the host has or will have"
-
-
-@dataclass(frozen=True)
-class Rate:
-    """What one step applies to one parameter."""
-
-    lr: float
-    weight_decay: float
-    step: int
-    """Chooses the rounding bits."""
-    stochastic: bool
 
 
 @dataclass(eq=False)
@@ -308,33 +296,11 @@ class HostGroup:
         self.moment = Moment.SUMMING
 
     def _apply(self, source: torch.Tensor) -> None:
-        for i in self._active:
-            if (rate := self._rates[i]) is not None:
-                apply_direction_(self.slots[i], self._direction(i, source), rate)
+        rates = ((i, self._rates[i]) for i in self._active)
+        apply_directions_((self.slots[i], self._direction(i, source), rate) for i, rate in rates if rate is not None)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         return self._codec.decode(i, buffer) if i < self._num_projected else self._codec.view(i, buffer)
-
-
-def apply_direction_(slot: Slot, direction: torch.Tensor, rate: Rate) -> None:
-    """W <- round(W (1 - lr wd) - lr P D Q^T), or without P and Q."""
-    p = slot.parameter
-    stochastic = rate.stochastic and p.dtype is not torch.float32
-    if slot.subspace is None:
-        dither = Dither(step=rate.step, offset=slot.offset) if stochastic else None
-        sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
-        return
-    apply_(
-        p,
-        direction,
-        slot.subspace.P,
-        slot.subspace.Q,
-        lr=rate.lr,
-        weight_decay=rate.weight_decay,
-        rounding="stochastic" if stochastic else "nearest",
-        step=rate.step,
-        offset=slot.offset,
-    )
 
 
 class DeviceGroup:
@@ -360,8 +326,8 @@ class DeviceGroup:
         norms = clip_(grads, self._max_norm)
         moments = [self.moments[i] for i in active]
         directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
-        for direction, i in zip(out, active, strict=True):
-            if (rate := rates[i]) is not None:
-                apply_direction_(self.slots[i], direction, rate)
+        pairs = ((i, direction, rates[i]) for i, direction in zip(active, out, strict=True))
+        apply_directions_((self.slots[i], direction, rate) for i, direction, rate in pairs if rate is not None)
+        for i in active:
             self.slots[i].forget()
         return norms

@@ -55,7 +55,7 @@ class Slot:
     refitted: Subspace | None = None
     """Projectors that take the place of the present ones when this step is over."""
     total: torch.Tensor | None = None
-    """Where P^T G Q is summed; a whole parameter's gradients add up in its own `.grad`."""
+    """Where the transpose of P^T G Q is summed; a whole parameter's gradients add up in its own `.grad`."""
     has_total: bool = False
     """A gradient has come since the last step."""
     is_fitted: bool = False
@@ -63,10 +63,10 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what Adam sees."""
+        """Of what Adam sees: of a projected matrix the transpose of P^T G Q, as the products read and write it."""
         if self.subspace is None:
             return tuple(self.parameter.shape)
-        return self.subspace.P.dim, self.subspace.Q.dim
+        return self.subspace.Q.dim, self.subspace.P.dim
 
     @property
     def gradient(self) -> torch.Tensor:

@@ -37,12 +37,14 @@ INTERPRETED_MULTIPROCESSORS = 1
 _FOLD_BITS: tl.constexpr = tl.constexpr(FOLD_DITHER_BITS)
 
 
-@triton.jit(do_not_specialize=["depth", "count"])
-def _gather_sum_kernel(
+@triton.jit
+def gather_tile(
     out_ptr,
     source_ptr,
     rows_ptr,
     values_ptr,
+    c,
+    col,
     depth,
     count,
     num_cols,
@@ -57,9 +59,7 @@ def _gather_sum_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """out[c, :] (+)= sum over e of values[e, c] * source[rows[e, c], :]."""
-    c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    """out[c, col] (+)= sum over e of values[e, c] * source[rows[e, c], col]."""
     exists = c < count
     inside = col[None, :] < num_cols
     table = c.to(tl.int64) * table_stride
@@ -81,15 +81,59 @@ def _gather_sum_kernel(
     tl.store(target, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_per_program", "lr", "decay", "offset", "k0", "k1", "step"])
-def _apply_kernel(
+@triton.jit(do_not_specialize=["depth", "count"])
+def _gather_sum_kernel(
+    out_ptr,
+    source_ptr,
+    rows_ptr,
+    values_ptr,
+    depth,
+    count,
+    num_cols,
+    out_stride,
+    out_col_stride,
+    source_stride,
+    entry_stride,
+    table_stride,
+    DROPPED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    gather_tile(
+        out_ptr,
+        source_ptr,
+        rows_ptr,
+        values_ptr,
+        tl.program_id(0) * ROWS + tl.arange(0, ROWS),
+        tl.program_id(1) * COLS + tl.arange(0, COLS),
+        depth,
+        count,
+        num_cols,
+        out_stride,
+        out_col_stride,
+        source_stride,
+        entry_stride,
+        table_stride,
+        DROPPED,
+        ACCUMULATE,
+        UNROLL,
+        ROWS,
+        COLS,
+    )
+
+
+@triton.jit
+def update_rows(
     w_ptr,
     u_ptr,
     indices_ptr,
     values_ptr,
-    num_rows,
+    begin,
+    end,
+    first_col,
     num_cols,
-    rows_per_program,
     lr,
     decay,
     offset,
@@ -104,14 +148,12 @@ def _apply_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """w[i, :] <- round(decay * w[i, :] - lr * sum over s of values[i, s] * u[indices[i, s], :])."""
+    """w[i, :] <- round(decay * w[i, :] - lr * sum over s of values[i, s] * u[indices[i, s], :]), a slab of columns."""
     LANES: tl.constexpr = ROWS * COLS // 8
     lane = tl.arange(0, LANES)
-    start = tl.program_id(1) * COLS + (lane % (COLS // 8)) * 8
+    start = first_col + (lane % (COLS // 8)) * 8
     col = start[:, None] + tl.arange(0, 8)[None, :]
     inside = col < num_cols
-    begin = tl.program_id(0) * rows_per_program
-    end = tl.minimum(begin + rows_per_program, num_rows)
     for first in range(begin, end, ROWS):
         row = first + lane // (COLS // 8)
         exists = row < end
@@ -140,6 +182,55 @@ def _apply_kernel(
                 addend = nearest_addend(x, DROPPED)
             x = round_to(x, addend, DROPPED)
         store_values(w_ptr, w_row[:, None] + col, mask, x, DROPPED)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program", "lr", "decay", "offset", "k0", "k1", "step"])
+def _apply_kernel(
+    w_ptr,
+    u_ptr,
+    indices_ptr,
+    values_ptr,
+    num_rows,
+    num_cols,
+    rows_per_program,
+    lr,
+    decay,
+    offset,
+    k0,
+    k1,
+    step,
+    NONZEROS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    DROPPED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    begin = tl.program_id(0) * rows_per_program
+    update_rows(
+        w_ptr,
+        u_ptr,
+        indices_ptr,
+        values_ptr,
+        begin,
+        tl.minimum(begin + rows_per_program, num_rows),
+        tl.program_id(1) * COLS,
+        num_cols,
+        lr,
+        decay,
+        offset,
+        k0,
+        k1,
+        step,
+        NONZEROS,
+        UNROLL,
+        DROPPED,
+        STOCHASTIC,
+        VECTOR,
+        ROWS,
+        COLS,
+    )
 
 
 @triton.jit
@@ -178,7 +269,7 @@ def gather_sum_triton(
         *rows.stride(),
         DROPPED=storage_format(source.dtype).dropped_bits,
         ACCUMULATE=accumulate,
-        UNROLL=_unroll(depth),
+        UNROLL=unroll(depth),
         ROWS=rows_per_program,
         COLS=GATHER_COLUMNS,
         num_warps=max(1, rows_per_program * GATHER_COLUMNS // GATHER_ELEMENTS_PER_WARP),
@@ -203,7 +294,7 @@ def apply_triton(
     weight = W.detach().contiguous()
     num_rows, num_cols = weight.shape
     seed, step, offset = (0, 0, 0) if dither is None else dither
-    low, high = _key(seed)
+    low, high = key_words(seed)
     grid, rows_per_program = _apply_grid(num_rows, num_cols, W.device)
     _apply_kernel[grid](
         _raw(weight),
@@ -220,7 +311,7 @@ def apply_triton(
         high,
         _as_int32(step),
         NONZEROS=indices.shape[1],
-        UNROLL=_unroll(indices.shape[1]),
+        UNROLL=unroll(indices.shape[1]),
         DROPPED=storage_format(W.dtype).dropped_bits,
         STOCHASTIC=dither is not None,
         VECTOR=num_cols % 8 == 0 and offset % 8 == 0,
@@ -241,40 +332,40 @@ def apply_triton(
 @cache
 def _gather_grid(count: int, num_cols: int, device: torch.device) -> tuple[tuple[int, int], int]:
     """Programs, and rows of each."""
-    num_col_blocks = _ceil_div(num_cols, GATHER_COLUMNS)
+    num_col_blocks = ceil_div(num_cols, GATHER_COLUMNS)
     rows_per_program = MAX_GATHER_ROWS
-    enough = 4 * _num_multiprocessors(device)
-    while rows_per_program > 4 and _ceil_div(count, rows_per_program) * num_col_blocks < enough:
+    enough = 4 * num_multiprocessors(device)
+    while rows_per_program > 4 and ceil_div(count, rows_per_program) * num_col_blocks < enough:
         rows_per_program //= 2
-    return (_ceil_div(count, rows_per_program), num_col_blocks), rows_per_program
+    return (ceil_div(count, rows_per_program), num_col_blocks), rows_per_program
 
 
 @cache
 def _apply_grid(num_rows: int, num_cols: int, device: torch.device) -> tuple[tuple[int, int], int]:
     """Programs, and rows of each."""
-    num_slabs = _ceil_div(num_cols, SLAB_COLUMNS)
-    chunks = max(1, PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device) // num_slabs)
-    rows_per_program = _ceil_div(_ceil_div(num_rows, chunks), SLAB_ROWS) * SLAB_ROWS
-    return (_ceil_div(num_rows, rows_per_program), num_slabs), rows_per_program
+    num_slabs = ceil_div(num_cols, SLAB_COLUMNS)
+    chunks = max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_slabs)
+    rows_per_program = ceil_div(ceil_div(num_rows, chunks), SLAB_ROWS) * SLAB_ROWS
+    return (ceil_div(num_rows, rows_per_program), num_slabs), rows_per_program
 
 
 @lru_cache(maxsize=16)
-def _key(seed: int) -> tuple[int, int]:
+def key_words(seed: int) -> tuple[int, int]:
     low, high = (_as_int32(k) for k in split_seed(seed))
     return low, high
 
 
 @cache
-def _unroll(depth: int) -> int:
+def unroll(depth: int) -> int:
     return min(MAX_UNROLL, 1 << (depth - 1).bit_length())
 
 
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 @lru_cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

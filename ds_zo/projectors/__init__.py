@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from ds_zo.projectors.fit import FitReport, carry_moments, choose_dims, fit
-from ds_zo.projectors.products import apply_, compress, relative_bias
+from ds_zo.projectors.products import (
+    Application,
+    Compression,
+    apply_,
+    apply_all_,
+    compress,
+    compress_all,
+    relative_bias,
+)
 from ds_zo.projectors.sparse import SparseProjector
 
 __all__ = [
+    "Application",
+    "Compression",
     "FitReport",
     "SparseProjector",
     "apply_",
+    "apply_all_",
     "carry_moments",
     "choose_dims",
     "compress",
+    "compress_all",
     "fit",
     "relative_bias",
 ]

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from projector_cases import matrix, pair
 
-from ds_zo.projectors import SparseProjector, apply_, compress, products, relative_bias
+from ds_zo.projectors import (
+    Application,
+    Compression,
+    SparseProjector,
+    apply_,
+    apply_all_,
+    compress,
+    compress_all,
+    products,
+    relative_bias,
+)
 
 SHAPES = [(24, 40, 8, 2), (19, 131, 16, 3), (70, 9, 32, 4)]
 """Rows, columns, dim, non-zeros: whole lanes, odd columns with more slabs than one, more rows than a program's."""
@@ -90,6 +100,48 @@ def check_apply_by_lanes(device: str) -> None:
         expected = with_reference(lambda a=(W, D, P, Q), b=given: updated(*a, **b))  # type: ignore[misc]
         found = updated(W.to(device), D.to(device), moved(P, device), moved(Q, device), **given)
         compare_rounded(found.cpu(), expected)
+
+
+BATCH = [(SHAPES[0], DTYPES[0]), *[((32, 48, 16, 2), DTYPES[1])] * 3, (SHAPES[1], DTYPES[1]), (SHAPES[2], DTYPES[1])]
+"""Odd ones and aligned ones, the latter in a launch of their own."""
+
+
+def check_batches_are_the_same_bits(device: str) -> None:
+    from ds_zo.ops import triton_projector_batches
+
+    one_by_one, together, largest = [], [], triton_projector_batches.MAX_BATCH
+    triton_projector_batches.MAX_BATCH = 2
+    try:
+        for first in (True, False):
+            calls = []
+            for i, ((m, n, dim, nonzeros), dtype) in enumerate(BATCH):
+                P, Q = (moved(x, device) for x in pair(m, n, dim, nonzeros, seed=i))
+                G = (matrix(n, m, dtype, seed=i).t() if i == 0 else matrix(m, n, dtype, seed=i)).to(device)
+                out = torch.ones(Q.dim, P.dim, device=device).t() if i % 2 else torch.ones(P.dim, Q.dim, device=device)
+                calls.append(Compression(G, P, Q, out, accumulate=i % 3 == 0))
+            if first:
+                for one in calls:
+                    compress(one.G, one.P, one.Q, out=one.out, accumulate=one.accumulate)
+            else:
+                compress_all(calls)
+            options = [(0.03, 0.1, "stochastic"), (0.03, 0.1, "nearest"), (0.02, 0.0, "stochastic")]
+            updates = [
+                Application(one.G, one.out, one.P, one.Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
+                for i, one in enumerate(calls)
+            ]
+            if first:
+                for one in updates:
+                    given: dict[str, Any] = {"lr": one.lr, "weight_decay": one.weight_decay, "rounding": one.rounding}
+                    apply_(one.W, one.D, one.P, one.Q, seed=3, step=5, offset=one.offset, **given)
+            else:
+                versions = [one.W._version for one in updates]
+                apply_all_(updates, seed=3, step=5)
+                assert all(one.W._version > version for one, version in zip(updates, versions, strict=True))
+            (one_by_one if first else together).extend([x for one in calls for x in (one.out, one.G)])
+    finally:
+        triton_projector_batches.MAX_BATCH = largest
+    for expected, found in zip(one_by_one, together, strict=True):
+        assert torch.equal(found, expected)
 
 
 def check_strided_weight_and_version(device: str) -> None:
