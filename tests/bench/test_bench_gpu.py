@@ -27,7 +27,7 @@ print(json.dumps(rows))
 
 
 def run_in_warm_parent(run_python: Callable[..., str], cases: list[Any]) -> list[dict[str, Any]]:
-    path = os.pathsep.join([str(REPO), str(Path(__file__).parent)])
+    path = os.pathsep.join(filter(None, (str(REPO), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     script = SCRIPT.replace("CASES", repr(cases))
     output = run_python(script, PYTHONPATH=path, PYTORCH_NVML_BASED_CUDA_CHECK=1)
     rows: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
