@@ -402,9 +402,10 @@ class PluginEngine(CheckpointingEngine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Accelerate and Trainer ask for it whenever the JSON says stage 3."""
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if dist.get_rank() != 0:
-            return None
+        with self.backend.readable_alone():
+            if dist.get_rank() != 0:
+                return None
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
 
     def load_module_state_dict(

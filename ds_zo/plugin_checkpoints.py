@@ -63,20 +63,25 @@ class CheckpointingEngine(DeepSpeedEngine):
             if self._writes:
                 self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
 
-        self._together(save)
+        self._together(self._finish_last_save)
+        with self.backend.readable_alone():
+            self._together(save)
         return True
 
-    def _save(
-        self, save_dir: Path, tag: str, client: dict[str, Any], latest: bool, omit_frozen: bool, ranks: list[Any]
-    ) -> None:
-        settings = self.resolved.section.checkpoint
-        waited_s = self._background.wait()
+    def _finish_last_save(self) -> None:
+        """Two at a time would hold two snapshots."""
+        waited_s = self._background.wait() if self._writes else 0.0
         if waited_s > _NOTICED_S:
             logger.warning(
                 f"ds_zo: training waited {waited_s:.1f} s for the last checkpoint to be written: save less often, or "
                 "to a faster disk"
             )
         self._background.raise_error()
+
+    def _save(
+        self, save_dir: Path, tag: str, client: dict[str, Any], latest: bool, omit_frozen: bool, ranks: list[Any]
+    ) -> None:
+        settings = self.resolved.section.checkpoint
         recorder = self.backend.recorder
         if recorder is not None:
             recorder.raise_error()
@@ -148,7 +153,8 @@ class CheckpointingEngine(DeepSpeedEngine):
                 aliases = self.backend.aliases()
                 write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
 
-        self._together(save)
+        with self.backend.readable_alone():
+            self._together(save)
         return True
 
     # Loading

@@ -50,7 +50,7 @@ def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
         ignored.append("zero_optimization.offload_optimizer")
     if config.backend == "zo":
         ignored += [f"fp16.{key}" for key in config.loss_scale.written]
-    if not config.stream:
+    if not config.stream and not config.shards_device:
         travel_only = ("device_slots", "overlap", "reuse_buffers")
         ignored += [f"ds_zo.stream.{key}" for key in travel_only if key in config.section.stream.model_fields_set]
     return ignored
@@ -66,9 +66,11 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
             f"{optimizer.lr:g}, about {type(optimizer).model_fields['lr'].default:g} is usual"
         )
     found += _scheduler_warning(ds_config, optimizer.lr)
-    if config.zero_stage == 3 and not (config.stream and config.backend in ("zo", "lomo", "adalomo")):
+    shards_host = config.stream and config.backend in ("zo", "lomo", "adalomo")
+    if config.zero_stage == 3 and not (shards_host or config.shards_device):
+        but = ", and a part of Adam's states" if config.backend == "lsp" else ""
         where = "in its host memory" if config.stream else "on its device; offload_param.device cpu streams it instead"
-        found.append(f"zero_optimization.stage 3 shards nothing yet: every rank keeps the whole model {where}")
+        found.append(f"zero_optimization.stage 3 shards no weights here: every rank keeps the whole model{but} {where}")
     if isinstance(optimizer, LSPParams) and optimizer.clip_scope == "global" and optimizer.schedule == "layerwise":
         found.append(
             f"{config.params_at}.clip_scope global needs the whole backward pass before the first update, so the "

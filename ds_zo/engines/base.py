@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -152,6 +153,20 @@ class Backend(ABC):
         model, if `stored_changed` follows."""
         return {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
 
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        """By every rank: `target` is what `stored` returned for `name`."""
+        target.copy_(value)
+
+    @contextmanager
+    def readable_alone(self) -> Iterator[None]:
+        """Entered by every rank; inside, the first reads weights without the others."""
+        yield
+
+    @property
+    def stored_is_held(self) -> bool:
+        """What `stored` returns now are copies that training does not change."""
+        return False
+
     def stored_changed(self) -> None:  # noqa: B027
         """Somebody wrote to what `stored` returned."""
 
@@ -165,7 +180,7 @@ class Backend(ABC):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the writer's threads have streams of their own
         state = {"state": held(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
-        return Snapshot(module_pieces(tensors, hold=hold), lambda: state)
+        return Snapshot(module_pieces(tensors, hold=hold and not self.stored_is_held), lambda: state)
 
     @torch.no_grad()
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
@@ -191,7 +206,7 @@ class Backend(ABC):
         if resume:
             self.check_state(saved.backend_state["state"])
         for name in sorted(names.keys() & here.keys(), key=lambda name: names[name]):
-            here[name].copy_(saved.tensor(names[name]))
+            self.write_stored(name, here[name], saved.tensor(names[name]))
         self.stored_changed()
         self.load_state_dict(saved.backend_state["state"], load_optimizer_states=resume)
 
@@ -215,7 +230,7 @@ class Backend(ABC):
         check_weights(weights, here, self.aliases(), strict=strict)
         for name, value in here.items():
             if name in weights:
-                value.copy_(weights[name])
+                self.write_stored(name, value, weights[name])
         self.stored_changed()
 
     def replay_steps(self, rows: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ be updated by parts, and later segments recomputed with new weights. It is refus
 With `offload_param` blocks stream, and each is computed again in a backward of its own ([Note: recomputed blocks],
 [Note: gradients in parts]); passes, updates and rounding bits are the same.
 
-On several ranks gradients are averaged a layer at a time on their way to the update ([Note: one order of buckets]).
+On several ranks gradients are averaged a layer at a time on their way to the update ([Note: one order of buckets]). At
+stage 3 without `offload_param` blocks come from all ranks' devices instead of the host ([Note: device shards]).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ds_zo.checkpoint.snapshot import persistent_buffers
+from ds_zo.checkpoint.snapshot import held, persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
@@ -43,11 +44,12 @@ from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
-from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, buckets_of
+from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, Pieces, buckets_of
 from ds_zo.engines.lomo_slots import Layer, Phase, Slot
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
 from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.device_shards import Segment
 from ds_zo.streaming.node import wait_as_long_as_the_world
 
 _NORM_FLOOR = 1e-6
@@ -60,6 +62,8 @@ _hooks: Any = WeakTensorKeyDictionary()
 
 class LOMOBackend(Backend):
     name: ClassVar[str] = "lomo"
+    updates_pieces: ClassVar[bool] = True
+    """Its rule needs no more of a parameter than the elements that it changes."""
     settings: LOMOParams
 
     def __init__(
@@ -96,7 +100,7 @@ class LOMOBackend(Backend):
         self._bare = False
         self._retains = False
         self._homes = None
-        if config.stream:
+        if self.places_parameters(config):
             self._homes = BlockHomes(
                 module, config, param_groups=self.param_groups, device=device, process_group=process_group
             )
@@ -118,6 +122,11 @@ class LOMOBackend(Backend):
     @classmethod
     def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
         return with_initial_lr(super().make_optimizer(params, config))
+    @classmethod
+    def places_parameters(cls, config: Resolved) -> bool:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return config.stream or (config.shards_device and several)
+
 
     # Parameters
 
@@ -177,11 +186,13 @@ class LOMOBackend(Backend):
         wait_as_long_as_the_world(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
         return GradientReducer(
-            buckets_of(self.module, blocks, self._slots),
+            buckets_of(self.module, blocks, self._slots, shards=shards),
             process_group=self.process_group,
+        in_pieces = self.updates_pieces and not self._by_layer
+        shards = self._homes.shards if self._homes is not None and in_pieces else None
             device=self.device,
             consumer=self,
-            blocks_first=self._homes is not None and self._homes.shared is not None,
+            blocks_first=self._homes is not None and self._homes.is_sharded,
         )
 
     def _hook(self, slot: Slot) -> RemovableHandle:
@@ -442,7 +453,7 @@ class LOMOBackend(Backend):
         block = bucket.block
         if block is None or self._homes is None or self._homes.is_visited(block.unit):
             return nullcontext()
-        if self._phase is Phase.MEASURE and self._homes.shared is None:
+        if self._phase is Phase.MEASURE and not self._homes.is_sharded:
             return nullcontext()
         return None if self._homes.is_visiting else self._visit(block)
 
@@ -475,6 +486,27 @@ class LOMOBackend(Backend):
         if self._homes is not None:
             p.grad = None
             raise RuntimeError(_BARE_STREAMED)
+    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces) -> None:
+        """See [Note: gradients in pieces]."""
+        assert self._homes is not None
+        with self._homes.updating(block.unit) as shard:
+            for slot, segment, grad in pieces:
+                self._update_piece(slot, segment, shard, grad)
+
+    def _update_piece(self, slot: Slot, segment: Segment, shard: torch.Tensor, grad: torch.Tensor) -> None:
+        group = self._group_of[id(slot.parameter)]
+        lr, dtype = float(group["lr"]), slot.parameter.dtype
+        rounds = self._rounding == "stochastic" and dtype is not torch.float32
+        sgd_update_(
+            segment.view(shard, dtype),
+            grad,
+            lr=lr,
+            decay=1.0 - lr * float(group.get("weight_decay", 0.0)),
+            coef=self._coef,
+            clip_value=self.settings.clip_grad_value,
+            dither=Dither(step=self._num_updates, offset=slot.offset + segment.begin) if rounds else None,
+        )
+
         if self._two_passes or self._by_layer:
             p.grad = None
             raise RuntimeError(
@@ -645,8 +677,30 @@ class LOMOBackend(Backend):
         if self._homes is None:
             return super().stored()
         self._homes.wait()
-        weights = {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
-        return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
+        collected = {} if self._state is None else self._state.collected
+        named = self.module.named_parameters(remove_duplicate=False)
+        weights = {name: collected.get(id(p), p.detach()) for name, p in named}
+        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
+        return weights | (held(buffers) if collected else buffers)
+
+    @property
+    def stored_is_held(self) -> bool:
+        return self._state is not None and bool(self._state.collected)
+
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        parameter = None if self._state is None else self._state.cut.get(name)
+        if self._state is None or parameter is None:
+            target.copy_(value)
+        else:
+            self._state.write(parameter, value)
+
+    @contextmanager
+    def readable_alone(self) -> Iterator[None]:
+        if self._state is None or self._homes is None or self._homes.shards is None:
+            yield
+            return
+        with self._state.collecting(keeps=dist.get_rank() == 0):
+            yield
 
     def stored_changed(self) -> None:
         if self._homes is not None:

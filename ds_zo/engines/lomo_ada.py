@@ -14,6 +14,7 @@ from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
 
 class AdaLOMOBackend(LOMOBackend):
     name: ClassVar[str] = "adalomo"
+    updates_pieces: ClassVar[bool] = False
     settings: AdaLOMOParams
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

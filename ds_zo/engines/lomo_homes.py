@@ -12,8 +12,9 @@ alike, but not run them in an order of their own.) What stands around blocks is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,13 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_zo.config import Resolved
+from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
 from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
+from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.node import Node, Share
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -62,15 +65,21 @@ class BlockHomes:
         self.placement.scratch_nbytes = 0  # updates are made in place
         blocks = self.placement.blocks
         num_resident = min(len(blocks), self._stream.resident_blocks or 0)
-        check_fits(
-            device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident)),
-            budget_gb=self._stream.device_memory_gb,
-            remedy="raise it or keep fewer blocks resident",
-        )
+        stays = {id(blocks[i]) for i in spread(len(blocks), num_resident)}
+        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        needed = device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident))
+        if config.shards_device:
+            pieces = sum(Share(0, num_ranks).piece_nbytes(u.nbytes) for u in blocks if id(u) not in stays)
+            needed = replace(needed, blocks=needed.blocks + pieces)
+        check_fits(needed, budget_gb=self._stream.device_memory_gb, remedy="raise it or keep fewer blocks resident")
         self.shared: SharedStore | None = None
         """The host store, where ranks of a machine keep it together."""
-        several = dist.is_initialized() and dist.get_world_size(process_group) > 1
-        if several and config.zero_stage == 3 and num_resident < len(blocks):
+        self.shards: DeviceShards | None = None
+        """The weights, where all ranks' devices keep them together."""
+        if num_ranks > 1 and config.shards_device:
+            self._check_shards(config)
+            self.shards = DeviceShards(Node(process_group, device=device, everywhere=True), device=device)
+        elif num_ranks > 1 and config.zero_stage == 3 and num_resident < len(blocks):
             self.shared = share_store(
                 self.placement,
                 num_resident=num_resident,
@@ -78,15 +87,14 @@ class BlockHomes:
                 device=device,
                 pin=config.pin_memory,
             )
-        self.store = self.shared or HostStore(device, pin=config.pin_memory)
-        stays = {id(blocks[i]) for i in spread(len(blocks), num_resident)}
+        self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """Slices of slots by unit and slot, with the buffer that they are of."""
         self._visited: set[int] = set()
         self.runtime = self._make_runtime()
-        self._may_fill = self._stream.resident_blocks is None and device.type == "cuda"
+        self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
@@ -98,9 +106,31 @@ class BlockHomes:
             "pairs": False,
         }
 
+    def _check_shards(self, config: Resolved) -> None:
+        if config.section.rounding == "kahan":
+            raise ConfigError(
+                "kahan rounding keeps what it drops of every weight on each device, which stage 3 is to divide, got "
+                "both; write stochastic",
+                at="ds_zo.rounding",
+            )
+        if not self.placement.blocks:
+            logger.warning(
+                "ds_zo: this model has no list of like blocks, so every rank keeps all of it on its device: name the "
+                "list (ds_zo.stream.blocks)"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Blocks are gathered from several ranks, so that all of them visit all blocks in one order."""
+        return self.shared is not None or self.shards is not None
+
     def _make_runtime(self) -> Runtime:
-        make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
-        return make(
+        make: Any = Runtime
+        if self.shards is not None:
+            make = partial(DeviceShardRuntime, store=self.shards)
+        elif self.shared is not None:
+            make = partial(ShardedRuntime, store=self.shared)
+        made: Runtime = make(
             self.placement.blocks,
             self.device,
             num_slots=self._stream.device_slots,
@@ -108,6 +138,7 @@ class BlockHomes:
             overlap=self._stream.overlap,
             reuse_buffers=self._stream.reuse_buffers,
         )
+        return made
 
     # Visits
 
@@ -118,7 +149,7 @@ class BlockHomes:
     def start_backward(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), again: bool) -> None:
         """`again`: the next pass is another of the same order. Ranks that share blocks bring all of them, whatever this
         one expects to visit."""
-        if self.shared is not None:
+        if self.is_sharded:
             order = self.placement.blocks[::-1]
         self.runtime.join(ahead=False)
         self.runtime.start(order, downloads=downloads, then=None if again else ())
@@ -153,6 +184,13 @@ class BlockHomes:
             self._visited.discard(id(unit))
             if unit.streamed:
                 unit.bind_home()
+
+    @contextmanager
+    def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Inside, this rank's piece of a unit may be changed."""
+        assert isinstance(self.runtime, DeviceShardRuntime)
+        with torch.inference_mode(False), torch.no_grad(), self.runtime.updating(unit) as piece:
+            yield piece
 
     def is_visited(self, unit: Unit) -> bool:
         return id(unit) in self._visited
@@ -211,6 +249,15 @@ class BlockHomes:
         for unit in self.placement.blocks:
             self.runtime.host_wait(unit)
 
+    def collect(self, keep: Callable[[Placed, torch.Tensor], None]) -> None:
+        """Shows every parameter's weights on the device, a unit's at a time. By all ranks."""
+        for unit in self.placement.units:
+            views = [placed.parameter.detach() for placed in unit.placed]
+            if self.shards is not None and unit.is_cut:
+                views = self.shards.whole(unit)
+            for placed, view in zip(unit.placed, views, strict=True):
+                keep(placed, view)
+
     @contextmanager
     def rewriting(self, unit: Unit) -> Iterator[bool]:
         """Around a write to a home, by all ranks alike: whether this one has to make it."""
@@ -235,17 +282,28 @@ class BlockHomes:
         weights = sum(u.nbytes for u in units if not u.streamed)
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         together = "" if self.shared is None else f" (one of {self.shared.share.size} ranks' parts)"
+        how = "stream" if self.shards is None else f"are sharded over {self.shards.share.size} ranks' devices"
+        host = (
+            f"host: {self.store.nbytes / gib:.2f} GiB{together}, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
+            if self.shards is None
+            else f"this rank's pieces {self.shards.nbytes / gib:.2f} GiB"
+        )
         return (
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device; all "
+            f"modules around them; {num_streamed} blocks {how}, {len(blocks) - num_streamed} stay on the device; all "
             "are computed again in the backward pass from their inputs\n"
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB; "
-            f"host: {self.store.nbytes / gib:.2f} GiB{together}, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
+            f"{host}"
         )
 
     def close(self, *, leave_whole: bool) -> None:
-        """`leave_whole`: the module goes on with the weights, which are then its own process's."""
+        """`leave_whole`: the module goes on with the weights, which are then its own process's. Of sharded ones no rank
+        has more than a piece: like DeepSpeed's, they are left without elements."""
         self.wait()
+        if self.shards is not None and leave_whole:
+            for unit in self.placement.blocks:
+                if unit.is_cut:
+                    unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
         if self.shared is not None and leave_whole:
             for unit in self.placement.blocks:
                 if unit.streamed:
@@ -260,26 +318,70 @@ class HomesState(ModuleState):
 
     def __init__(self, homes: BlockHomes, module: nn.Module) -> None:
         self._homes = homes
+        self.collected: dict[int, torch.Tensor] = {}
+        """Weights in host memory that this rank may read alone, by the parameter's id."""
+        self._gathered: tuple[int, int, dict[int, torch.Tensor]] | None = None
+        """The last sharded unit read, and its version: a block's parameters are asked for one at a time."""
         super().__init__(homes.placement.units, module, device=homes.device)
+        named = module.named_parameters(remove_duplicate=False)
+        self.cut = {name: p for name, p in named if self._where[id(p)][0].is_cut}
+        """Parameters of which this rank has a piece at most ([Note: device shards])."""
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, placed = self._where[id(parameter)]
+        if id(parameter) in self.collected:
+            return self.collected[id(parameter)]
+        if unit.is_cut:
+            return self._read_cut(unit, parameter)
         if not unit.streamed:
             return parameter.detach()
         return self._stored(unit, placed).clone()
 
+    def _read_cut(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
+        """By all ranks, as they read the same parameters in the same order."""
+        if self._gathered is None or self._gathered[:2] != (id(unit), unit.version):
+            assert self._homes.shards is not None
+            views = zip(unit.placed, self._homes.shards.whole(unit), strict=True)
+            copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in views}
+            self._gathered = (id(unit), unit.version, copies)
+        copy = self._gathered[2].pop(id(parameter), None)
+        if copy is None:  # a second reader
+            self._gathered = None
+            return self._read_cut(unit, parameter)
+        return copy
+
+    @contextmanager
+    def collecting(self, *, keeps: bool) -> Iterator[None]:
+        """Entered by all ranks; inside, one that `keeps` reads weights without the others."""
+
+        def keep(placed: Placed, view: torch.Tensor) -> None:
+            if keeps:
+                self.collected[id(placed.parameter)] = view.to("cpu", copy=True)
+
+        try:
+            with torch.no_grad():
+                self._homes.collect(keep)
+            yield
+        finally:
+            self.collected = {}
+
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
+        self._gathered = None
         with self._homes.rewriting(unit) as writes:
-            if writes:
+            if self._homes.shards is not None and unit.is_cut:
+                self._homes.shards.write(unit, placed, value)
+            elif writes:
                 unit.store_one(placed, value)
         unit.bind_home()
         self._homes.runtime.forget()
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+        if unit.is_cut:
+            return self._read_cut(unit, placed.parameter).to(self.device, torch.float32)
         return self._stored(unit, placed).to(self.device, torch.float32, copy=True)
 
     def _before_load(self, unit: Unit) -> None:

@@ -9,12 +9,18 @@ gradient which the others have keeps those that come after it to the end of the 
 
 [Note: marks] A parameter that no rank has a gradient for is left alone, weight decay included, as on one rank. So each
 bucket ends with a mark a parameter, the number of ranks that had its gradient; only ranks that had none look at it.
+
+[Note: gradients in pieces] Where devices keep weights in pieces ([Note: device shards]), a rank needs the sum of its
+own piece's gradients alone. Its bucket is laid out by ranks, so that one reduce-scatter brings each what it updates,
+and the block's weights may be gone by then: the next block's backward pass runs meanwhile. Rules that look at a
+parameter as a whole (AdaLOMO, a layer's norm, adapters) take whole sums, which every rank applies to the gathered
+weights.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol
@@ -26,6 +32,7 @@ from torch import nn
 
 from ds_zo.engines.lomo_blocks import RecomputedBlock, shared_parameters
 from ds_zo.engines.lomo_slots import Slot
+from ds_zo.streaming.device_shards import DeviceShards, Segment
 from ds_zo.streaming.node import one_may_be_gone, waiting_time
 
 _ALIGN = 16
@@ -44,6 +51,9 @@ class Stage(Enum):
 
 class Bucket:
     """Parameters whose gradients are reduced together, in one buffer a dtype."""
+
+    in_pieces = False
+    """Each rank gets the sums of its own pieces; see [Note: gradients in pieces]."""
 
     def __init__(self, slots: Sequence[Slot], block: RecomputedBlock | None = None) -> None:
         self.slots = list(slots)
@@ -73,10 +83,7 @@ class Bucket:
         """Lays out the parameters that take part."""
         self.trained = list(trained)
         self._where, self._marks_at, self._num_elements = {}, {}, {}
-        by_dtype: dict[torch.dtype, list[Slot]] = {}
-        for slot in trained:
-            by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
-        for dtype, slots in by_dtype.items():
+        for dtype, slots in _by_dtype(trained).items():
             step, end = _ALIGN // dtype.itemsize, 0
             for slot in slots:
                 self._where[id(slot)] = (dtype, end)
@@ -97,6 +104,10 @@ class Bucket:
     def gradient(self, slot: Slot) -> torch.Tensor:
         dtype, begin = self._where[id(slot)]
         return self._buffers[dtype][begin : begin + slot.parameter.numel()].view(slot.parameter.shape)
+
+    def put(self, slot: Slot, grad: torch.Tensor) -> None:
+        self.gradient(slot).copy_(grad)
+        self.arrived.add(id(slot))
 
     def mark(self) -> None:
         """See [Note: marks]."""
@@ -119,7 +130,74 @@ class Bucket:
         self.arrived, self.works, self.pieces, self._buffers = set(), [], [], {}
 
 
+class PiecesBucket(Bucket):
+    """See [Note: gradients in pieces]. A buffer is a row a rank: its segments of gradients, then the marks."""
+
+    in_pieces = True
+
+    def __init__(
+        self, slots: Sequence[Slot], block: RecomputedBlock | None, segments: Mapping[int, Sequence[Segment]]
+    ) -> None:
+        """`segments` by the parameter's id."""
+        super().__init__(slots, block)
+        self._segments = segments
+        self._places: dict[int, list[tuple[Segment, int]]] = {}
+        """Where in its rank's row each of a parameter's segments begins, by the slot's id."""
+        self._num_ranks = 1
+
+    def train(self, trained: Sequence[Slot], *, num_ranks: int) -> None:
+        self.trained = list(trained)
+        self._num_ranks = num_ranks
+        self._where, self._marks_at, self._num_elements, self._places = {}, {}, {}, {}
+        for dtype, slots in _by_dtype(trained).items():
+            step, ends = _ALIGN // dtype.itemsize, [0] * num_ranks
+            for slot in slots:
+                self._where[id(slot)] = (dtype, 0)
+                self._places[id(slot)] = []
+                for segment in self._segments[id(slot.parameter)]:
+                    self._places[id(slot)].append((segment, ends[segment.rank]))
+                    ends[segment.rank] += -(-segment.numel // step) * step
+            self._marks_at[dtype] = max(ends)
+            self._num_elements[dtype] = num_ranks * (-(-(max(ends) + len(slots)) // step) * step)
+
+    def put(self, slot: Slot, grad: torch.Tensor) -> None:
+        flat, rows = grad.reshape(-1), self._rows(slot.parameter.dtype)
+        for segment, at in self._places[id(slot)]:
+            rows[segment.rank, at : at + segment.numel].copy_(flat[segment.begin : segment.begin + segment.numel])
+        self.arrived.add(id(slot))
+
+    def mark(self) -> None:
+        for dtype, begin in self._marks_at.items():
+            here = [slot for slot in self.trained if slot.parameter.dtype is dtype]
+            marks = self._rows(dtype)[:, begin : begin + len(here)].fill_(1)
+            for i, slot in enumerate(here):
+                if id(slot) not in self.arrived:
+                    marks[:, i].zero_()
+
+    def present(self) -> list[Slot]:
+        if len(self.arrived) == len(self.trained):
+            return self.trained
+        marks = {d: iter(row[self._marks_at[d] :].tolist()) for d, row in zip(self._buffers, self.pieces, strict=True)}
+        return [slot for slot in self.trained if next(marks[slot.parameter.dtype]) > 0]
+
+    def sums(self, slot: Slot, *, rank: int) -> list[tuple[Segment, torch.Tensor]]:
+        """What of a parameter's summed gradient came to this rank."""
+        row = dict(zip(self._buffers, self.pieces, strict=True))[slot.parameter.dtype]
+        return [(s, row[at : at + s.numel]) for s, at in self._places[id(slot)] if s.rank == rank]
+
+    def _rows(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._buffers[dtype].view(self._num_ranks, -1)
+
+
+def _by_dtype(slots: Sequence[Slot]) -> dict[torch.dtype, list[Slot]]:
+    found: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.parameter.dtype, []).append(slot)
+    return found
+
+
 Gradients = list[tuple[Slot, torch.Tensor]]
+Pieces = list[tuple[Slot, Segment, torch.Tensor]]
 
 
 class Consumer(Protocol):
@@ -130,6 +208,9 @@ class Consumer(Protocol):
         not now, for another block is being visited."""
 
     def consume(self, gradients: Gradients) -> None: ...
+
+    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces) -> None:
+        """This rank's pieces of a block's averaged gradients; at least one rank has some."""
 
 
 class GradientReducer:
@@ -203,8 +284,7 @@ class GradientReducer:
         bucket = self._bucket_of[id(slot)]
         assert bucket.stage is Stage.OPEN, f"the bucket of {slot.name} has gone"
         bucket.fill(self._device)
-        bucket.gradient(slot).copy_(grad)
-        bucket.arrived.add(id(slot))
+        bucket.put(slot, grad)
         self.most_alive = max(self.most_alive, sum(b.alive for b in self._buckets))
         if len(bucket.arrived) == len(bucket.trained) and bucket.block is None:
             self.close(bucket)
@@ -277,7 +357,8 @@ class GradientReducer:
                 with weights:
                     self._launch(bucket)
                     # A streamed block's weights are here now; others can wait until the next bucket is full.
-                    self._retire(leaving=0 if bucket.block is not None and not self._measures else 1)
+                    now = bucket.block is not None and not bucket.in_pieces and not self._measures
+                    self._retire(leaving=0 if now else 1)
             self._turn += 1
 
     def _launch(self, bucket: Bucket) -> None:
@@ -288,7 +369,7 @@ class GradientReducer:
         with one_may_be_gone(self._device):
             for buffer in bucket.buffers:
                 self.bytes_reduced += buffer.numel() * buffer.element_size()
-                if self._measures and self._scatters:
+                if (self._measures or bucket.in_pieces) and self._scatters:
                     piece = buffer.new_empty(buffer.numel() // self._num_ranks)
                     bucket.pieces.append(piece)
                     work = _reduce_scatter(piece, buffer, group=self._group, async_op=True)
@@ -304,10 +385,13 @@ class GradientReducer:
             with one_may_be_gone(self._device):
                 for work in bucket.works:
                     work.wait()
+            rank = dist.get_rank(self._group)
+            if not bucket.pieces:
+                bucket.pieces = [buffer.chunk(self._num_ranks)[rank] for buffer in bucket.buffers]
             if self._measures:
-                rank = dist.get_rank(self._group)
-                pieces = bucket.pieces or [buffer.chunk(self._num_ranks)[rank] for buffer in bucket.buffers]
-                self._norms += [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+                self._norms += [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in bucket.pieces]
+            elif isinstance(bucket, PiecesBucket):
+                self._hand_over(bucket, rank)
             else:
                 present = bucket.present()
                 for buffer in bucket.buffers:
@@ -316,6 +400,16 @@ class GradientReducer:
                 assert consumer is not None
                 consumer.consume([(slot, bucket.gradient(slot)) for slot in present])
             bucket.drop()
+
+    def _hand_over(self, bucket: PiecesBucket, rank: int) -> None:
+        present = bucket.present()
+        for piece in bucket.pieces:
+            piece.div_(self._num_ranks)
+        consumer = self._consumer()
+        assert consumer is not None and bucket.block is not None
+        if present:
+            found = [(slot, segment, grad) for slot in present for segment, grad in bucket.sums(slot, rank=rank)]
+            consumer.consume_pieces(bucket.block, found)
 
     def _learn_order(self) -> None:
         number = {id(bucket): i for i, bucket in enumerate(self._buckets)}
@@ -347,8 +441,11 @@ class GradientReducer:
         )
 
 
-def buckets_of(module: nn.Module, blocks: Sequence[nn.Module], slots: Sequence[Slot]) -> list[Bucket]:
-    """A bucket for what stands in one block alone, and one for each module around blocks, in the model's order."""
+def buckets_of(
+    module: nn.Module, blocks: Sequence[nn.Module], slots: Sequence[Slot], *, shards: DeviceShards | None = None
+) -> list[Bucket]:
+    """A bucket for what stands in one block alone, and one for each module around blocks, in the model's order.
+    `shards`: those of blocks that are sharded are reduced in pieces."""
     block_of: dict[int, int] = {}
     for i, (block, shared) in enumerate(zip(blocks, shared_parameters(module, blocks), strict=True)):
         elsewhere = {id(getattr(owner, name)) for owner, name in shared}
@@ -356,4 +453,13 @@ def buckets_of(module: nn.Module, blocks: Sequence[nn.Module], slots: Sequence[S
     found: dict[int | str, list[Slot]] = {}
     for slot in slots:
         found.setdefault(block_of.get(id(slot.parameter), slot.name.rpartition(".")[0]), []).append(slot)
-    return [Bucket(members, members[0].block) for members in found.values()]
+    return [_bucket(members, shards) for members in found.values()]
+
+
+def _bucket(members: Sequence[Slot], shards: DeviceShards | None) -> Bucket:
+    block = members[0].block
+    if shards is not None and block is not None and block.unit.is_cut:
+        segments = shards.segments(block.unit)
+        if all(id(slot.parameter) in segments and not slot.is_adapter for slot in members):
+            return PiecesBucket(members, block, segments)
+    return Bucket(members, block)

@@ -8,6 +8,8 @@ import sys
 import torch
 from deepspeed.utils import logger
 
+from ds_zo.streaming.units import Unit
+
 PAGE = 4096
 _MADV_HUGEPAGE = 14
 
@@ -42,6 +44,9 @@ class HostStore:
         if self._pin and self._register(buffer):
             self.pinned_nbytes += nbytes
         return buffer
+
+    def filled(self, unit: Unit) -> None:
+        """A unit's weights are in the buffer that was taken for it."""
 
     def _register(self, buffer: torch.Tensor) -> bool:
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)

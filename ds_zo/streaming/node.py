@@ -40,6 +40,10 @@ class Share:
         """Room for equal pieces."""
         return self.size * self.piece_nbytes(nbytes)
 
+    def begin(self, nbytes: int) -> int:
+        """Of this rank's piece where there is room for equal ones."""
+        return self.index * self.piece_nbytes(nbytes)
+
     def piece(self, nbytes: int, index: int | None = None) -> slice:
         """This rank's bytes of a buffer (or another's). The last pieces of a small buffer may be short, or empty."""
         length = self.piece_nbytes(nbytes)
@@ -48,13 +52,16 @@ class Share:
 
 
 class Node:
-    """The ranks of `process_group` that run on this machine. Making one is collective."""
+    """The ranks of `process_group` that run on this machine, or all of them `everywhere`. Making one is collective."""
 
-    def __init__(self, process_group: Any, *, device: torch.device) -> None:
+    def __init__(self, process_group: Any, *, device: torch.device, everywhere: bool = False) -> None:
         self.device = device
+        self.streams: list[torch.cuda.Stream] = []
+        """Besides the current one, those that copy what ranks share."""
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         places: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(places, _place(), group=process_group)
+        if not everywhere:
+            dist.all_gather_object(places, _place(), group=process_group)
         timeout = waiting_time(device)
         by_place: dict[Any, list[int]] = {}
         for rank, place in zip(ranks, places, strict=True):
@@ -65,6 +72,7 @@ class Node:
             group = dist.new_group(members, timeout=timeout)
             if dist.get_rank() in members:
                 self.group, self.ranks = group, members
+        self._on_host = dist.new_group(self.ranks, backend="gloo", timeout=timeout) if everywhere else None
         self.share = Share(self.ranks.index(dist.get_rank()), len(self.ranks))
         self._token = torch.zeros(1, device=device)
         backend = dist.get_backend(self.group)
@@ -75,10 +83,15 @@ class Node:
     def size(self) -> int:
         return self.share.size
 
-    def barrier(self) -> None:
-        """Until every rank of the machine, and what its device was given before, is here."""
+    def host_wait(self) -> None:
+        """Until what this rank's streams were given is done."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            for stream in (torch.cuda.current_stream(self.device), *self.streams):
+                stream.synchronize()
+
+    def barrier(self) -> None:
+        """Until every rank of the machine, and what its streams were given before, is here."""
+        self.host_wait()
         self.meet()
         with one_may_be_gone(self.device):
             self._token.item()
@@ -87,6 +100,20 @@ class Node:
         """What follows on the current stream follows what every rank's stream held before."""
         with one_may_be_gone(self.device):
             dist.all_reduce(self._token, group=self.group)
+
+    def agree(self, place: int, doing: str) -> None:
+        """Raises, on all ranks, where they are not at the same place. On the host: no stream waits."""
+        assert self._on_host is not None
+        places = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        with one_may_be_gone(self.device):
+            dist.all_gather(places, torch.tensor([place]), group=self._on_host)
+        elsewhere = [rank for rank, other in zip(self.ranks, places, strict=True) if int(other) != place]
+        if elsewhere:
+            raise RuntimeError(
+                f"ds_zo: rank {dist.get_rank()} was to {doing} while rank {elsewhere[0]} did something else: where "
+                "weights are sharded every rank makes the same calls, evaluating and state_dict() included, on as many "
+                "batches (zero_optimization.stage; at stage 0 each rank has the whole model)"
+            )
 
     def gather(self, buffer: torch.Tensor) -> list[Any]:
         """Fills equal pieces of a device buffer, of which each rank has its own there, from all ranks. Returns what to

@@ -184,6 +184,8 @@ def settle(
         if stays or shared is None or shared.writes(number):
             unit.store(read, via=device)
         unit.leave_meta()
+        if not stays:
+            store.filled(unit)
         unit.bind_home()
     if shared is not None:
         shared.node.barrier()

@@ -19,7 +19,7 @@ import torch
 
 from ds_zo.streaming.node import one_may_be_gone
 from ds_zo.streaming.runtime import Runtime, WantsLow
-from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.shared_store import RanksStore, SharedStore
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
 
@@ -35,7 +35,7 @@ class ShardedRuntime(Runtime):
     """See the module's docstring. Passes that were not announced by `join`, and visits outside passes, are this rank's
     alone."""
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, *, store: SharedStore, **settings: Any) -> None:
+    def __init__(self, units: Sequence[Unit], device: torch.device, *, store: RanksStore, **settings: Any) -> None:
         self._store = store
         self._share = store.share
         self._joined: bool | None = None
@@ -53,6 +53,7 @@ class ShardedRuntime(Runtime):
         own = device.type == "cuda" and self._overlap
         self._own_gathered = torch.cuda.Stream(device) if own else None
         self._met = torch.cuda.Event() if device.type == "cuda" else None
+        store.node.streams += [s for s in (self._own_up, self._own_down, self._own_gathered) if s is not None]
 
     def _room(self, nbytes: int) -> int:
         return self._share.padded_nbytes(nbytes)
@@ -82,7 +83,7 @@ class ShardedRuntime(Runtime):
             self._ahead = set()
             self._to_gather_ahead = deque(numbers[: len(self.slots)] if self._overlap else ())
         self._together = True
-        self._meet()
+        self._meet(numbers)
         for number in numbers:
             if number in gathered and number in folding:
                 self._gather_low(self.units[number])
@@ -132,19 +133,20 @@ class ShardedRuntime(Runtime):
 
     def _copy_up(self, slot: Slot, home: torch.Tensor) -> None:
         self._wait_until_free(slot)
+        assert isinstance(self._store, SharedStore)
         self._store.copy_whole(slot.buffer[: home.numel()], home)
 
     def _gather_next(self, slot: Slot) -> None:
         gather = self._to_gather.popleft()
         unit = self.units[gather.number]
-        self._gather(unit, slot, unit.home)
+        self._gather(unit, slot, unit.home, unit.nbytes)
         if gather.low:
             self._gather_low(unit)
 
     def _gather_one_ahead(self, slot: Slot) -> None:
         number = self._to_gather_ahead.popleft()
         self._ahead.add(number)
-        self._gather(self.units[number], slot, self.units[number].home)
+        self._gather(self.units[number], slot, self.units[number].home, self.units[number].nbytes)
 
     def _slot_for(self, number: int) -> Slot:
         """One that holds it, or else one that holds nothing that was gathered ahead."""
@@ -157,24 +159,25 @@ class ShardedRuntime(Runtime):
         assert unit.low_home is not None
         slot = self._low_pool.popleft()  # there are as many as slots for units in flight
         self._low_of[self._number[id(unit)]] = slot
-        self._gather(unit, slot, unit.low_home)
+        self._gather(unit, slot, unit.low_home, unit.low_nbytes)
 
-    def _gather(self, unit: Unit, slot: Slot, home: torch.Tensor) -> None:
+    def _gather(self, unit: Unit, slot: Slot, home: torch.Tensor, nbytes: int) -> None:
         for event in (slot.drained, unit.landed):
             self._wait(self._up, event)
         self._wait_until_free(slot)
-        mine = self._share.piece(home.numel())
+        own = self._store.own(home, nbytes)
+        begin = self._share.begin(nbytes)
         with self._on(self._up):
             slot.take(unit)
-            slot.buffer[mine].copy_(home[mine], non_blocking=True)
+            slot.buffer[begin : begin + own.numel()].copy_(own, non_blocking=True)
             with one_may_be_gone(self.device):
-                gathering = self._store.node.gather(slot.buffer[: self._room(home.numel())])
+                gathering = self._store.node.gather(slot.buffer[: self._room(nbytes)])
         with self._on(self._gathered), one_may_be_gone(self.device):
             for work in gathering:
                 work.wait()
         self._record(slot.filled, self._gathered)
-        self.bytes_up += mine.stop - mine.start
-        self.bytes_wire += self._share.piece_nbytes(home.numel()) * (self._share.size - 1)
+        self.bytes_up += own.numel()
+        self.bytes_wire += self._share.piece_nbytes(nbytes) * (self._share.size - 1)
 
     def _fold_if_owed(self, slot: Slot) -> None:
         """A unit that was gathered and not visited leaves its slot."""
@@ -196,15 +199,16 @@ class ShardedRuntime(Runtime):
 
     def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         with self._on(self._down):
-            for used, home in ((slot, unit.home), (low, unit.low_home)):
+            for used, home, nbytes in ((slot, unit.home, unit.nbytes), (low, unit.low_home, unit.low_nbytes)):
                 if used is None or home is None:
                     continue
                 self._wait(self._down, used.drained)
-                mine = self._share.piece(home.numel())
-                home[mine].copy_(used.buffer[mine], non_blocking=True)
+                own = self._store.own(home, nbytes)
+                begin = self._share.begin(nbytes)
+                own.copy_(used.buffer[begin : begin + own.numel()], non_blocking=True)
                 self._record(used.saved[0], self._down)
                 used.is_saving = True
-                self.bytes_down += mine.stop - mine.start
+                self.bytes_down += own.numel()
             self._store.landed(self._number[id(unit)])
         if slot is not None:
             unit.version = slot.version
@@ -212,7 +216,7 @@ class ShardedRuntime(Runtime):
             unit.landed = unit.landed or torch.cuda.Event()
             unit.landed.record(self._down)
 
-    def _meet(self) -> None:
+    def _meet(self, order: Sequence[int]) -> None:
         """No piece is written back before every rank has begun the pass: until then one may be reading whole blocks by
         itself."""
         with self._on(self._up):

@@ -13,7 +13,27 @@ from ds_zo.streaming.node import Node, SharedMemory, waiting_time
 _POLL_S = 0.0005
 
 
-class SharedStore(HostStore):
+class RanksStore(HostStore):
+    """What several ranks keep together, each an equal piece of every buffer."""
+
+    def __init__(self, node: Node, device: torch.device, *, pin: bool) -> None:
+        super().__init__(device, pin=pin)
+        self.node = node
+        self.share = node.share
+        self.device = device
+
+    def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """This rank's piece of a buffer of so many bytes."""
+        raise NotImplementedError
+
+    def landed(self, number: int) -> None:
+        """This rank's piece has been written back, as far as the current stream is concerned."""
+
+    def wait(self, number: int) -> None:
+        """Until every rank has written back its piece as often as this one was asked to."""
+
+
+class SharedStore(RanksStore):
     """Buffers that every rank sees whole, of which each fills, pins and counts its own piece.
 
     `take` is made by all ranks in the same order. What a rank has written back to a block is told to the others by a
@@ -21,11 +41,8 @@ class SharedStore(HostStore):
     """
 
     def __init__(self, node: Node, memory: SharedMemory, *, num_units: int, device: torch.device, pin: bool) -> None:
-        super().__init__(device, pin=pin)
-        self.node = node
-        self.share = node.share
+        super().__init__(node, device, pin=pin)
         self._memory = memory
-        self._device = device
         self._timeout_s = waiting_time(device).total_seconds()
         header = _pages(8 * num_units * node.size)
         self._landed = memory.tensor[: 8 * num_units * node.size].view(torch.int64).view(num_units, node.size)
@@ -61,6 +78,9 @@ class SharedStore(HostStore):
             self.node.barrier()  # or a rank that is late would wipe what another has stored
         return buffer
 
+    def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:
+        return home[self.share.piece(nbytes)]
+
     def writes(self, number: int) -> bool:
         """Whether this rank stores whole values of a unit, where one must."""
         return number % self.share.size == self.share.index
@@ -74,7 +94,7 @@ class SharedStore(HostStore):
             target.copy_(home, non_blocking=True)
 
     def _pin_whole(self, home: torch.Tensor) -> bool:
-        torch.cuda.synchronize(self._device)  # copies from what is unpinned now
+        self.node.host_wait()  # copies from what is unpinned now
         piece = self._pieces.pop(home.data_ptr())
         self._unregister(piece)
         if self._pin and self._register(home):
@@ -85,14 +105,12 @@ class SharedStore(HostStore):
         return False
 
     def landed(self, number: int) -> None:
-        """This rank's piece has been written back, as far as the current stream is concerned."""
         self._sent[number] += 1
         mark = self._marks[number : number + 1]
         mark.fill_(self._sent[number])
         self._landed[number, self.share.index : self.share.index + 1].copy_(mark, non_blocking=True)
 
     def wait(self, number: int) -> None:
-        """Until every rank has written back its piece as often as this one was asked to."""
         deadline = time.monotonic() + self._timeout_s
         while int(self._landed[number].min()) < self._sent[number]:
             if time.monotonic() > deadline:

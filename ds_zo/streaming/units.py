@@ -126,6 +126,8 @@ class Unit:
         """How many updates the stored bytes include."""
         self.landed: torch.cuda.Event | None = None
         """Recorded when the last download to `home` is done."""
+        self.is_cut = False
+        """`home` is this rank's piece alone ([Note: device shards])."""
         self._home_views: list[torch.Tensor] | None = None
 
     @property
@@ -136,11 +138,29 @@ class Unit:
     def trainable(self) -> bool:
         return any(placed.trainable for placed in self.placed)
 
-    def settle(self, home: torch.Tensor, low_home: torch.Tensor | None, *, streamed: bool, low_streamed: bool) -> None:
+    def settle(
+        self,
+        home: torch.Tensor,
+        low_home: torch.Tensor | None,
+        *,
+        streamed: bool,
+        low_streamed: bool,
+        is_cut: bool = False,
+    ) -> None:
         """Gives the unit its buffers; what they hold is the caller's business."""
         self.home, self.low_home = home, low_home
+        self.is_cut = is_cut
         self.streamed, self.low_streamed = streamed, low_streamed and low_home is not None
         self._home_views = None
+
+    def spans(self) -> Iterator[tuple[Placed, int, int]]:
+        """Where each parameter begins and ends in a buffer laid out like `home`, in bytes."""
+        at = 0
+        for part in self.parts:
+            for placed in part.placed:
+                begin = at + placed.start * part.wire.itemsize
+                yield placed, begin, begin + placed.numel * part.wire.itemsize
+            at += _padded(part.nbytes)
 
     def planes(self, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
         """Each part's tensors in a buffer laid out like `home` (and one like `low_home`)."""
@@ -197,9 +217,10 @@ class Unit:
         """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory."""
         if self._home_views is None:
             self._home_views = []
-            for part, planes in zip(self.parts, self.planes(self.home), strict=True):
+            whole = [None] * len(self.parts) if self.is_cut else self.planes(self.home)
+            for part, planes in zip(self.parts, whole, strict=True):
                 for placed in part.placed:
-                    if part.viewable:
+                    if part.viewable and planes is not None:
                         self._home_views.append(placed.view(planes.storage))
                     else:
                         hollow = torch.zeros((), dtype=part.dtype, device=self.home.device)
