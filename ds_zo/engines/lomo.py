@@ -120,13 +120,13 @@ class LOMOBackend(Backend):
         self._warn()
 
     @classmethod
-    def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
-        return with_initial_lr(super().make_optimizer(params, config))
-    @classmethod
     def places_parameters(cls, config: Resolved) -> bool:
         several = dist.is_initialized() and dist.get_world_size() > 1
         return config.stream or (config.shards_device and several)
 
+    @classmethod
+    def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
+        return with_initial_lr(super().make_optimizer(params, config))
 
     # Parameters
 
@@ -185,11 +185,11 @@ class LOMOBackend(Backend):
             return None
         wait_as_long_as_the_world(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
+        in_pieces = self.updates_pieces and not self._by_layer
+        shards = self._homes.shards if self._homes is not None and in_pieces else None
         return GradientReducer(
             buckets_of(self.module, blocks, self._slots, shards=shards),
             process_group=self.process_group,
-        in_pieces = self.updates_pieces and not self._by_layer
-        shards = self._homes.shards if self._homes is not None and in_pieces else None
             device=self.device,
             consumer=self,
             blocks_first=self._homes is not None and self._homes.is_sharded,
@@ -473,19 +473,6 @@ class LOMOBackend(Backend):
             if slot.layer is not None:
                 self._update_layer(slot.layer)
 
-    def _check_visited(self, slot: Slot) -> None:
-        assert slot.block is not None and self._homes is not None
-        if not self._homes.is_visited(slot.block.unit):
-            slot.parameter.grad = None
-            raise ValueError(
-                f"parameter {slot.name} was used outside the forward of the block that holds it, where its weights are "
-                "not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
-            )
-
-    def _check_bare(self, p: nn.Parameter) -> None:
-        if self._homes is not None:
-            p.grad = None
-            raise RuntimeError(_BARE_STREAMED)
     def consume_pieces(self, block: RecomputedBlock, pieces: Pieces) -> None:
         """See [Note: gradients in pieces]."""
         assert self._homes is not None
@@ -507,6 +494,19 @@ class LOMOBackend(Backend):
             dither=Dither(step=self._num_updates, offset=slot.offset + segment.begin) if rounds else None,
         )
 
+    def _check_visited(self, slot: Slot) -> None:
+        assert slot.block is not None and self._homes is not None
+        if not self._homes.is_visited(slot.block.unit):
+            slot.parameter.grad = None
+            raise ValueError(
+                f"parameter {slot.name} was used outside the forward of the block that holds it, where its weights are "
+                "not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
+            )
+
+    def _check_bare(self, p: nn.Parameter) -> None:
+        if self._homes is not None:
+            p.grad = None
+            raise RuntimeError(_BARE_STREAMED)
         if self._two_passes or self._by_layer:
             p.grad = None
             raise RuntimeError(
