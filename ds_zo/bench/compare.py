@@ -1,8 +1,12 @@
 """Head to head: stock DeepSpeed and ours on one model, one machine, one run, as rows, a table and a page.
 
 ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1.3b
-ds-zo bench --model random:opt-13b --device-memory-gb 24 --contenders zo,lomo-streamed --out results/24
-ds-zo bench --report-only --out results/24
+ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
+ds-zo bench --report-only --out results/opt-13b
+
+[Note: one case, two cards] Several caps are one run with a table each: OUT/uncapped, OUT/24gb. The largest card comes
+first. A contender that is set up alike for a smaller one, and whose allocator never held more than that one has, would
+do there what it did: its row is shown in both tables, and the smaller card's says so.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import Case, Row, prepare_to_fork, read_rows, run_cases
+from ds_zo.bench.runner import Case, Row, append_row, prepare_to_fork, read_rows, run_cases
 
 MACHINE = "machine"
 """The case that measures link and CPU-Adam bandwidth."""
@@ -49,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     what.add_argument("--gradient-clipping", type=float, default=0.0, help="default: none (it costs LOMO a pass)")
     what.add_argument(
-        "--device-memory-gb", type=float, metavar="GB", help="emulate a smaller card: allocations beyond this fail"
+        "--device-memory-gb",
+        type=_caps,
+        metavar="GB[,GB]",
+        default=[None],
+        help="emulate smaller cards, on which allocations beyond this fail; none is the card as it is",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--steps", type=int, default=16, help="timed steps (default: %(default)s)")
@@ -63,13 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--min-free-host-gib", type=float, default=4.0, help="a case leaves this much (default: %(default)s)"
     )
-    how.add_argument("--total-s", type=float, help="start no case after this; --resume makes the rest")
+    how.add_argument("--total-s", type=float, help="end after this; --resume makes the rest")
     how.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
     to = parser.add_argument_group("results")
     to.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: %(default)s")
     to.add_argument("--run-id", help="default: the time; tables compare rows of one run")
-    to.add_argument("--resume", action="store_true", help="go on with the last run in DIR: what has a row keeps it")
+    to.add_argument("--resume", action="store_true", help="go on with the last run in DIR, if it was on this machine")
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
     to.add_argument("--list", action="store_true", help="list contenders with their settings, and end")
@@ -93,32 +103,89 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """What the arguments ask for; a `ValueError` says what is wrong with them."""
     from ds_zo.bench.contenders import ALL
-    from ds_zo.bench.report import write_report
 
     if args.list:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
             print(f"{name:<{width}}  {contender.title}: {contender.settings}")
         return
-    rows_file = args.out / "rows.jsonl"
-    if not args.report_only:
-        device = args.device or _device()
-        cases = make_cases(args, device=device)
-        write_configs(cases, args.out / "configs")
+    if args.report_only:
+        for folder in folders_with_rows(args.out):
+            _write(last_run(folder / "rows.jsonl", args.run_id), folder, args)
+        return
+    device = args.device or _device()
+    ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
+    run_id, done = args.run_id, list[Row]()
+    for cap in args.device_memory_gb:
+        folder = args.out if len(args.device_memory_gb) == 1 else args.out / folder_of(cap)
+        cases = make_cases(args, device=device, device_memory_gb=cap)
+        write_configs(cases, folder / "configs")
+        carry_over(done, cases, folder / "rows.jsonl")
         rows = run_cases(
             cases,
-            out=rows_file,
-            run_id=args.run_id,
-            resume=args.resume,
+            out=folder / "rows.jsonl",
+            run_id=run_id,
+            resume=args.resume or bool(done),
             min_free_host_gib=args.min_free_host_gib,
             device=device,
             spawn=args.spawn,
-            total_s=args.total_s,
+            total_s=None if math.isinf(ends) else ends - time.monotonic(),
         )
-    else:
-        rows = last_run(rows_file, args.run_id)
-    write_csv(rows, args.out / "rows.csv")
-    print(write_report(rows, args.out, target_loss=args.target_loss))
+        run_id = rows[0]["run_id"]
+        done += rows
+        _write(rows, folder, args)
+
+
+def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> None:
+    from ds_zo.bench.report import in_table_order, write_report
+
+    ordered = in_table_order(rows)
+    write_csv(ordered, folder / "rows.csv")
+    print(write_report(ordered, folder, target_loss=args.target_loss))
+
+
+def _caps(text: str) -> list[float | None]:
+    """The largest first: what ran there may hold for smaller ones."""
+    caps = {None if word == "none" else float(word) for word in text.split(",")}
+    return sorted(caps, key=lambda cap: -math.inf if cap is None else -cap)
+
+
+def folder_of(cap: float | None) -> str:
+    return "uncapped" if cap is None else f"{cap:g}gb"
+
+
+def folders_with_rows(out: Path) -> list[Path]:
+    """A comparison's own folder, or those of its caps."""
+    if (out / "rows.jsonl").exists():
+        return [out]
+    found = sorted(path.parent for path in out.glob("*/rows.jsonl"))
+    if not found:
+        raise ValueError(f"looked for rows in {out}: there are none (--out)")
+    return found
+
+
+def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:
+    """Writes rows that hold for these cases too into their file, unless it has them: [Note: one case, two cards]."""
+    known = {(row["run_id"], row["case"], row["config_hash"]) for row in (read_rows(out) if out.exists() else ())}
+    for case in cases:
+        row = next((row for row in done if row["case"] == case.name and holds_for(row, case)), None)
+        if row is not None and (row["run_id"], case.name, case.config_hash) not in known:
+            moved = {"params": case.params, "config_hash": case.config_hash}
+            if case.name != MACHINE:
+                moved["ran_with_gb"] = row.get("ran_with_gb") or row["params"]["spec"]["device_memory_gb"] or "all"
+            append_row(out, row | moved)
+
+
+def holds_for(row: Row, case: Case) -> bool:
+    """Whether what a row says of a larger card is what the case would find on its own."""
+    if row["status"] != "ok" or row["target"] != case.target:
+        return False
+    if case.name == MACHINE:
+        return bool(row["params"] == case.params)
+    there, here = row["params"]["spec"], case.params["spec"]
+    alike = {**there, "device_memory_gb": None} == {**here, "device_memory_gb": None}
+    held_gb = max(row["reserved_before_gb"], row["peak_reserved_gb"])
+    return alike and row["params"]["config"] == case.params["config"] and held_gb <= here["device_memory_gb"]
 
 
 def _device() -> str:
@@ -140,7 +207,9 @@ def last_run(path: Path, run_id: str | None) -> list[Row]:
     return list(found.values())
 
 
-def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
+def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float | None = None) -> list[Case]:
+    """The machine, then contenders by the host memory they fill, which takes most of the time: where that runs out,
+    most have a row."""
     from ds_zo.bench.contenders import chosen, config_of, shared_config
     from ds_zo.bench.entrant import Spec
 
@@ -156,7 +225,7 @@ def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
         dtype=args.dtype,
         device=device,
         layers=args.layers,
-        device_memory_gb=args.device_memory_gb,
+        device_memory_gb=device_memory_gb,
         checkpointing=not args.no_checkpointing,
         data=None if args.data is None else str(args.data),
         seed=args.seed,
@@ -168,11 +237,11 @@ def make_cases(args: argparse.Namespace, *, device: str) -> list[Case]:
         MACHINE, "ds_zo.bench.entrant:measure_machine", {"device": device}, timeout_s=max(args.timeout_s, _BUILD_S)
     )
     cases = [machine]
-    for contender in chosen(names):
+    for contender in sorted(chosen(names), key=lambda contender: contender.host_bytes(num_parameters)):
         if contender.missing is not None:
             print(f"{contender.name} left out: {contender.missing}", file=sys.stderr)
             continue
-        config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=args.device_memory_gb)
+        config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
         cases.append(
             Case(
                 contender.name,

@@ -19,6 +19,14 @@ Section = dict[str, Any]
 DIFFERING = ("optimizer", "zero_optimization", "ds_zo")
 """The only keys of the JSON in which contenders may differ."""
 
+_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+_BUCKET_NUMEL = 500_000_000
+_BUCKET_CARD_GB = 24
+"""Cards below this get buckets in proportion: DeepSpeed's documentation says to shrink them where memory is short."""
+_GROUP_NUMEL = 1_000_000_000
+"""Of ZeRO-3's tiles of the update: its default."""
+_SUPER_GROUP_NUMEL = 400_000_000
+
 _HOST: Section = {"device": "cpu", "pin_memory": True}
 _ADAMW: Section = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}}
 _OFFLOAD2: Section = {
@@ -26,24 +34,19 @@ _OFFLOAD2: Section = {
     "offload_optimizer": _HOST,
     "overlap_comm": True,
     "contiguous_gradients": True,
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
+    "reduce_bucket_size": _BUCKET_NUMEL,
+    "allgather_bucket_size": _BUCKET_NUMEL,
 }
 _OFFLOAD3: Section = {
     "stage": 3,
     "offload_optimizer": _HOST,
     "overlap_comm": True,
     "contiguous_gradients": True,
-    "reduce_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 500_000_000,
+    "reduce_bucket_size": _BUCKET_NUMEL,
+    "stage3_prefetch_bucket_size": _BUCKET_NUMEL,
     "stage3_param_persistence_threshold": 1_000_000,
-    "sub_group_size": 1_000_000_000,
+    "sub_group_size": _GROUP_NUMEL,
 }
-
-
-_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
-_BUCKET_SHARE = 0.02
-"""Of a smaller card, that one of stock DeepSpeed's buckets may take: its documentation says to shrink them there."""
 
 _BUDGET_SHARE = 0.96
 """Of a smaller card, that ours are told of: what the allocator caches beyond what is used counts against the card."""
@@ -66,6 +69,8 @@ class Contender:
     """Of ours: who places the parameters, and what this version must have."""
     host_bytes: Callable[[int], int] = field(default=_nothing, compare=False)
     """Host memory by number of parameters, at least: a case that cannot have it is not started."""
+    period: int = 1
+    """Steps after which they repeat: times of fewer say little."""
     peer: str | None = None
     """A package that trains without DeepSpeed, and must be installed."""
 
@@ -79,15 +84,33 @@ class Contender:
         return None
 
 
-def _adam_on_host(num_parameters: int) -> int:
-    """Master weights, two moments and gradients in float32, and 16-bit staging. The pinned ones of these (master,
-    gradients) are rounded up to a power of two by PyTorch's allocator."""
-    rounded = 1 << (4 * num_parameters - 1).bit_length()
-    return 18 * num_parameters + 2 * (rounded - 4 * num_parameters)
+def _pinned(nbytes: int) -> int:
+    """PyTorch's pinned allocator rounds a request up to a power of two, and keeps what is returned to it."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def _adam_on_host_in_groups(num_parameters: int) -> int:
-    return 18 * num_parameters
+def _stage2_on_host(num_parameters: int) -> int:
+    """Master weights and gradients in float32 and 16-bit staging, pinned; two moments."""
+    return 8 * num_parameters + 2 * _pinned(4 * num_parameters) + 2 * num_parameters
+
+
+def _zenflow_on_host(num_parameters: int) -> int:
+    """Beside what is pinned, which then moves to shared memory: master, a stale copy, two sets of gradients and two of
+    moments."""
+    return 32 * num_parameters + 2 * _pinned(4 * num_parameters) + 2 * num_parameters
+
+
+def _stage3_on_host(num_parameters: int, *, group: int = _GROUP_NUMEL, weights: bool = False) -> int:
+    """Master and moments; gradients pinned in float32, one request a group, and in 16 bits, all in one."""
+    whole, rest = divmod(num_parameters, group)
+    gradients = whole * _pinned(4 * group) + _pinned(4 * rest) + _pinned(2 * num_parameters)
+    return 12 * num_parameters + gradients + (_pinned(2 * num_parameters) if weights else 0)
+
+
+def _superoffload_on_host(num_parameters: int) -> int:
+    """The same, with gradients copied once more into memory that the helper process shares, and its staging."""
+    group = min(_SUPER_GROUP_NUMEL, num_parameters)
+    return _stage3_on_host(num_parameters, group=group) + 4 * num_parameters + _pinned(4 * group)
 
 
 def _ours(name: str, title: str, settings: str, **sections: Any) -> Contender:
@@ -118,7 +141,7 @@ ALL: dict[str, Contender] = {
             "stock: pinned, overlap_comm, 500 M buckets, DeepSpeedCPUAdam on all cores",
             _ADAMW,
             _OFFLOAD2,
-            host_bytes=_adam_on_host,
+            host_bytes=_stage2_on_host,
         ),
         Contender(
             "zero3-offload",
@@ -126,7 +149,7 @@ ALL: dict[str, Contender] = {
             "stock: pinned, overlap_comm, 500 M buckets and prefetch, DeepSpeedCPUAdam on all cores",
             _ADAMW,
             _OFFLOAD3,
-            host_bytes=_adam_on_host_in_groups,
+            host_bytes=_stage3_on_host,
         ),
         Contender(
             "zero3-offload-param",
@@ -134,7 +157,7 @@ ALL: dict[str, Contender] = {
             "stock: the same with offload_param pinned",
             _ADAMW,
             {**_OFFLOAD3, "offload_param": _HOST},
-            host_bytes=_adam_on_host_in_groups,
+            host_bytes=lambda n: _stage3_on_host(n, weights=True),
         ),
         Contender(
             "zenflow",
@@ -152,7 +175,8 @@ ALL: dict[str, Contender] = {
                     "overlap_step": True,
                 },
             },
-            host_bytes=_adam_on_host,
+            host_bytes=_zenflow_on_host,
+            period=4,
         ),
         Contender(
             "superoffload",
@@ -162,11 +186,11 @@ ALL: dict[str, Contender] = {
             {
                 "stage": 3,
                 "overlap_comm": False,
-                "reduce_bucket_size": 400_000_000,
-                "sub_group_size": 400_000_000,
+                "reduce_bucket_size": _SUPER_GROUP_NUMEL,
+                "sub_group_size": _SUPER_GROUP_NUMEL,
                 "offload_optimizer": {**_HOST, "ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9},
             },
-            host_bytes=_adam_on_host_in_groups,
+            host_bytes=_superoffload_on_host,
         ),
         _ours(
             "zo",
@@ -260,7 +284,7 @@ def config_of(
     if device_memory_gb is not None:
         if contender.ds_zo is not None:
             config["ds_zo"]["stream"]["device_memory_gb"] = round(device_memory_gb * _BUDGET_SHARE, 3)
-        largest = int(device_memory_gb * 1e9 * _BUCKET_SHARE / 2)
+        largest = int(_BUCKET_NUMEL * device_memory_gb / _BUCKET_CARD_GB)
         zero = config["zero_optimization"]
         zero |= {key: min(zero[key], largest) for key in _BUCKETS if key in zero}
     if lr is not None:

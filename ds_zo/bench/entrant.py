@@ -23,8 +23,8 @@ from ds_zo.bench.workload import batches_of
 Row = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_EXTRA = 4
-"""Steps taken apart, and as many profiled: ZenFlow's period is four."""
-SLOW_S, NUM_EXTRA_SLOW = 4.0, 2
+"""Steps taken apart, and as many profiled."""
+SLOW_S, NUM_EXTRA_SLOW = 0.5, 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Trainer:
     backward: Callable[[torch.Tensor], Any]
     update: Callable[[], Any]
     num_parameters: int
+    running: str
+    """The classes that do the work: a setting that DeepSpeed passed over would show here."""
 
 
 def measure_machine(*, device: str) -> Row:
@@ -118,20 +120,28 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         losses.append(loss.detach().clone())
         return loss
 
-    measured = measure_steps(step, warmup=wanted.warmup, steps=wanted.steps, device=wanted.where, max_s=wanted.max_s)
+    measured = measure_steps(
+        step,
+        warmup=wanted.warmup,
+        steps=wanted.steps,
+        device=wanted.where,
+        max_s=wanted.max_s,
+        period=entrant.period,
+    )
     measured["losses"] = [round(float(loss), 5) for loss in losses]
     tokens = wanted.batch * wanted.length
     row: Row = {
         "contender": contender,
         "title": entrant.title,
         "settings": entrant.settings,
+        "running": trainer.running,
         "parameters": trainer.num_parameters,
         "tokens_per_s": tokens / measured["step_s"],
         "tokens_per_s_mean": tokens / measured["step_wall_s"],
         "load_s": round(load_s, 2),
         **measured,
     }
-    num_extra = NUM_EXTRA if measured["step_s"] < SLOW_S else NUM_EXTRA_SLOW
+    num_extra = max(entrant.period, NUM_EXTRA if measured["step_s"] < SLOW_S else NUM_EXTRA_SLOW)
     row |= _parts(trainer, batch, wanted.where, steps=num_extra)
     if wanted.profile and wanted.device == "cuda":
         try:
@@ -174,7 +184,15 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
         backward=engine.backward,
         update=engine.step,
         num_parameters=num_parameters,
+        running=_classes(engine.optimizer),
     )
+
+
+def _classes(optimizer: Any) -> str:
+    """Of an optimizer and of those it wraps, as `Outer(Inner)`."""
+    inner = getattr(optimizer, "optimizer", None)
+    name = type(optimizer).__name__
+    return f"{name}({_classes(inner)})" if inner is not None else name
 
 
 def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
@@ -218,6 +236,7 @@ def _peer(entrant: Contender, config: Row, spec: Spec) -> Trainer:
         backward=peer.backward,
         update=peer.update,
         num_parameters=sum(p.numel() for p in model.parameters()),
+        running=entrant.peer or "",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -24,13 +25,20 @@ _PACKAGES = ("ds_zo", "deepspeed", "torch", "transformers", "accelerate", "trito
 
 
 def measure_steps(
-    step: Callable[[], Any], *, warmup: int, steps: int, device: torch.device | str, max_s: float | None = None
+    step: Callable[[], Any],
+    *,
+    warmup: int,
+    steps: int,
+    device: torch.device | str,
+    max_s: float | None = None,
+    period: int = 1,
 ) -> dict[str, Any]:
     """Median, fastest and slowest of `steps` calls after `warmup` untimed ones, with the peaks of memory.
 
     A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
     timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, three at
-    least, where the last warm-up step says that they would take longer.
+    least, where the last warm-up step says that they would take longer. Steps that differ in turns of `period` are
+    timed in whole turns, or their mean would depend on where it stops.
     """
     device = torch.device(device)
     warmup_seconds = []
@@ -41,6 +49,8 @@ def measure_steps(
         warmup_seconds.append(time.perf_counter() - start)
     if max_s is not None and warmup_seconds:
         steps = min(steps, max(_FEWEST_STEPS, int(max_s / warmup_seconds[-1])))
+    steps = max(period, steps - steps % period)
+    reserved_before_gb = memory_peaks(device)["peak_reserved_gb"]
     returned: list[Any] = []
     synchronize(device)
     if device.type == "cuda":
@@ -71,6 +81,7 @@ def measure_steps(
         "warmup_seconds": [round(s, 6) for s in warmup_seconds],
         "losses": losses,
         "loss": losses[-1] if losses else None,
+        "reserved_before_gb": reserved_before_gb,
         **memory_peaks(device),
     }
 
@@ -177,8 +188,14 @@ def cpu_adam_gparams_per_s(*, numel: int = 2**27, steps: int = 4) -> float:
 
 def environment() -> dict[str, Any]:
     """The machine and the software, found without initialising CUDA."""
-    machine = {"gpu": gpu_name(), "cpus": os.cpu_count(), "host": platform.node()}
+    machine = {"gpu": gpu_name(), "cpus": os.cpu_count(), "machine": machine_id()}
     return {**machine, "commit": commit(), "versions": versions()}
+
+
+def machine_id() -> str:
+    """Tells this machine from others of its kind, which may have the same name, and names neither."""
+    cards = _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader") or ""
+    return hashlib.sha256(f"{platform.node()} {cards}".encode()).hexdigest()[:8]
 
 
 @lru_cache(maxsize=1)

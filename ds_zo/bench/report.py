@@ -63,7 +63,15 @@ def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     for row in contenders(rows):
         cells = [cell(row).replace("|", "\\|") for cell in columns.values()]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in NOTES)])
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes_of(rows))])
+
+
+def notes_of(rows: Sequence[Row]) -> list[str]:
+    elsewhere = [row["contender"] for row in contenders(rows) if row.get("ran_with_gb")]
+    if not elsewhere:
+        return list(NOTES)
+    names = ", ".join(elsewhere)
+    return [*NOTES, f"Run once, with more memory than this cap, of which they never held more than it has: {names}."]
 
 
 def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
@@ -74,7 +82,7 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     done = [row for row in entrants if row["status"] == "ok"]
     body = [f"<h1>{_text(title_of(rows))}</h1>", f'<p class="facts">{_text(facts_of(rows))}</p>']
     body += ['<div class="scroll">', _table(entrants, target_loss), "</div>"]
-    body += ['<ul class="facts">', *(f"<li>{_text(note)}</li>" for note in NOTES), "</ul>"]
+    body += ['<ul class="facts">', *(f"<li>{_text(note)}</li>" for note in notes_of(rows)), "</ul>"]
     if done:
         figures = (
             ("Memory against speed", memory_against_speed(done), "Up and to the left is better. Circles are ours."),
@@ -115,7 +123,15 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
     ]
     if not found:
         raise ValueError("no contender has a row yet; --resume goes on with the run")
-    return found
+    return in_table_order(found)
+
+
+def in_table_order(rows: Sequence[Row]) -> list[Row]:
+    """However they ran."""
+    from ds_zo.bench.contenders import ALL
+
+    place = {name: i for i, name in enumerate(ALL)}
+    return sorted(rows, key=lambda row: place.get(row["case"], len(place) if "contender" in row["params"] else -1))
 
 
 def _settings(row: Row) -> str:
@@ -232,7 +248,9 @@ def _table(rows: Sequence[Row], target_loss: float | None) -> str:
 
 def _settings_table(rows: Sequence[Row]) -> str:
     lines = [
-        f'<tr><td>{_text(row["contender"])}</td><td class="words">{_text(row["settings"])}</td></tr>' for row in rows
+        f'<tr><td>{_text(row["contender"])}</td><td class="words">{_text(row["settings"])}</td>'
+        f'<td class="words">{_text(row.get("running") or "")}</td></tr>'
+        for row in rows
     ]
     return "".join(["<table><tbody>", *lines, "</tbody></table>"])
 

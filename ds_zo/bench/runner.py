@@ -14,6 +14,7 @@ import faulthandler
 import hashlib
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -36,7 +37,7 @@ Row = dict[str, Any]
 
 HARNESS_KEYS = (
     *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "host_drop_gb"),
-    *("last_words", "error", "started", "gpu", "cpus", "host", "commit", "versions"),
+    *("last_words", "error", "started", "gpu", "cpus", "machine", "commit", "versions"),
 )
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -44,6 +45,10 @@ _POLL_S = 0.1
 _LAST_WORDS = 2000
 _LAST_WORDS_S = 0.3
 _NUM_FRAMES = 12
+_SETTLE_S = 10.0
+"""How long what an ended case's helpers held may take to come free."""
+NOT_RUN = "not run"
+"""Status of a case for which a call had no time: `resume` runs it."""
 _BAD_FORK = 97
 """Exit status of a forked child that found CUDA initialised by its parent."""
 
@@ -95,32 +100,34 @@ def run_cases(
     """One row a case, appended to `out` as it comes. Tables compare rows of one `run_id`.
 
     `only` names cases by a glob or a part of the name. `resume` goes on with the last run of `out`: cases that have a
-    row there keep it. A child is stopped when the host has less than `min_free_host_gib` left. After `total_s` no case
-    is started any more: the rest have no row, and are there for `resume`.
+    row there keep it; on another machine than that run's it begins a new one. A child is stopped when the host has less
+    than `min_free_host_gib` left. The call ends after `total_s`: what is running then and what is left have rows that
+    say so, and are there for `resume`.
     """
-    begun = time.monotonic()
+    ends = time.monotonic() + (math.inf if total_s is None else total_s)
     chosen = [case for case in cases if only is None or fnmatch(case.name, only) or only in case.name]
     if not chosen:
         raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
-    done: list[Row] = []
+    begun: list[Row] = []
     if resume and out is not None and out.exists():
         rows = read_rows(out)
-        run_id = run_id or (rows[-1]["run_id"] if rows else None)
-        done = [row for row in rows if row["run_id"] == run_id and row["status"] != "skipped"]
-    run_id = run_id or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    known = {(row["case"], row["config_hash"]): row for row in done}
+        resumed = run_id or (rows[-1]["run_id"] if rows else None)
+        begun = [row for row in rows if row["run_id"] == resumed]
 
     for name in warm if not spawn else ():
         importlib.import_module(name)
     from ds_zo.bench.measure import environment
 
-    common = {"run_id": run_id, "device": device, **environment()}
-    elsewhere = {row.get("host") for row in done} - {common["host"]}
-    if elsewhere:
-        raise ValueError(
-            f"a run is of one machine: run {run_id} was begun on {elsewhere.pop()} and this is {common['host']}; start "
-            "a new one (without --resume)"
-        )
+    found = environment()
+    if any(row.get("machine") != found["machine"] for row in begun):
+        if run_id is not None:
+            raise ValueError(f"a run is of one machine: {run_id} was begun on another; leave it out or --resume")
+        print(f"run {resumed} is of another machine: a new one is begun here", file=sys.stderr)
+        begun = []
+    run_id = run_id or (begun[0]["run_id"] if begun else time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
+    done = (row for row in begun if row["status"] not in ("skipped", NOT_RUN))
+    known = {(row["case"], row["config_hash"]): row for row in done}
+    common = {"run_id": run_id, "device": device, **found}
     harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
     results: list[Row] = []
     bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True)
@@ -129,12 +136,9 @@ def run_cases(
             bar.set_description(case.name)
             row = known.get((case.name, case.config_hash))
             if row is None:
-                if total_s is not None and time.monotonic() - begun > total_s:
-                    bar.set_postfix_str(f"{case.name} and later ones left for another call", refresh=True)
-                    continue
-                row = common | harness.run(case)
+                row = common | harness.run(case, ends=ends)
                 if out is not None:
-                    _append(out, row)
+                    append_row(out, row)
             results.append(row)
             bar.update()
             bar.set_postfix_str(f"{case.name}: {row['status']}", refresh=True)
@@ -142,15 +146,17 @@ def run_cases(
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a JSONL file; a last line that a killed run left half-written is dropped."""
+    """Rows of a JSONL file. Dropped are a last line that a killed run left half-written, and that a case was not run
+    where the same run made up for it later."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-    return rows
+    last = {(row.get("run_id"), row.get("case")): i for i, row in enumerate(rows)}
+    return [row for i, row in enumerate(rows) if row.get("status") != NOT_RUN or last[row["run_id"], row["case"]] == i]
 
 
-def _append(out: Path, row: Row) -> None:
+def append_row(out: Path, row: Row) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
@@ -168,10 +174,10 @@ class _Harness:
     def __init__(self, *, min_free_bytes: int, spawn: bool) -> None:
         self._min_free_bytes = min_free_bytes
         self._spawn = spawn
+        self._last_end = -math.inf
 
-    def run(self, case: Case) -> Row:
-        from ds_zo.bench.measure import host_free_bytes
-
+    def run(self, case: Case, *, ends: float) -> Row:
+        """`ends` is when the whole call is over, as `time.monotonic` has it."""
         row: Row = {
             "case": case.name,
             "target": case.target,
@@ -180,7 +186,9 @@ class _Harness:
             "config_hash": case.config_hash,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        free = host_free_bytes()
+        if time.monotonic() > ends:
+            return row | {"status": NOT_RUN, "error": "time (--total-s); --resume runs it", "wall_s": 0.0}
+        free = self._free_bytes(case)
         room_gb = (free - self._min_free_bytes) / 1e9
         if case.planned_host_gb is not None and case.planned_host_gb > room_gb:
             reason = f"needs about {case.planned_host_gb:.1f} GB of host memory, and {room_gb:.1f} GB may be used"
@@ -188,20 +196,30 @@ class _Harness:
         with tempfile.TemporaryDirectory(prefix="ds_zo_bench_") as folder:
             (Path(folder) / "log").touch()
             start = time.perf_counter()
-            outcome = self._one(case, Path(folder), free)
+            outcome = self._one(case, Path(folder), free, ends=ends)
+            self._last_end = time.monotonic()
             outcome["wall_s"] = round(time.perf_counter() - start, 3)
         return row | outcome
 
-    def _one(self, case: Case, folder: Path, free_bytes: int) -> Row:
+    def _free_bytes(self, case: Case) -> int:
+        """Of the host, once what the case before held is given back, as far as this one needs it."""
+        from ds_zo.bench.measure import host_free_bytes
+
+        needed = (case.planned_host_gb or 0.0) * 1e9 + self._min_free_bytes
+        while (free := host_free_bytes()) < needed and time.monotonic() < self._last_end + _SETTLE_S:
+            time.sleep(_POLL_S)
+        return free
+
+    def _one(self, case: Case, folder: Path, free_bytes: int, *, ends: float) -> Row:
         env = {**_single_process(), **case.env}
         forks = not self._spawn and not any(name.startswith(_READ_AT_LOAD) for name in case.env)
         start = _fork if forks and not _cuda_was_touched() else _start_interpreter
         pid = start(case, folder, env)
         with _ended(pid):
-            watched = self._watch(pid, case, free_bytes)
+            watched = self._watch(pid, case, free_bytes, ends=ends)
         if watched.exit_status == _BAD_FORK and forks:
             self._spawn = True
-            return self._one(case, folder, free_bytes)
+            return self._one(case, folder, free_bytes, ends=ends)
         outcome: Row = {
             "last_words": _last_words(folder / "log"),
             "host_drop_gb": round(watched.host_drop_bytes / 1e9, 3),
@@ -215,7 +233,7 @@ class _Harness:
             return outcome | {"status": "killed", "error": "killed from outside, as the kernel does out of memory"}
         return outcome | {"status": "crash", "error": f"ended without a result, exit status {watched.exit_status}"}
 
-    def _watch(self, pid: int, case: Case, free_bytes: int) -> _Watched:
+    def _watch(self, pid: int, case: Case, free_bytes: int, *, ends: float) -> _Watched:
         from ds_zo.bench.measure import host_free_bytes
 
         deadline = time.monotonic() + case.timeout_s
@@ -231,6 +249,8 @@ class _Harness:
                 stopped = ("killed", f"stopped with {free / 2**30:.1f} GiB of host memory left")
             elif time.monotonic() > deadline:
                 stopped = ("timeout", f"no answer within {case.timeout_s:g} s")
+            elif time.monotonic() > ends:
+                stopped = (NOT_RUN, "time (--total-s): stopped before it was done; --resume runs it")
             if stopped is not None:
                 if stopped[0] == "timeout":
                     os.kill(pid, signal.SIGUSR1)  # it writes where it stands into its log

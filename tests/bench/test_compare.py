@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -13,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ds_zo.bench.compare import main
+from ds_zo.bench.compare import MACHINE, add_arguments, carry_over, main, make_cases
 from ds_zo.bench.contenders import ALL, DIFFERING
-from ds_zo.bench.runner import read_rows
+from ds_zo.bench.runner import Case, Row, read_rows
 from ds_zo.cli import main as cli
 
 REPO = Path(__file__).parents[2]
@@ -79,6 +80,44 @@ def test_the_command_lists_contenders_with_their_settings(capsys: pytest.Capture
     listed = capsys.readouterr().out
     assert all(contender.settings in listed for contender in ALL.values())
     assert cli(["bench", "--report-only", "--out", "no/such/folder"]) == 1
+
+
+def asked(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--model", "random:llama-tiny", *arguments])
+
+
+def test_a_larger_card_comes_first_and_the_cheapest_contender() -> None:
+    args = asked("--device-memory-gb", "8,none,24")
+    assert args.device_memory_gb == [None, 24, 8]
+    names = [case.name for case in make_cases(args, device="cpu")]
+    assert names[:3] == [MACHINE, "adamw", "sgd"] and names[-1] == "zenflow"
+    assert names.index("lsp") < names.index("zo-streamed") < names.index("zero2-offload")
+
+
+def test_a_row_holds_on_a_smaller_card_where_it_never_held_more(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    args = asked("--contenders", "adamw,sgd,zero2-offload,zo")
+
+    def row(case: Case, *, before_gb: float = 1.0, timed_gb: float = 2.0, **changes: Any) -> Row:
+        found = {"run_id": "r1", "case": case.name, "status": "ok", "target": case.target, "params": case.params}
+        return found | {"reserved_before_gb": before_gb, "peak_reserved_gb": timed_gb, **changes}
+
+    whole = {case.name: case for case in make_cases(args, device="cpu")}
+    done = [row(case) for name, case in whole.items() if name != "adamw"]
+    done.append(row(whole["adamw"], before_gb=25.0))
+    small = {case.name: case for case in make_cases(args, device="cpu", device_memory_gb=24)}
+    for _ in range(2):  # the second time they are there already
+        carry_over(done, list(small.values()), out)
+    carried = {row["case"]: row for row in read_rows(out)}
+    assert carried.keys() == {MACHINE, "sgd", "zero2-offload"} and len(read_rows(out)) == 3
+    assert "ran_with_gb" not in carried[MACHINE] and carried["sgd"]["ran_with_gb"] == "all"
+    assert all(carried[name]["config_hash"] == small[name].config_hash for name in carried)
+    failed = [row(whole["sgd"], status="oom")]
+    smaller = make_cases(args, device="cpu", device_memory_gb=6)
+    carry_over([*failed, *done], [case for case in smaller if case.name != MACHINE], tmp_path / "6" / "rows.jsonl")
+    assert [row["case"] for row in read_rows(tmp_path / "6" / "rows.jsonl")] == ["sgd"], "buckets are smaller there"
 
 
 def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

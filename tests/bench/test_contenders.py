@@ -31,9 +31,9 @@ def test_a_contender_is_its_three_sections_and_deepspeed_accepts_them(name: str)
 def test_a_smaller_card_is_told_to_ours_and_shrinks_the_buckets_of_stock() -> None:
     ours = config_of(ALL["zo"], SHARED, device_memory_gb=4)
     assert ours["ds_zo"]["stream"]["device_memory_gb"] == 3.84
-    stock = config_of(ALL["zero2-offload"], SHARED, device_memory_gb=4)["zero_optimization"]
-    assert stock["reduce_bucket_size"] == stock["allgather_bucket_size"] == 40_000_000
-    assert config_of(ALL["zero2-offload"], SHARED)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    stock = config_of(ALL["zero2-offload"], SHARED, device_memory_gb=6)["zero_optimization"]
+    assert stock["reduce_bucket_size"] == stock["allgather_bucket_size"] == 125_000_000
+    assert config_of(ALL["zero2-offload"], SHARED, device_memory_gb=24) == config_of(ALL["zero2-offload"], SHARED)
 
 
 def test_a_learning_rate_is_one_contenders_own() -> None:

@@ -50,3 +50,9 @@ def test_slow_steps_are_fewer_but_three_at_least() -> None:
 
     assert count(0.001) == 3
     assert 3 < count(0.1) <= 10
+
+
+def test_steps_that_differ_in_turns_are_timed_in_whole_turns() -> None:
+    for steps, timed in ((11, 8), (3, 4)):
+        measured = measure_steps(lambda: None, warmup=1, steps=steps, device="cpu", period=4)
+        assert len(measured["seconds"]) == timed

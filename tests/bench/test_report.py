@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from comparison_rows import MEASURED, rows
 
+from ds_zo.bench.contenders import ALL
 from ds_zo.bench.curves import time_to_loss
 from ds_zo.bench.report import contenders, markdown, page
 
@@ -76,12 +77,23 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_quotes() -> None:
 def test_the_table_has_every_contender_its_settings_and_its_failure() -> None:
     text = markdown(rows(), target_loss=9.0)
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert [line.split(" | ")[0][2:] for line in lines] == [*MEASURED, "superoffload"]
+    shown = [line.split(" | ")[0][2:] for line in lines]
+    assert shown == [name for name in ALL if name in MEASURED or name == "superoffload"], "whatever ran last"
     assert "| 16,583 (16,258) | 247 (240 to 272) |" in lines[0]
-    assert "oom: torch.OutOfMemoryError" in lines[-1] and "90% of the cores" in lines[-1]
+    failed = lines[shown.index("superoffload")]
+    assert "oom: torch.OutOfMemoryError" in failed and "90% of the cores" in failed
     assert "pinned, overlap_comm" in lines[2]
     assert "link 55.2 GB/s up" in text and "4.20 G parameters/s" in text and "s to loss 9" in text
     assert len({line.count(" | ") for line in lines}) == 1
+
+
+def test_a_table_says_what_was_not_run_and_what_ran_on_a_larger_card() -> None:
+    made = rows()
+    made[-1] |= {"status": "not run", "error": "time (--total-s); --resume runs it"}
+    made[2] |= {"ran_with_gb": "all", "running": "BF16_Optimizer(SGD)"}
+    assert "| superoffload | not run: time (--total-s)" in markdown(made)
+    assert "never held more than it has: sgd." in markdown(made)
+    assert "BF16_Optimizer(SGD)" in page(made)
 
 
 def test_time_to_a_loss_is_of_the_smoothed_curve() -> None:

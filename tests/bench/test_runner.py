@@ -112,17 +112,26 @@ def test_the_hash_is_of_what_is_measured() -> None:
     json.dumps(one.params)
 
 
-def test_after_its_time_a_run_starts_nothing_and_resuming_makes_the_rest(tmp_path: Path) -> None:
+def test_when_its_time_is_over_a_run_says_what_is_left_and_resuming_makes_it(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    cases = [case("add", name=f"add{i}", params={"a": i, "b": 0}) for i in range(2)]
-    assert run(*cases, out=out, total_s=-1) == []
-    assert [row["sum"] for row in run(*cases, out=out, resume=True)] == [0, 1]
+    hanging = case("wait_for_ever", timeout_s=60)
+    later = case("add", params={"a": 1, "b": 0})
+    cut = run(hanging, later, out=out, total_s=0.5)
+    assert [(row["status"], row["error"][:16]) for row in cut] == [("not run", "time (--total-s)")] * 2
+    assert 0.5 <= cut[0]["wall_s"] < 20 and cut[1]["wall_s"] == 0
+    assert read_rows(out) == cut
+    [made] = run(later, out=out, resume=True)
+    assert made["sum"] == 1 and made["run_id"] == cut[0]["run_id"]
+    assert read_rows(out) == [cut[0], made]
 
 
-def test_a_run_is_of_one_machine(tmp_path: Path) -> None:
+def test_a_run_is_of_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     one = case("add", params={"a": 1, "b": 1})
-    [row] = run(one, out=out)
-    out.write_text(json.dumps(row | {"host": "another"}) + "\n")
-    with pytest.raises(ValueError, match="begun on another"):
-        run(one, out=out, resume=True)
+    [row] = run(one, out=out, run_id="r1")
+    out.write_text(json.dumps(row | {"machine": "another"}) + "\n")
+    with pytest.raises(ValueError, match="r1 was begun on another"):
+        run(one, out=out, resume=True, run_id="r1")
+    [again] = run(one, out=out, resume=True)
+    assert again["run_id"] != "r1" and again["machine"] == row["machine"]
+    assert "r1 is of another machine" in capsys.readouterr().err
