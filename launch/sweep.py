@@ -4,12 +4,10 @@
     python launch/sweep.py --grid smoke --results runs/smoke.jsonl --jobs 2
     python launch/sweep.py --grid mezo --model facebook/opt-1.3b --data-root DIR --results runs/mezo.jsonl --dry-run
 
-The accuracy table in two stages, in pieces of ten minutes, eight runs at once on one GPU:
+The accuracy table in pieces of eight minutes, eight runs at once on one GPU; the same command again goes on:
 
-    python launch/sweep.py --grid accuracy --model DIR --data-root DIR --results rows.jsonl --jobs 8 \\
-        --max-seconds 570 --tune
-    python launch/sweep.py --grid accuracy --model DIR --data-root DIR --results rows.jsonl --jobs 8 \\
-        --max-seconds 570 --rates-from rows.jsonl
+    python launch/sweep.py --grid accuracy --choose-rates --model DIR --data-root DIR --results rows.jsonl --jobs 8 \\
+        --max-seconds 480
     python -m ds_zo.bench.accuracy rows.jsonl
 
 What launch/train.py takes after `--` goes to every run: `-- --num-eval 200 --dtype fp32`.
@@ -21,14 +19,16 @@ import argparse
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates
+from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases
 from ds_zo.bench.grids import GRIDS, Case, Grid, GridError, read_grid
-from ds_zo.bench.sweep import Start, Sweep, read_rows, remaining, run
+from ds_zo.bench.sweep import Row, Start, Sweep, read_rows, remaining, run
+from ds_zo.bench.sweep_cost import expectation
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 
@@ -47,12 +47,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     part.add_argument("--tasks", metavar="A,B", help="instead of the grid's")
     part.add_argument("--seeds", metavar="0,1", help="instead of the grid's")
     part.add_argument("--lrs", metavar="1e-6,1e-7", help="instead of every method's own")
-    part.add_argument(
-        "--tune",
+    stage = part.add_mutually_exclusive_group()
+    stage.add_argument(
+        "--choose-rates",
         action="store_true",
-        help=f"only what chooses rates: methods with several, on {', '.join(SELECT_TASKS)}, seed {SELECT_SEED}",
+        help=f"try methods' rates on {', '.join(SELECT_TASKS)} with seed {SELECT_SEED}, then run the grid at the best",
     )
-    part.add_argument(
+    stage.add_argument("--tune", action="store_true", help="only the first half of that")
+    stage.add_argument(
         "--rates-from", type=Path, metavar="FILE", help="rows that say which rate each method did best with"
     )
     part.add_argument("--steps", type=int, metavar="N", help="instead of every method's own")
@@ -100,29 +102,46 @@ def chosen_grid(args: argparse.Namespace) -> Grid:
     if args.lrs:
         lrs = tuple(float(lr) for lr in args.lrs.split(","))
         methods = {name: dataclasses.replace(m, lrs=lrs if m.lrs else ()) for name, m in methods.items()}
-    tasks, seeds = grid.tasks, grid.seeds
-    if args.tune:
-        methods = {name: m for name, m in methods.items() if len(m.lrs) > 1 and m.lr_of is None}
-        tasks, seeds = tuple(task for task in SELECT_TASKS if task in tasks) or tasks, (SELECT_SEED,)
     return Grid(
         methods,
-        tuple(args.tasks.split(",")) if args.tasks else tasks,
-        tuple(int(seed) for seed in args.seeds.split(",")) if args.seeds else seeds,
+        tuple(args.tasks.split(",")) if args.tasks else grid.tasks,
+        tuple(int(seed) for seed in args.seeds.split(",")) if args.seeds else grid.seeds,
+        grid.arguments,
     )
 
 
-def cases_left(args: argparse.Namespace) -> tuple[list[Case], int]:
-    """(what is to be run, how many cases there are)."""
-    rates = best_rates(read_rows(args.rates_from)) if args.rates_from else None
-    cases = list(chosen_grid(args).cases(lrs=rates, steps=args.steps))
-    left = remaining(cases, read_rows(args.results), retry_failed=args.retry_failed)
-    return left[: args.limit], len({case.key for case in cases})
+class Listing:
+    """The cases of a command line, asked for again as rows come in; `--retry-failed` and `--limit` mean what there is
+    at the start."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.grid = chosen_grid(args)
+        self.rates = best_rates(read_rows(args.rates_from)) if args.rates_from else None
+        before = read_rows(args.results)
+        self.ignored = {row["key"] for row in before if row["status"] != "ok"} if args.retry_failed else set()
+        first = self.left(before)[: args.limit]
+        self.only = None if args.limit is None else {case.key for case in first}
+
+    def cases(self, rows: Sequence[Row]) -> list[Case]:
+        if self.args.tune:
+            return tuning_cases(self.grid, steps=self.args.steps)
+        if self.args.choose_rates:
+            return staged_cases(self.grid, rows, steps=self.args.steps)
+        return list(self.grid.cases(lrs=self.rates, steps=self.args.steps))
+
+    def left(self, rows: Sequence[Row]) -> list[Case]:
+        settling = [row for row in rows if row["status"] == "ok" or row["key"] not in self.ignored]
+        return remaining(self.cases(settling), settling)
+
+    def __call__(self, rows: Sequence[Row]) -> list[Case]:
+        return [case for case in self.left(rows) if self.only is None or case.key in self.only]
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     try:
-        left, num_cases = cases_left(args)
+        listing = Listing(args)
     except (GridError, ValueError) as error:
         sys.exit(f"error: {error}")
     sweep = Sweep(
@@ -137,14 +156,22 @@ def main(argv: list[str] | None = None) -> None:
         arguments=tuple(args.train_arguments),
         start=args.start,
     )
-    print(f"{num_cases} cases, {len(left)} to run now", flush=True)
+    rows = read_rows(args.results)
+    left, num_cases = listing(rows), len({case.key for case in listing.cases(rows)})
+    seconds = expectation(model=args.model, data_root=args.data_root, jobs=args.jobs, arguments=sweep.arguments)
+    expected = [seconds(case, rows) for case in left]
+    known = [s for s in expected if s is not None]
+    about = f", about {sum(known) / args.jobs:.0f} s" if known else ""
+    print(f"{num_cases} cases, {len(left)} to run now{about}", flush=True)
     if args.dry_run:
-        for case in left:
-            print(f"{case.key}: launch/train.py {shlex.join(sweep.command(case))}")
+        for case, s in zip(left, expected, strict=True):
+            print(f"{case.key}{f' ({s:.0f} s)' if s else ''}: launch/train.py {shlex.join(sweep.command(case))}")
         return
-    num_rows = run(sweep, left)
-    failed = sum(row["status"] == "failed" for row in read_rows(args.results)[-num_rows:]) if num_rows else 0
-    print(f"{num_rows} rows written to {args.results}, {failed} of them failures; {len(left) - num_rows} cases left")
+    num_rows = run(sweep, listing, expectation=seconds if args.case_seconds is None else lambda case, rows: None)
+    rows = read_rows(args.results)
+    failed = sum(row["status"] == "failed" for row in rows[-num_rows:]) if num_rows else 0
+    num_left = len(listing(rows))
+    print(f"{num_rows} rows written to {args.results}, {failed} of them failures; {num_left} cases left")
 
 
 if __name__ == "__main__":

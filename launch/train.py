@@ -142,6 +142,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="auto: what the JSON enables; on a CPU float32, where 16 bit is emulated",
     )
+    how.add_argument("--tf32", action="store_true", help="float32 models multiply matrices in TF32 on a GPU")
     how.add_argument("--seed", type=int, default=0, help="of the data order and of torch (default: %(default)s)")
     how.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank (needs peft)")
     how.add_argument("--lora-alpha", type=float, default=16.0, metavar="A", help="their scale (default: %(default)s)")
@@ -546,6 +547,8 @@ def run(args: argparse.Namespace) -> Summary | None:
     checkpoints = find_checkpoints(args)
     ensure_distributed_environment()
     torch.manual_seed(args.seed)
+    if args.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
     trainer = Trainer(args, config)
     if checkpoints is not None:
         trainer.resume(checkpoints)

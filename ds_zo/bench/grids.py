@@ -79,6 +79,8 @@ class Grid:
     methods: dict[str, Method]
     tasks: tuple[str, ...]
     seeds: tuple[int, ...] = (0,)
+    arguments: tuple[str, ...] = ()
+    """For launch/train.py in every case."""
 
     def cases(self, *, lrs: dict[str, float] | None = None, steps: int | None = None) -> Iterator[Case]:
         """`lrs` fixes a method's rate instead of trying all; `steps` overrides all methods'. The order puts what is
@@ -92,7 +94,8 @@ class Grid:
                 for lr in rates if fixed is None or not method.lrs else (fixed,):
                     for warmup in method.warmups or (None,):
                         for rank in method.lora_ranks or (None,):
-                            yield _case(name, method, task, lr, seed, warmup, rank, steps)
+                            case = _case(name, method, task, lr, seed, warmup, rank, steps)
+                            yield dataclasses.replace(case, arguments=(*self.arguments, *case.arguments))
 
 
 def _case(
@@ -172,6 +175,7 @@ def _config(kind: str, *, clipping: float = 0.0, **more: Any) -> Config:
 
 def _zo(*, bf16: bool = False, **stream: Any) -> Config:
     offload = {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}
+    stream = {"writeback_interval": 8, **stream}  # the engine's own choice goes by times, which neighbours change
     config = _config("ZO", params={"zo_eps": 1e-3}, zero_optimization=offload, ds_zo={"stream": stream})
     return {**config, "bf16": {"enabled": True}} if bf16 else config
 
@@ -189,8 +193,8 @@ ZERO_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory":
 MEZO = _config("MeZO", params={"zo_eps": 1e-3})
 SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
 GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "stsb")
-ZO_STEPS = 2000
-FIRST_ORDER_STEPS = 600
+ZO_STEPS = 1500
+FIRST_ORDER_STEPS = 400
 
 MEZO_PAPER = Grid(
     {
@@ -229,63 +233,91 @@ LOMO_PAPER = Grid(
 """Lv et al. (2023), Table 4: ten epochs of 1,000 rows, batch 16, linear schedule, gradient norm 1.0, LoRA on q and v
 with alpha 16."""
 
-LSP_GLUE = Grid(
+LORA_LOMO = Grid(
     {
-        "lsp": Method(
-            _config("LSP", clipping=1.0, params={"subspace_dim": 512, "nonzeros_per_row": 16, "bias_threshold": 0.3}),
-            lrs=(5e-5,),
-            steps=1000,
-            arguments=("--head", "classifier"),
+        "lomo": Method(LOMO, lrs=(5e-2, 3e-2), warmups=(0.1,), steps=FIRST_ORDER_STEPS, eval_every=25),
+        "lora": Method(
+            ADAMW, lrs=(5e-4,), warmups=(0.05,), lora_ranks=(1, 2, 4, 8), steps=FIRST_ORDER_STEPS, eval_every=25
         ),
-        "adamw": Method(ADAMW, lrs=(5e-5,), steps=1000, arguments=("--head", "classifier")),
+        "lora+lomo": Method(
+            _config("LOMO", clipping=1.0, params={"adapter": {"lr": 5e-4}}),
+            lrs=(5e-3, 5e-4),
+            warmups=(0.05,),
+            lora_ranks=(1, 2, 4, 8),
+            steps=FIRST_ORDER_STEPS,
+            eval_every=25,
+            arguments=("--train-base",),
+        ),
     },
-    tasks=GLUE_TASKS,
+    tasks=("boolq",),
+    arguments=("--tf32", "--max-length", "256", "--eval-batch-size", "64"),
 )
-"""Chen et al. (LSP-Offload), GLUE: batch 16, projectors checked every 1,000 steps. Scale `subspace_dim` to the model;
-`--case-seconds` gives each the paper's equal hour."""
+"""Lv et al. (2023), Figures 3 to 5, cut down to minutes: what LOMO adds to LoRA at each rank, and loss and validation
+accuracy by step. `python -m ds_zo.bench.curves` draws both."""
+
+
+def lsp_glue(width: int) -> Grid:
+    """Chen et al. (LSP-Offload), GLUE: d = 512 of RoBERTa's 768, so two thirds of a model's `width`; r = 16, threshold
+    0.3, batch 16. GaLore's rank is half of d, which takes about the memory of LSP's states. `--case-seconds` gives each
+    the paper's equal hour."""
+    dim = max(16, round(width * 512 / 768))
+    lsp = {"subspace_dim": dim, "nonzeros_per_row": 16, "bias_threshold": 0.3}
+    shared: dict[str, Any] = {"steps": 1000, "arguments": ("--head", "classifier")}
+    return Grid(
+        {
+            "lsp": Method(_config("LSP", clipping=1.0, params=lsp), lrs=(5e-5,), **shared),
+            "adamw": Method(ADAMW, lrs=(5e-5,), **shared),
+            "galore": Method(_galore(dim // 2), lrs=(5e-5, 4e-4), **shared),
+        },
+        tasks=GLUE_TASKS,
+        arguments=("--tf32", "--max-length", "256", "--eval-batch-size", "64"),
+    )
+
+
+def _galore(rank: int) -> Config:
+    """Its projectors and states stay on the device. An update's entries are 0.25 sqrt(rank / shorter side) times
+    AdamW's at the same rate, so it takes a higher one."""
+    return _config("GaLore", clipping=1.0, params={"rank": rank})
+
+
+_ZO_RUN: dict[str, Any] = {"steps": ZO_STEPS, "eval_every": 500}
+_FIRST_ORDER_RUN: dict[str, Any] = {"steps": FIRST_ORDER_STEPS, "eval_every": 100, "warmups": (0.05,)}
 
 ACCURACY = Grid(
     {
         "zero-shot": Method(ADAMW, steps=0, seeds=(0,)),
-        "adamw": Method(ADAMW, lrs=(1e-5, 3e-5, 1e-4), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)),
-        "lora": Method(
-            ADAMW, lrs=(5e-4, 2e-3), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,), lora_ranks=(2,)
-        ),
-        "mezo": Method(MEZO, lrs=(1e-6, 3e-6, 1e-5), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
-        "mezo-bf16": Method(
-            {**MEZO, "bf16": {"enabled": True}}, lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"
-        ),
-        "zo": Method(_zo(), lrs=(1e-6, 3e-6, 1e-5), steps=ZO_STEPS, eval_every=500),
-        "zo-bf16": Method(_zo(bf16=True), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
-        "zo-bf16-wire": Method(_zo(bf16=True, master="wire"), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
-        "zo-fp8": Method(_zo(bf16=True, wire_dtype="fp8"), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"),
+        "adamw": Method(ADAMW, lrs=(1e-5, 3e-5, 1e-4), **_FIRST_ORDER_RUN),
+        "lora": Method(ADAMW, lrs=(5e-4, 2e-3), lora_ranks=(2,), **_FIRST_ORDER_RUN),
+        "mezo": Method(MEZO, lrs=(3e-6,), lr_of="zo", seeds=(0,), **_ZO_RUN),
+        "mezo-bf16": Method({**MEZO, "bf16": {"enabled": True}}, lrs=(3e-6,), lr_of="zo", **_ZO_RUN),
+        "zo": Method(_zo(), lrs=(1e-6, 3e-6, 1e-5), **_ZO_RUN),
+        "zo-bf16": Method(_zo(bf16=True), lrs=(3e-6,), lr_of="zo", **_ZO_RUN),
+        "zo-bf16-wire": Method(_zo(bf16=True, master="wire"), lrs=(3e-6,), lr_of="zo", seeds=(0,), **_ZO_RUN),
+        "zo-fp8": Method(_zo(bf16=True, wire_dtype="fp8"), lrs=(3e-6,), lr_of="zo", **_ZO_RUN),
         "zo-fp8-wire": Method(
-            _zo(bf16=True, wire_dtype="fp8", master="wire"), lrs=(3e-6,), steps=ZO_STEPS, eval_every=500, lr_of="zo"
+            _zo(bf16=True, wire_dtype="fp8", master="wire"), lrs=(3e-6,), lr_of="zo", seeds=(0,), **_ZO_RUN
         ),
-        "sgd": Method(
-            _config("SGD", clipping=1.0),
-            lrs=(3e-2,),
-            steps=FIRST_ORDER_STEPS,
-            eval_every=100,
-            warmups=(0.05,),
-            lr_of="lomo",
-        ),
-        "lomo": Method(LOMO, lrs=(1e-2, 3e-2, 1e-1), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)),
-        "adalomo": Method(
-            _config("AdaLOMO", clipping=0.0), lrs=(5e-4, 2e-3), steps=FIRST_ORDER_STEPS, eval_every=100, warmups=(0.05,)
-        ),
-        "lsp": Method(
-            LSP,
-            lrs=(3e-5, 1e-4, 3e-4),
-            steps=FIRST_ORDER_STEPS,
-            eval_every=100,
-            warmups=(0.05,),
-        ),
+        "sgd": Method(_config("SGD", clipping=1.0), lrs=(3e-2,), lr_of="lomo", **_FIRST_ORDER_RUN),
+        "lomo": Method(LOMO, lrs=(1e-2, 3e-2, 1e-1), **_FIRST_ORDER_RUN),
+        "adalomo": Method(_config("AdaLOMO", clipping=0.0), lrs=(5e-4, 2e-3), **_FIRST_ORDER_RUN),
+        "lsp": Method(LSP, lrs=(3e-5, 1e-4, 3e-4), **_FIRST_ORDER_RUN),
     },
-    tasks=("sst2", "rte", "boolq", "copa", "alpaca"),
+    tasks=("sst2", "rte", "copa", "boolq", "alpaca"),
     seeds=(0, 1, 2),
+    arguments=("--tf32", "--max-length", "256", "--eval-batch-size", "64"),
 )
-"""The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere."""
+"""The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere. Sized for
+an hour of an H200 with SmolLM2-135M, several runs at once; float32 runs multiply matrices in TF32 for that. What only
+one seed is needed for has one: the reference that takes ZO's own steps, and storage without a low plane."""
+
+EQUAL_Z = Grid(
+    {
+        "mezo": Method(MEZO, lrs=(3e-6,), steps=300, eval_every=100),
+        "zo": Method(_zo(), lrs=(3e-6,), steps=300, eval_every=100),
+    },
+    tasks=("sst2", "copa"),
+)
+"""ZO beside MeZO with the same noise, products in float32: the same losses all along."""
 
 CURVES = Grid(
     {
@@ -314,12 +346,6 @@ _LSP_CURVE: dict[str, Any] = {"steps": 300, "eval_every": 50, "warmups": (0.05,)
 
 def _lsp(dim: int, **params: Any) -> Config:
     return {**LSP, "optimizer": {"type": "LSP", "params": {"subspace_dim": dim, "nonzeros_per_row": 4, **params}}}
-
-
-def _galore(rank: int) -> Config:
-    """Its projectors and states stay on the device. An update's entries are 0.25 sqrt(rank / shorter side) times
-    AdamW's at the same rate, so it takes a higher one."""
-    return _config("GaLore", clipping=1.0, params={"rank": rank})
 
 
 LSP_CURVES = Grid(
@@ -381,7 +407,9 @@ GRIDS: dict[str, Grid] = {
     "accuracy": ACCURACY,
     "mezo": MEZO_PAPER,
     "lomo": LOMO_PAPER,
-    "lsp-glue": LSP_GLUE,
+    "lora-lomo": LORA_LOMO,
+    "lsp-glue": lsp_glue(576),
+    "equal-z": EQUAL_Z,
     "curves": CURVES,
     "lsp-curves": LSP_CURVES,
     "lsp-rates": LSP_RATES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from dataclasses import dataclass, field
@@ -117,7 +118,12 @@ def commit() -> str | None:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """One line by one write, so that runs that end together do not mix theirs."""
+    """One line by one write, so that runs that end together do not mix theirs; also after a line that a killed process
+    left unfinished."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with path.open("ab+") as file:
+        torn = False
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")

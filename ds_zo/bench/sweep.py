@@ -3,7 +3,13 @@
 [Note: a sweep may be cut into pieces]
 A case that has a good row is not run again. When time is up, running cases get SIGTERM, save a checkpoint and are
 resumed by the next call where their folder still exists; where it does not, they start anew. So a sweep can be done in
-pieces of minutes, on machines that keep nothing but the file of rows.
+pieces of minutes, on machines that keep nothing but the file of rows. Where the time a case takes is known, one that
+would not end within the piece is left to the next, and a shorter one takes its place. A row is written when its case
+ends: a sweep that is killed loses what was running, no more.
+
+[Note: one GPU for several cases]
+Each process gets its share of the device's memory and no more, so that one that asks for too much fails alone, and its
+share of the cores.
 
 [Note: forked from a warm server]
 Importing torch, transformers and DeepSpeed takes longer than a short case. A fork server does it once and never touches
@@ -24,7 +30,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,14 +38,24 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from ds_zo.bench.grids import Case
+from ds_zo.bench.run_summary import append_row
 
 Row = dict[str, Any]
+Listing = Callable[[Sequence[Row]], Sequence[Case]]
+"""What is left to run, in order, given all rows so far: rates that rows decide bring new cases."""
+Expectation = Callable[[Case, Sequence[Row]], "float | None"]
+"""Seconds a case will take; None: unknown."""
 Start = Literal["forkserver", "fork", "spawn"]
 """A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
 PRELOAD = ["ds_zo.bench.run_summary", "ds_zo.tasks", "transformers", "deepspeed"]
 BAD_FORK = 97
 """Exit status of a child that cannot use CUDA because the process it was forked from had touched it."""
 _LAST_WORDS = 1500
+_GRACE_SHARE = 0.1
+_MEMORY_SHARE = 0.9
+"""Of the device, for all processes together: each has a context beside what PyTorch allocates."""
+MOST_POINTS = 40
+"""Losses in a row's curve: means over equal spans where a run read more."""
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
@@ -58,14 +74,30 @@ class Sweep:
     """Holds a folder for each task."""
     jobs: int = 1
     max_seconds: float | None = None
-    grace_s: float = 45.0
-    """Of `max_seconds`, kept for running cases to save themselves."""
+    grace_s: float | None = None
+    """Of `max_seconds`, kept for running cases to save themselves; None: a tenth, 45 at most."""
     case_seconds: float | None = None
     arguments: tuple[str, ...] = ()
     start: Start = "forkserver"
     fallback: Start = "spawn"
     """After a bad fork."""
     environment: dict[str, str] = field(default_factory=dict)
+    num_points: int = MOST_POINTS
+
+    @property
+    def span_s(self) -> float:
+        """For cases to run in."""
+        return float("inf") if self.max_seconds is None else max(0.0, self.max_seconds - self.saving_s)
+
+    @property
+    def saving_s(self) -> float:
+        if self.grace_s is not None:
+            return self.grace_s
+        return 45.0 if self.max_seconds is None else min(45.0, _GRACE_SHARE * self.max_seconds)
+
+    def checkpoint(self, case: Case) -> Path:
+        """The file that says there is one to go on from."""
+        return self.folder / safe_name(case.key) / "checkpoints" / "latest"
 
     def command(self, case: Case) -> list[str]:
         """What launch/train.py is called with."""
@@ -81,7 +113,7 @@ class Sweep:
         if self.case_seconds is not None:
             command += ["--max-seconds", f"{self.case_seconds:g}"]
         command += [*case.arguments, *self.arguments]
-        if (folder / "checkpoints" / "latest").is_file():
+        if self.checkpoint(case).is_file():
             command += ["--resume", "latest"]
         return command
 
@@ -114,7 +146,7 @@ def remaining(cases: Iterable[Case], rows: Sequence[Row], *, retry_failed: bool 
     return list(found.values())
 
 
-def run(sweep: Sweep, cases: Sequence[Case]) -> int:
+def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda case, rows: None) -> int:
     """Runs cases until they or the time are over; the number that got a row."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sweep.jobs)))
@@ -123,18 +155,23 @@ def run(sweep: Sweep, cases: Sequence[Case]) -> int:
     context: Any = multiprocessing.get_context(start)
     if sweep.start == "forkserver":
         multiprocessing.set_forkserver_preload(PRELOAD)
-    began = time.monotonic()
-    deadline = None if sweep.max_seconds is None else began + max(0.0, sweep.max_seconds - sweep.grace_s)
-    waiting, num_rows = list(cases), 0
+    deadline = time.monotonic() + sweep.span_s
+    rows = read_rows(sweep.results)
     running: list[_Running] = []
+    begun: set[str] = set()
+    waiting, num_rows = _waiting(listing, rows, begun), 0
     previous = signal.signal(signal.SIGTERM, _interrupt)  # a `timeout` around the sweep must not leave its cases behind
     bar = tqdm(total=len(waiting), desc="sweep", unit="run", mininterval=1.0)
     try:
-        while waiting or running:
-            over = deadline is not None and time.monotonic() >= deadline
-            while waiting and len(running) < sweep.jobs and not over:
-                running.append(_Running(sweep, waiting.pop(0), context, start))
-            if over:
+        while (left_s := deadline - time.monotonic()) > 0:
+            while len(running) < sweep.jobs:
+                case = next_case(sweep, waiting, [expectation(case, rows) for case in waiting], left_s)
+                if case is None:
+                    break
+                begun.add(case.key)
+                waiting.remove(case)
+                running.append(_Running(sweep, case, context, start))
+            if not running:
                 break
             time.sleep(0.2)
             for job in [job for job in running if not job.process.is_alive()]:
@@ -142,16 +179,35 @@ def run(sweep: Sweep, cases: Sequence[Case]) -> int:
                 if job.process.exitcode == BAD_FORK and start != sweep.fallback:
                     start, context = sweep.fallback, multiprocessing.get_context(sweep.fallback)
                 if job.process.exitcode == BAD_FORK and job.start != start:
-                    waiting.insert(0, job.case)
-                    continue
-                num_rows += job.finish()
-                bar.update()
+                    begun.remove(job.case.key)
+                else:
+                    num_rows += job.finish()
+                    bar.update()
+                rows = read_rows(sweep.results)
+                waiting = _waiting(listing, rows, begun)
+                bar.total = num_rows + len(running) + len(waiting)
             bar.set_postfix_str(", ".join(job.case.key for job in running)[:80], refresh=False)
     finally:
-        num_rows += _stop(running, sweep.grace_s)
+        num_rows += _stop(running, sweep.saving_s)
         bar.close()
         signal.signal(signal.SIGTERM, previous)
     return num_rows
+
+
+def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[Case]:
+    return [case for case in listing(rows) if case.key not in begun]
+
+
+def next_case(sweep: Sweep, waiting: Sequence[Case], seconds: Sequence[float | None], left_s: float) -> Case | None:
+    """The first that fits into what is left of this piece; else one that no piece is long enough for, which checkpoints
+    bring to its end."""
+    too_long = None
+    for case, expected_s in zip(waiting, seconds, strict=True):
+        if expected_s is None or expected_s <= left_s or sweep.checkpoint(case).is_file():
+            return case
+        if expected_s > sweep.span_s and too_long is None:
+            too_long = case
+    return too_long
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -178,11 +234,13 @@ class _Running:
     def __init__(self, sweep: Sweep, case: Case, context: Any, start: Start) -> None:
         self.sweep, self.case, self.start = sweep, case, start
         self.folder = sweep.folder / safe_name(case.key)
+        self.resumed = sweep.checkpoint(case).is_file()
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
         (self.folder / "summary.json").unlink(missing_ok=True)
         self.began = time.monotonic()
-        arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment)
+        share = _MEMORY_SHARE / sweep.jobs if sweep.jobs > 1 else None
+        arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment, share)
         self.process = context.Process(target=_train, args=arguments, name=case.key)
         self.process.start()
 
@@ -190,23 +248,31 @@ class _Running:
         """Writes the row; 0 where a stopped case has none yet."""
         row: Row = {"key": self.case.key, **{k: v for k, v in asdict(self.case).items() if k != "arguments"}}
         row["arguments"] = [*self.case.arguments, *self.sweep.arguments]
-        row["wall_s"] = round(time.monotonic() - self.began, 1)
+        row |= {"wall_s": round(time.monotonic() - self.began, 1), "jobs": self.sweep.jobs, "resumed": self.resumed}
         summary = self.folder / "summary.json"
         if summary.is_file():
             found = json.loads(summary.read_text(encoding="utf-8"))
             row |= {"status": "ok", **{k: v for k, v in found.items() if k not in ("config", "model_folder")}}
-            row["lr"] = self.case.lr
+            row |= {"lr": self.case.lr, "curve": thinned(found.get("curve") or [], self.sweep.num_points)}
         elif stopped:
             return 0
         else:
             words = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
             row |= {"status": "failed", "exit": self.process.exitcode, "last_words": words}
-        self.sweep.results.parent.mkdir(parents=True, exist_ok=True)
-        with self.sweep.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(self.sweep.results, row)
         if row["status"] == "ok":
             shutil.rmtree(self.folder, ignore_errors=True)
         return 1
+
+
+def thinned(curve: Sequence[Row], num_points: int) -> list[Row]:
+    """Losses as means over at most `num_points` spans, all scores, nothing that is null: rows are kept for good."""
+    losses = [point for point in curve if point.get("loss") is not None]
+    width = -(-len(losses) // num_points) if losses else 1
+    spans = [losses[i : i + width] for i in range(0, len(losses), width)]
+    means = [{**span[-1], "loss": round(sum(p["loss"] for p in span) / len(span), 5)} for span in spans]
+    kept = sorted([*means, *(p for p in curve if p.get("loss") is None)], key=lambda point: point["step"])
+    return [{name: value for name, value in point.items() if value is not None} for point in kept]
 
 
 def _end_with_parent() -> None:
@@ -215,7 +281,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
-def _train(script: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
+def _train(script: str, arguments: list[str], log: str, environment: dict[str, str], share: float | None) -> None:
     """In the child: launch/train.py as it would be run from a shell, its output in a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which sends SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -227,9 +293,12 @@ def _train(script: str, arguments: list[str], log: str, environment: dict[str, s
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda._is_in_bad_fork():
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
         os._exit(BAD_FORK)
+    if share is not None and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
     spec = importlib.util.spec_from_file_location("launch_train", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Grids as data, which cases are left, the table that rows make, and what becomes of runs that end, fail or are cut."""
+"""Grids as data, which cases are left, and what becomes of runs that end, fail or are cut."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from clean_process import in_clean_process
 
-from ds_zo.bench.accuracy import best_rates, table
 from ds_zo.bench.grids import GRIDS, Case, GridError, read_grid
-from ds_zo.bench.sweep import Row, Sweep, read_rows, remaining, run
+from ds_zo.bench.run_summary import append_row
+from ds_zo.bench.sweep import Sweep, next_case, read_rows, remaining, run, thinned
 from ds_zo.config import backend_of
 from ds_zo.config.resolve import resolve
 from ds_zo.tasks import TASKS
@@ -45,7 +46,8 @@ def test_a_case_writes_what_the_grid_varies_into_its_config() -> None:
         c for c in GRIDS["accuracy"].cases(lrs={"zo": 2e-6}) if (c.method, c.task, c.seed) == ("zo-fp8", "rte", 2)
     ]
     assert case.config["optimizer"]["params"] == {"zo_eps": 1e-3, "lr": 2e-6, "seed": 2}
-    assert case.config["ds_zo"]["stream"] == {"wire_dtype": "fp8"}
+    assert case.config["ds_zo"]["stream"] == {"writeback_interval": 8, "wire_dtype": "fp8"}
+    assert case.arguments == GRIDS["accuracy"].arguments
     lomo = next(c for c in GRIDS["accuracy"].cases() if c.method == "lomo")
     assert lomo.config["scheduler"]["params"]["warmup_max_lr"] == lomo.lr
     assert GRIDS["accuracy"].methods["lomo"].config["optimizer"]["params"] == {}, "the grid itself is not changed"
@@ -63,33 +65,6 @@ def test_a_grid_from_a_file_and_its_mistakes(tmp_path: Path) -> None:
         read_grid("nope")
 
 
-def row(method: str, task: str, lr: float, seed: int, dev: float, after: float, metric: str = "accuracy") -> Row:
-    key = f"{method}_{task}_{lr}_{seed}"
-    return {"key": key, "status": "ok", "method": method, "task": task, "lr": lr, "seed": seed, "steps": 10} | {
-        "dev": dev,
-        "after": after,
-        "metric": metric,
-    }
-
-
-def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
-    rows = [
-        row("zo", "sst2", 1e-3, 0, dev=0.9, after=0.5),
-        row("zo", "rte", 1e-3, 0, dev=0.5, after=0.5),
-        row("zo", "sst2", 1e-4, 0, dev=0.6, after=0.99),
-        row("zo", "rte", 1e-4, 0, dev=0.6, after=0.99),
-        row("zo", "rte", 1e-2, 0, dev=0.99, after=0.99),  # not run on all tasks
-        row("zo", "sst2", 1e-3, 1, dev=0.1, after=0.7),
-        row("mezo", "sst2", 1e-3, 0, dev=0.2, after=0.25),
-        row("mezo", "alpaca", 1e-3, 0, dev=9.0, after=8.0, metric="perplexity"),
-    ]
-    assert best_rates(rows)["zo"] == 1e-3
-    text = table(rows, grid=GRIDS["accuracy"])
-    assert "| method | lr | steps | sst2 (accuracy) | rte (accuracy) | alpaca (perplexity) |" in text
-    assert "| zo | 0.001 | 10 | 60.0 ± 14.1 (2) | 50.0 |  |" in text
-    assert "| mezo | 0.001 | 10 | 25.0 |  | 8.00 |" in text
-
-
 def test_settled_cases_are_not_run_again(tmp_path: Path) -> None:
     cases = list(GRIDS["smoke"].cases())
     rows = tmp_path / "rows.jsonl"
@@ -100,7 +75,10 @@ def test_settled_cases_are_not_run_again(tmp_path: Path) -> None:
         + json.dumps({"key": failed, "status": "failed"})
         + '\n{"key": "h'
     )
+    append_row(rows, {"key": cases[2].key, "status": "ok"})
     found = read_rows(rows)
+    assert [row["key"] for row in found] == [done, failed, cases[2].key], "a torn line takes none along"
+    cases.pop(2)
     assert [c.key for c in remaining(cases, found)] == [c.key for c in cases[2:]]
     assert [c.key for c in remaining([*cases, *cases], found, retry_failed=True)] == [c.key for c in cases[1:]]
 
@@ -129,16 +107,17 @@ def main():
 """
 
 
+def a_case(task: str) -> Case:
+    return Case(method="m", task=task, lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2, config={"a": 1})
+
+
 def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    cases = [
-        Case(method="m", task=task, lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2, config={"a": 1})
-        for task in ("endless", "ends", "fails")
-    ]
+    cases = [a_case(task) for task in ("endless", "ends", "fails")]
     results, folder = tmp_path / "rows.jsonl", tmp_path / "runs"
-    sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=45, grace_s=40, start="fork")
-    assert in_clean_process(run, sweep, cases) == 2
+    sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=44, grace_s=40, start="fork")
+    assert in_clean_process(run, sweep, partial(remaining, cases)) == 2
     rows = {row["task"]: row for row in read_rows(results)}
     assert rows["ends"]["status"] == "ok" and rows["ends"]["after"] == 0.5 and rows["ends"]["config"] == {"a": 1}
     assert rows["fails"]["status"] == "failed" and "error: the reason" in rows["fails"]["last_words"]
@@ -147,33 +126,47 @@ def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
     assert not (folder / cases[1].key).exists()
 
 
-def test_a_bad_fork_is_tried_again_in_another_way_once(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    case = Case(method="m", task="badly forked", lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2)
-    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="forkserver", fallback="fork")
-    started = in_clean_process(run, sweep, [case])
-    assert started == 1 and (tmp_path / "count").read_text() == "xx"
-    assert [row["status"] for row in read_rows(tmp_path / "rows.jsonl")] == ["failed"]
+def test_a_piece_is_filled_with_what_fits() -> None:
+    sweep = Sweep(Path("s"), Path("r"), Path("nowhere"), "embedded", max_seconds=480)
+    cases = [a_case("900"), a_case("300"), a_case("100")]
+    expected = [float(case.task) for case in cases]
+    assert sweep.span_s == 435
+    assert next_case(sweep, cases, expected, 435).task == "300"
+    assert next_case(sweep, cases, expected, 200).task == "100"
+    assert next_case(sweep, cases, expected, 50).task == "900", "no piece is long enough: checkpoints bring it on"
+    assert next_case(sweep, cases[1:], expected[1:], 50) is None
+
+
+def test_rows_keep_a_short_curve() -> None:
+    curve = [{"step": i, "train_s": float(i), "loss": float(i), "dev": None} for i in range(1, 8)]
+    curve.insert(4, {"step": 4, "train_s": 4.0, "loss": None, "dev": {"accuracy": 0.5}})
+    found = thinned(curve, 3)
+    assert [(point["step"], point.get("loss")) for point in found] == [(3, 2.0), (4, None), (6, 5.0), (7, 7.0)]
+    assert found[1] == {"step": 4, "train_s": 4.0, "dev": {"accuracy": 0.5}}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to tell children of their parent's end")
-def test_a_killed_sweep_leaves_no_case_behind(tmp_path: Path) -> None:
+def test_a_killed_sweep_loses_what_was_running_and_leaves_none_behind(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    case = Case(method="m", task="endless", lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2)
-    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork")
-    parent = multiprocessing.get_context("spawn").Process(target=run, args=(sweep, [case]))
+    cases = [a_case(task) for task in ("ends", "badly forked", "endless", "fails")]
+    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork", fallback="spawn")
+    parent = multiprocessing.get_context("spawn").Process(target=run, args=(sweep, partial(remaining, cases)))
     parent.start()
-    checkpoints = tmp_path / "runs" / case.key / "checkpoints"
+    checkpoints = tmp_path / "runs" / cases[2].key / "checkpoints"
     wait_for(checkpoints.is_dir)
     parent.kill()
     parent.join()
     wait_for((checkpoints / "latest").is_file)
+    assert [(row["task"], row["status"]) for row in read_rows(sweep.results)] == [
+        ("ends", "ok"),
+        ("badly forked", "failed"),
+    ]
+    assert (tmp_path / "count").read_text() == "xx", "tried again in another way, once"
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -1,0 +1,168 @@
+"""How long a sweep's run will take: from rows of runs like it, else from the model's size and the texts' lengths.
+
+[Note: several runs share a GPU]
+A small model keeps the host busy longer than the device, so several runs at once gain until their kernels together
+fill the GPU: a step then takes the longer of its own host time and everybody's device time. The estimate is good to a
+factor of two, which is enough to say what a slice of an hour holds; rows of like runs replace it as they come in.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.grids import Case
+from ds_zo.config import backend_of
+from ds_zo.planner.rates import Rates
+from ds_zo.tasks.data import read_jsonl
+from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+from ds_zo.tasks.errors import TaskError
+
+Row = dict[str, Any]
+RATES = Rates()
+FLOPS = {"fp32": 45e12, "tf32": 150e12, "bf16": 250e12, "fp16": 250e12}
+"""Of matrix products with a few thousand rows on an H200."""
+OPS_PER_LAYER = 45
+BACKWARD_OPS = 1.6
+"""Operations of a backward pass for each of the forward pass."""
+CHARS_PER_TOKEN = 4.3
+START_S, LSP_FIT_S = 15.0, 20.0
+"""Until the first step: the device's context, weights, tokens; what LSP's first fit adds."""
+LSP_UPDATE_S = 0.04
+"""Of the CPU's Adam a step, on two threads."""
+SAFETY = 1.15
+"""On a time that was measured: neighbours change."""
+_EVAL_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a run that has the machine to itself."""
+
+    device_s: float
+    host_s: float
+    start_s: float = START_S
+
+    def wall_s(self, *, jobs: int) -> float:
+        """With `jobs` runs like it at once; see the note above."""
+        return self.start_s + max(self.host_s, jobs * self.device_s)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model."""
+
+    numel: int
+    num_layers: int
+
+
+def model_size(name: str) -> Size | None:
+    """From a folder's files; None where there is none (a Hub name)."""
+    folder = Path(EMBEDDED_MODEL if name == "embedded" else name)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or not (folder / "config.json").is_file():
+        return None
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = next((config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), 1)
+    return Size(sum(map(_numel, files)), int(layers))
+
+
+def _numel(path: Path) -> int:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(_product(shape) for shape in shapes)
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for side in shape:
+        total *= side
+    return total
+
+
+@cache
+def num_tokens(path: Path) -> tuple[int, ...]:
+    """Of each row of a file, by the length of its texts; none where it can't be read."""
+    try:
+        rows = read_jsonl(path)
+    except TaskError:
+        return ()
+    texts = [sum(len(value) for value in row.values() if isinstance(value, str)) for row in rows]
+    return tuple(max(4, round(length / CHARS_PER_TOKEN)) for length in texts)
+
+
+def cost(case: Case, size: Size, folder: Path, *, arguments: Sequence[str] = ()) -> Cost | None:
+    """From first principles; None without data."""
+    options = [*case.arguments, *arguments]
+    most = int(options[options.index("--max-length") + 1]) if "--max-length" in options else 512
+    lengths = [min(length, most) for length in num_tokens(folder / "train.jsonl")]
+    if not lengths:
+        return None
+    longest = sorted(lengths)[int(len(lengths) * (1 - 1 / case.batch_size)) - 1]  # a batch is as long as its longest
+    step = _passes(case, size, tokens=case.batch_size * longest, flops=FLOPS[_dtype(case, options)])
+    scored = {split: [min(n, most) for n in num_tokens(folder / f"{split}.jsonl")] for split in ("dev", "test")}
+    num_evals = -(-case.steps // max(1, case.eval_every)) if case.steps else 1
+    evals = [
+        _forward(size, tokens=2 * sum(found), batches=2 * len(found) / _EVAL_BATCH, flops=FLOPS[_dtype(case, options)])
+        for found in (scored["dev"], scored["test"])  # a state that is the best so far is also tested: every other one
+    ]
+    eval_device_s, eval_host_s = (evals[0][i] + evals[1][i] / 2 for i in range(2))
+    lsp = backend_of(case.config) == "lsp"
+    return Cost(
+        device_s=case.steps * step[0] + num_evals * eval_device_s,
+        host_s=case.steps * (step[1] + LSP_UPDATE_S * lsp) + num_evals * eval_host_s,
+        start_s=START_S + LSP_FIT_S * lsp,
+    )
+
+
+def _dtype(case: Case, options: Sequence[str]) -> str:
+    half = next((name for name in ("bf16", "fp16") if (case.config.get(name) or {}).get("enabled")), None)
+    return half or ("tf32" if "--tf32" in options else "fp32")
+
+
+def _forward(size: Size, *, tokens: int, batches: float, flops: float) -> tuple[float, float]:
+    """(device, host) seconds."""
+    ops = batches * OPS_PER_LAYER * size.num_layers
+    return 2 * size.numel * tokens / flops + ops * RATES.kernel_us * 1e-6, ops * RATES.launch_us * 1e-6
+
+
+def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float, float]:
+    kind = str(case.config["optimizer"]["type"]).lower()
+    num_forward = 2 if kind in ("zo", "mezo") else 1
+    two_pass = kind in ("lomo", "adalomo") and case.config.get("gradient_clipping")
+    num_backward = 0 if num_forward == 2 else 2 if two_pass else 1
+    device_s, host_s = _forward(size, tokens=tokens, batches=1, flops=flops)
+    sweeps = 32 * size.numel / (RATES.device_memory_gbps * 1e9)  # of the weights and what an update reads and writes
+    backward_host_s = host_s * BACKWARD_OPS * RATES.backward_launch_us / RATES.launch_us
+    return (num_forward + 2 * num_backward) * device_s + sweeps, num_forward * host_s + num_backward * backward_host_s
+
+
+def expectation(
+    *, model: str, data_root: Path | None, jobs: int, arguments: Sequence[str] = ()
+) -> Callable[[Case, Sequence[Row]], float | None]:
+    """Tells the seconds a case will take beside `jobs` - 1 others; None where nothing is known."""
+    size = model_size(model)
+
+    def seconds(case: Case, rows: Sequence[Row]) -> float | None:
+        alike = [row["wall_s"] for row in rows if row["status"] == "ok" and _alike(row, case, jobs=jobs)]
+        if alike:
+            return SAFETY * statistics.median(alike)
+        if size is None or data_root is None:
+            return None
+        found = cost(case, size, data_root / case.task, arguments=arguments)
+        return None if found is None else found.wall_s(jobs=jobs)
+
+    return seconds
+
+
+def _alike(row: Row, case: Case, *, jobs: int) -> bool:
+    found = [row.get(name) for name in ("method", "task", "steps", "jobs")]
+    return found == [case.method, case.task, case.steps, jobs] and not row.get("resumed")
