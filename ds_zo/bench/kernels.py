@@ -62,10 +62,41 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
     yield "fp8 replay 1 + perturb 1", call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3), 4 * numel
     yield "fp8 perturb", call(codes, **scales, out=out, scale=1e-3), 3 * numel
 
+    codes, words = _bf12(theta[:256], numel)
+    code_slot, scales = torch.empty_like(codes), {"exponents_in": words}
+    stored = scales | {"exponents_out": torch.empty_like(words)}
+    packed = codes.numel() + 4 * words.numel()
+    yield (
+        "bf12 replay 1 + perturb 1",
+        call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3),
+        2 * packed + 2 * numel,
+    )
+    yield (
+        "bf12 replay 8 + perturb 1",
+        call(codes, **replay | {"num_entries": 8}, **stored, dst=code_slot, out=out, scale=1e-3),
+        2 * packed + 2 * numel,
+    )
+    yield "bf12 perturb", call(codes, **scales, out=out, scale=1e-3), packed + 2 * numel
+    yield (
+        "bf12 fold 1 + perturb 1",
+        call(codes, **replay, **scales, exponents_out=words, dst=codes, out=out, scale=1e-3, fold=True),
+        2 * packed + 2 * numel,
+    )
+
     master = theta.float()
     copy = torch.empty_like(master)
     yield "fp32 fold 1 + perturb 1", call(master, **replay, dst=master, out=copy, scale=1e-3, fold=True), 12 * numel
     yield "torch.normal_ fp32", copy.normal_, 4 * numel
+
+
+def _bf12(group: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of a flat that repeats one group of 256 values."""
+    fmt = ops.storage_format(torch.uint8)
+    codes = torch.empty(256, dtype=fmt.dtype, device=group.device)
+    scales = torch.empty(fmt.scale_numel, dtype=fmt.scale_dtype, device=group.device)
+    ops.encode_(codes, group.float(), exponents=scales)
+    num_groups = -(-numel // 256)
+    return codes.repeat(num_groups)[:numel], scales.repeat(num_groups)
 
 
 def median_ms(call: Callable[[], object]) -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ import torch
 
 from ds_zo.bench.measure import environment
 
-WIRES = ("fp32", "bf16", "fp16", "fp8")
+WIRES = ("fp32", "bf16", "fp16", "bf12", "fp8")
 
 
 def read_texts(path: Path, *, limit: int) -> list[str]:

@@ -29,6 +29,7 @@ KERNELS = (
     "bf16 replay 1 + perturb 1",
     "bf16 replay 8 + perturb 1",
     "bf16 fold 1 + perturb 1",
+    "bf12 replay 1 + perturb 1",
     "fp8 replay 1 + perturb 1",
     "torch.normal_ fp32",
 )

@@ -13,8 +13,11 @@ _STYLES = {
     "mezo": ("#444444", "s"),
     "resident": ("#d08a3c", "^"),
     "streamed": ("#4878a8", "o"),
+    "bf12": ("#8a6aa0", "v"),
     "fp8": ("#6aa06a", "D"),
 }
+_NARROW = ("bf12", "fp8")
+"""Wires that are lines of their own."""
 
 
 def plot_sizes(rows: Iterable[Row], folder: Path, *, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
@@ -66,9 +69,9 @@ def _way(row: Row) -> str | None:
         return None
     stream = row["stream"]
     plain = all(stream.get(key, True) for key in ("overlap", "reuse_buffers", "fuse_update"))
-    if not plain or stream.get("wire_dtype", row["dtype"]) not in (row["dtype"], "auto", "fp8"):
+    if not plain or stream.get("wire_dtype", row["dtype"]) not in (row["dtype"], "auto", *_NARROW):
         return None
-    return "fp8" if stream.get("wire_dtype") == "fp8" else "streamed"
+    return stream["wire_dtype"] if stream.get("wire_dtype") in _NARROW else "streamed"
 
 
 def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
@@ -82,7 +85,7 @@ def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
         "mezo": "MeZO, in memory",
         "resident": "ZO, all resident",
         "streamed": f"ZO, all streamed ({dtype} wire)",
-        "fp8": "ZO, all streamed (fp8 wire)",
+        **{wire: f"ZO, all streamed ({wire} wire)" for wire in _NARROW},
     }
     sizes = sorted({row["parameters"] for rows in lines.values() for row in rows})
     panels = (("tokens_per_s", "tokens/s"), ("peak_gb", "peak GPU memory, GB"))

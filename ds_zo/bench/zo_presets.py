@@ -17,8 +17,8 @@ from ds_zo.bench.zo_case import COPIES_HELD
 CASE, MACHINE = "ds_zo.bench.zo_case:run_case", "ds_zo.bench.zo_case:run_machine"
 CAP_GB = 24.0
 _STREAMED: Mapping[str, Any] = {"master": "wire", "resident_blocks": 0}
-_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_LOW_NBYTES = {"fp32": 0, "bf16": 2, "fp16": 2, "fp8": 2}
+_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf12": 1 + 33 / 64, "fp8": 1}
+_LOW_NBYTES = {"fp32": 0, "bf16": 2, "fp16": 2, "bf12": 2, "fp8": 2}
 """Of a parameter's low plane under `master: split`."""
 _FLOPS = {"fp32": 45e12, "tf32": 250e12, "bf16": 450e12, "fp16": 450e12}
 _LINK, _NOISE, _PIN = 50e9, 250e9, 1.7e9
@@ -47,12 +47,14 @@ def _targets() -> Iterator[Case]:
     yield _case("6.7b.mezo", "opt-6.7b", "mezo")
     yield _case("6.7b.resident", "opt-6.7b", resident=True, stream={"master": "wire"})
     yield _case("6.7b.streamed", "opt-6.7b", stream=_STREAMED)
+    yield _case("6.7b.bf12", "opt-6.7b", stream={**_STREAMED, "wire_dtype": "bf12"})
     yield _case("6.7b.fp8", "opt-6.7b", stream={**_STREAMED, "wire_dtype": "fp8"})
     yield _case("6.7b.half", "opt-6.7b", stream={"master": "wire", "resident_blocks": 16})
     yield _case("1.3b.mezo", "opt-1.3b", "mezo")
     yield _case("1.3b.resident", "opt-1.3b", resident=True, stream={"master": "wire"})
     yield _case("13b.mezo", "opt-13b", "mezo", steps=6)
     yield _case("13b.resident", "opt-13b", resident=True, stream={"master": "wire"}, steps=6)
+    yield _case("13b.bf12", "opt-13b", stream={**_STREAMED, "wire_dtype": "bf12"}, steps=6)
     yield _case("13b.fp8", "opt-13b", stream={**_STREAMED, "wire_dtype": "fp8"}, steps=6)
     yield _case("6.7b.batch4.mezo", "opt-6.7b", "mezo", batch=4, steps=6)
     yield _case("6.7b.batch4.streamed", "opt-6.7b", stream=_STREAMED, batch=4, steps=6)
@@ -76,6 +78,8 @@ TARGETS: dict[str, tuple[Target, ...]] = {
     ),
     "13b.streamed": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host"), Target("link", 0.9, 0.97)),
     "6.7b.batch4.streamed": (Target("ratio", 1.25, 1.35), Target("host")),
+    "6.7b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.3, 1.9), Target("host")),
+    "13b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host")),
     "6.7b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
     "13b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
     "6.7b.half": (Target("ratio", 1.5, 1.8), Target("host")),

@@ -1,7 +1,7 @@
 """Units as named tensors, and their description from which units can be made again without the model.
 
 A unit's planes are saved parameter by parameter, without padding: what is stored under a parameter's name are its bytes
-as the host store keeps them, `NAME:low` the low bits of a split master, `NAME:exponents` the scales of fp8.
+as the host store keeps them, `NAME:low` the low bits of a split master, `NAME:exponents` the scales of fp8 and bf12.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.streaming.units import ALIGN, Part, Placed, Planes, Unit
+from ds_zo.streaming.units import Part, Placed, Planes, Unit
 
 LOW = ":low"
 EXPONENTS = ":exponents"
@@ -25,7 +25,7 @@ def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> di
         name: view
         for part, planes in zip(unit.parts, unit.planes(home, low), strict=True)
         for placed in part.placed
-        for name, view in _views(placed, planes)
+        for name, view in _views(part, placed, planes)
     }
 
 
@@ -36,15 +36,12 @@ def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
             view.copy_(read(name).view(view.shape))
 
 
-def _views(placed: Placed, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(part: Part, placed: Placed, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
     yield placed.name, placed.view(planes.storage)
     if planes.low is not None:
         yield placed.name + LOW, placed.view(planes.low)
     if planes.exponents is not None:
-        yield (
-            placed.name + EXPONENTS,
-            planes.exponents[placed.start // ALIGN : -(-(placed.start + placed.numel) // ALIGN)],
-        )
+        yield placed.name + EXPONENTS, planes.exponents[part.scales_of(placed)]
 
 
 def describe(unit: Unit) -> dict[str, Any]:

@@ -23,9 +23,10 @@ class StreamConfig(ConfigModel):
     device_slots: int = Field(2, ge=2, le=64)
     """Blocks in flight at once: one computing, the rest arriving or leaving."""
 
-    wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "bf12", "fp8"] = "auto"
     """What host storage holds and the bus carries; auto: the model's dtype. Wider than the model (fp32 under a bf16
-    model) keeps a master copy on the host."""
+    model) keeps a master copy on the host; bf12 is bf16 in 12 bits (the same mantissa, the exponent shared by 256), fp8
+    half of bf16."""
 
     master: Literal["split", "wire"] = "split"
     """split: float32's low bits stay in a second host plane; wire: storage is all there is, with its rounding."""

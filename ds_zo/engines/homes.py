@@ -35,6 +35,7 @@ _WIRE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
+    "bf12": torch.uint8,
 }
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
 """`writeback_interval` where the user left it out and blocks stream, by master, until it is chosen by measurement, and
@@ -253,7 +254,7 @@ class Homes:
         gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
         num_streamed = sum(u.streamed for u in blocks)
-        wire = sorted({str(part.wire).removeprefix("torch.") for u in blocks for part in u.parts})
+        wire = sorted({part.stored_as for u in blocks for part in u.parts})
         weights = sum(u.nbytes for u in units if not u.streamed) + sum(
             u.low_nbytes for u in units if not u.low_streamed
         )

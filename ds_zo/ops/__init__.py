@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ds_zo.ops.codecs import decode, encode_
-from ds_zo.ops.formats import rounding_std
+from ds_zo.ops.formats import Format, rounding_std, storage_format
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import FOLD, NOISE, NOISE_VERSION, Distribution
@@ -23,6 +23,7 @@ __all__ = [
     "NOISE_VERSION",
     "SEGMENT_ALIGNMENT",
     "Distribution",
+    "Format",
     "Rounding",
     "Segment",
     "SegmentTable",
@@ -33,6 +34,7 @@ __all__ = [
     "philox4x32",
     "replay_perturb",
     "rounding_std",
+    "storage_format",
 ]
 
 

@@ -6,19 +6,24 @@ import numpy as np
 import torch
 
 from ds_zo.ops.formats import (
-    FP8_MAX_MANTISSA,
+    BIAS_SHIFT,
+    LANE_SHIFTS,
     MAX_EXPONENT,
     MIN_EXPONENT,
+    TOP_EXPONENT,
+    Format,
+    exponents_of,
     fit_exponents,
     join,
     load,
+    max_mantissa,
     round_to,
     scale_by,
     split,
     storage_format,
     store_,
 )
-from ds_zo.ops.segments import SEGMENT_ALIGNMENT
+from ds_zo.ops.segments import LANE_NUMEL, SEGMENT_ALIGNMENT
 
 
 def encode_(
@@ -28,7 +33,7 @@ def encode_(
     low: torch.Tensor | None = None,
     exponents: torch.Tensor | None = None,
 ) -> None:
-    """Write float32 values to a segment of storage, its low plane and (fp8) its fresh exponents, one for 256 elements.
+    """Write float32 values to a segment of storage, its low plane and (scaled formats) its scales, fitted anew.
 
     Each tensor is the segment's own slice, 1-D. `values` on CUDA are encoded there, others on the CPU, to the same
     bits: this is for loading, not for steps.
@@ -40,8 +45,8 @@ def encode_(
         return
     x = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32).numpy()
     if exponents is not None:
-        fitted = fit_exponents(x)
-        exponents.copy_(torch.from_numpy(fitted))
+        fitted = fit_exponents(fmt, x)
+        exponents_of(fmt, exponents).copy_(torch.from_numpy(fitted))
         x = scale_by(x, fitted, -1)
     with np.errstate(invalid="ignore"):  # NaN passes through
         if low is not None and fmt.dropped_bits:
@@ -50,8 +55,11 @@ def encode_(
         else:
             x = round_to(fmt, x)
     staged = torch.empty(x.shape, dtype=storage.dtype)
-    store_(staged, x)
+    staged_scales = exponents.cpu() if exponents is not None and fmt.has_lanes else None
+    store_(staged, x, staged_scales)
     storage.copy_(staged)
+    if exponents is not None and staged_scales is not None:
+        exponents.copy_(staged_scales)
 
 
 def encode_on_device_(
@@ -61,27 +69,44 @@ def encode_on_device_(
     fmt = storage_format(storage.dtype)
     if exponents is not None:
         bits = x.abs().view(-1, SEGMENT_ALIGNMENT).amax(dim=1).view(torch.int32)
-        fitted = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > FP8_MAX_MANTISSA)
+        fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
-        exponents.copy_(fitted)
+        exponents_of(fmt, exponents).copy_(fitted)
         x = (x.view(-1, SEGMENT_ALIGNMENT) * torch.exp2(-fitted.float())[:, None]).view(-1)
-    if low is None or not fmt.dropped_bits:
-        largest = fmt.largest if fmt.dtype == torch.float8_e4m3fn else float("inf")
+    if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
+        largest = fmt.largest if fmt.scaled else float("inf")
         storage.copy_(x.clamp(-largest, largest).to(fmt.dtype))
         return
     magnitude = x.abs()
     lift = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0)
-    lifted = (magnitude + lift).view(torch.int32) + (1 << (fmt.dropped_bits - 1))
-    high = (lifted & -(1 << fmt.dropped_bits)).view(torch.float32) - lift
+    lifted = (magnitude + lift).view(torch.int32)
+    half = 1 << (fmt.dropped_bits - 1)
+    addend = half if low is not None else ((lifted >> fmt.dropped_bits) & 1) + (half - 1)
+    high = ((lifted + addend) & -(1 << fmt.dropped_bits)).view(torch.float32) - lift
     high = high.clamp(max=fmt.largest)
-    if fmt.dtype == torch.bfloat16:
-        residual = (magnitude.view(torch.int32) - high.view(torch.int32)).float()
+    if low is not None:
+        if fmt.dropped_bits == 16:
+            residual = (lifted - (high + lift).view(torch.int32)).float()
+        else:
+            exponent = high.clamp(min=fmt.tiny).view(torch.int32) >> 23
+            scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
+            residual = ((magnitude - high) * scale).round()
+        low.copy_(residual.clamp(-32768, 32767).to(torch.int16))
+    if exponents is not None and fmt.has_lanes:
+        _store_lanes_(fmt, storage, high, x, exponents)
     else:
-        exponent = high.clamp(min=fmt.tiny).view(torch.int32) >> 23
-        scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
-        residual = ((magnitude - high) * scale).round()
-    low.copy_(residual.clamp(-32768, 32767).to(torch.int16))
-    storage.copy_(torch.copysign(high, x).to(fmt.dtype))
+        storage.copy_(torch.copysign(high, x).to(fmt.dtype))
+
+
+def _store_lanes_(
+    fmt: Format, storage: torch.Tensor, magnitude: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Magnitudes on the grid, and the signs of x, as [Note: bf12] lays them out."""
+    code = (magnitude * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
+    shifts = torch.from_numpy(LANE_SHIFTS.astype("int32")).to(x.device)
+    words = ((code >> 7).view(-1, LANE_NUMEL) << shifts).sum(dim=1, dtype=torch.int32)
+    scales.view(-1, fmt.scale_numel)[:, 1:].copy_(words.view(-1, fmt.scale_numel - 1))
+    storage.copy_(((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
 
 
 def decode(
@@ -90,14 +115,17 @@ def decode(
     """The float32 values of a segment of storage, on its device."""
     fmt = storage_format(storage.dtype)
     _check_exponents(storage, exponents)
-    x = load(storage.detach().cpu())
+    scales = None if exponents is None else exponents.cpu()
+    x = load(storage.detach().cpu(), scales)
     if low is not None and fmt.dropped_bits:
         x = join(fmt, x, low.cpu().numpy())
-    if exponents is not None:
-        x = scale_by(x, exponents.cpu().numpy(), 1)
+    if scales is not None:
+        x = scale_by(x, exponents_of(fmt, scales).numpy(), 1)
     return torch.from_numpy(x).to(storage.device)
 
 
 def _check_exponents(storage: torch.Tensor, exponents: torch.Tensor | None) -> None:
-    if (storage.dtype == torch.float8_e4m3fn) != (exponents is not None):
-        raise ValueError(f"exponents go with float8_e4m3fn storage and with no other, got {storage.dtype} (exponents)")
+    fmt = storage_format(storage.dtype)
+    found = None if exponents is None else exponents.dtype
+    if found != fmt.scale_dtype:
+        raise ValueError(f"{fmt.name} storage goes with exponents of {fmt.scale_dtype}, got {found} (exponents)")

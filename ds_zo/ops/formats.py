@@ -6,13 +6,21 @@ magnitude: |x| = |storage| + low * ulp(storage) / 2**16, storage being |x| round
     bfloat16       exact: low is the lower half of the bits (a magnitude above the largest bfloat16 saturates)
     float16        exact where storage is normal (27 bits); spacing 2**-40 below 2**-14
     float8_e4m3fn  20 bits: relative error below 2**-19 where normal; spacing 2**-25 of the group's scale below
-NaN and infinity live in the storage with low = 0 (fp8 has no infinity: it saturates).
+    bf12           exact where storage is normal: low is the lower half of the bits; spacing 2**-29 of the scale below
+NaN and infinity live in the storage with low = 0 (fp8 and bf12 have no infinity: they saturate).
 
-[Note: fp8 scales]
-value = fp8 * 2**exponent with one int8 exponent for each 256 elements of the flat tensor. It is chosen so that the
-group's largest magnitude lands in (224, 448], grows when a stored value would overflow, and never shrinks: values that
-did not change keep their bits, and folds cannot make a scale oscillate. An all-zero group has the least exponent, so
-that its first update decides.
+[Note: group scales]
+value = stored * 2**exponent with one exponent for each 256 elements of the flat tensor, kept in a plane of scales
+beside the storage. It is chosen so that the group's largest magnitude lands in the top binade below the format's
+largest, grows when a stored value would overflow, and never shrinks: values that did not change keep their bits, and
+folds cannot make a scale oscillate. An all-zero group has the least exponent, so that its first update decides.
+
+[Note: bf12]
+Twelve bits: a sign, 4 bits of exponent (bias 7) and bfloat16's own 7 bits of mantissa under the group's exponent. So it
+holds every bfloat16 within 13 binades of its group's largest as it is, and smaller ones to 2**-22 of that largest. A
+byte an element (sign and mantissa) is the storage, known by torch.uint8. The other 4 bits stand in the plane of scales:
+33 int32 for a group, the group's exponent and then one word for each lane of 8 elements, the first in its lowest bits.
+Words are written whole, groups too: beyond a parameter's end they hold zeros. The top code is NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_zo.ops.segments import SEGMENT_ALIGNMENT
+from ds_zo.ops.segments import LANE_NUMEL, SEGMENT_ALIGNMENT
 
 Floats = NDArray[np.float32]
 
@@ -32,32 +40,57 @@ SIGN = 0x80000000
 MAGNITUDE = 0x7FFFFFFF
 INFINITY_BITS = 0x7F800000
 MIN_EXPONENT, MAX_EXPONENT = -100, 100
-FP8_SHIFT = 2.0**120
-"""Moves an e4m3 bit pattern, standing in float32's top bits, from float32's exponent bias to its own."""
-FP8_NAN = 0x7F
-FP8_MAX_MANTISSA = 0x600000
-"""Mantissa of 448 = 1.75 * 2**8."""
+BIAS_SHIFT = 2.0**120
+"""Moves a bit pattern with 4 exponent bits, standing in float32's top bits, from float32's exponent bias to its own."""
+TOP_EXPONENT = 8
+"""Of the largest magnitude under a group's scale, in both scaled formats."""
+LANE_SHIFTS = np.arange(LANE_NUMEL, dtype=np.uint32) * np.uint32(4)
+"""Where a lane's word holds the exponent of each of its elements."""
 
 
 @dataclass(frozen=True)
 class Format:
     """How a storage dtype truncates float32."""
 
+    name: str
     dtype: torch.dtype
     dropped_bits: int
     """Mantissa bits that float32 has more."""
     tiny: float
     """Smallest normal, below which the spacing is constant; 0 where float32's own exponent range is kept."""
     largest: float
+    scale_dtype: torch.dtype | None = None
+    """Of the plane of scales; None where there is none. See [Note: group scales]."""
+    scale_numel: int = 0
+    """Elements of that plane for a group; the first is its exponent."""
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale_dtype is not None
+
+    @property
+    def scale_nbytes(self) -> int:
+        """For a group."""
+        return 0 if self.scale_dtype is None else self.scale_numel * self.scale_dtype.itemsize
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether the plane of scales also holds bits of each element; see [Note: bf12]."""
+        return self.scale_numel > 1
+
+    def scales_of(self, start: int, stop: int) -> slice:
+        """Where the plane of scales describes elements [start, stop), `start` being a group's first."""
+        return slice(start // SEGMENT_ALIGNMENT * self.scale_numel, -(-stop // SEGMENT_ALIGNMENT) * self.scale_numel)
 
 
 FORMATS: dict[torch.dtype, Format] = {
     f.dtype: f
     for f in (
-        Format(torch.float32, 0, 0.0, float(np.finfo(np.float32).max)),
-        Format(torch.bfloat16, 16, 0.0, float(np.uint32(0x7F7F0000).view(np.float32))),
-        Format(torch.float16, 13, 2.0**-14, 65504.0),
-        Format(torch.float8_e4m3fn, 20, 2.0**-6, 448.0),
+        Format("float32", torch.float32, 0, 0.0, float(np.finfo(np.float32).max)),
+        Format("bfloat16", torch.bfloat16, 16, 0.0, float(np.uint32(0x7F7F0000).view(np.float32))),
+        Format("float16", torch.float16, 13, 2.0**-14, 65504.0),
+        Format("float8_e4m3fn", torch.float8_e4m3fn, 20, 2.0**-6, 448.0, torch.int8, 1),
+        Format("bf12", torch.uint8, 16, 2.0**-6, 508.0, torch.int32, 1 + SEGMENT_ALIGNMENT // LANE_NUMEL),
     )
 }
 
@@ -66,7 +99,7 @@ def storage_format(dtype: torch.dtype) -> Format:
     try:
         return FORMATS[dtype]
     except KeyError:
-        names = ", ".join(str(d).removeprefix("torch.") for d in FORMATS)
+        names = ", ".join(f.name for f in FORMATS.values())
         raise ValueError(f"parameters must be stored as one of {names}, got {dtype}: convert them first") from None
 
 
@@ -88,7 +121,7 @@ def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -
     """x on the format's grid, still float32: stochastic by `addend`, to nearest even without.
 
     Subnormals get the spacing of the lowest normal binade by adding `tiny` first: then one truncation serves all.
-    fp16 and bf16 overflow to infinity as a cast does, fp8 saturates.
+    fp16 and bf16 overflow to infinity as a cast does, scaled formats saturate.
     """
     if fmt.dropped_bits == 0:
         return x
@@ -101,7 +134,7 @@ def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -
         addend = (magnitude >> np.uint32(fmt.dropped_bits)) & np.uint32(1)
         addend += np.uint32((1 << (fmt.dropped_bits - 1)) - 1)
     rounded = _truncate(fmt, magnitude, addend, lift)
-    if fmt.dtype == torch.float8_e4m3fn:
+    if fmt.scaled:
         np.minimum(rounded, np.float32(fmt.largest), out=rounded)
     return _finish(x, rounded)
 
@@ -113,9 +146,10 @@ def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
     lifted = bits if lift is None else (bits.view(np.float32) + lift).view(np.uint32)
     high = _truncate(fmt, lifted, np.uint32(1 << (fmt.dropped_bits - 1)), lift)
     finite = bits < np.uint32(INFINITY_BITS)
-    np.minimum(high, np.float32(fmt.largest), out=high, where=finite | (fmt.dtype == torch.float8_e4m3fn))
-    if fmt.dtype == torch.bfloat16:
-        low = (bits.view(np.int32) - high.view(np.int32)).astype(np.float32)
+    np.minimum(high, np.float32(fmt.largest), out=high, where=finite | fmt.scaled)
+    if fmt.dropped_bits == 16:
+        kept = high if lift is None else high + lift
+        low = (lifted.view(np.int32) - kept.view(np.int32)).astype(np.float32)
     else:
         low = np.rint((bits.view(np.float32) - high) * _residual_scale(fmt, high))
     low[~finite] = 0
@@ -125,51 +159,91 @@ def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
 def join(fmt: Format, high: Floats, low: NDArray[np.int16]) -> Floats:
     """The master that `split` took apart."""
     bits = high.view(np.uint32)
-    if fmt.dtype == torch.bfloat16:
-        return (bits + low.astype(np.int32).view(np.uint32)).view(np.float32)
+    if fmt.dropped_bits == 16:
+        joined = (bits + low.astype(np.int32).view(np.uint32)).view(np.float32)
+        return joined if fmt.tiny == 0.0 else _join_lifted(fmt, high, joined, low)
     magnitude = np.abs(high)
     magnitude += low.astype(np.float32) / _residual_scale(fmt, magnitude)  # a power of two: exact
     return _finish(high, magnitude)
 
 
-def load(storage: torch.Tensor) -> Floats:
-    """Stored elements as float32 (fp8: before their scale). Always a fresh array."""
-    if storage.dtype == torch.float8_e4m3fn:
-        codes = storage.view(torch.uint8).numpy().astype(np.uint32)
-        magnitude = codes & np.uint32(FP8_NAN)
-        values = (magnitude << np.uint32(20)).view(np.float32) * np.float32(FP8_SHIFT)
-        values[magnitude == FP8_NAN] = np.nan
-        values.view(np.uint32)[:] |= (codes & np.uint32(0x80)) << np.uint32(24)
-        return values
-    return storage.to(torch.float32, copy=True).numpy()
+def _join_lifted(fmt: Format, high: Floats, joined: Floats, low: NDArray[np.int16]) -> Floats:
+    """Where the master is below the smallest normal it was lifted when it was split, though its storage may have been
+    rounded up to that normal."""
+    tiny = np.float32(fmt.tiny)
+    small = (joined.view(np.uint32) & np.uint32(MAGNITUDE)) < tiny.view(np.uint32)
+    lifted = (np.abs(high) + tiny).view(np.int32) + low
+    return np.where(small, _finish(high, lifted.view(np.float32) - tiny), joined)
 
 
-def store_(storage: torch.Tensor, values: Floats) -> None:
-    """Write float32 values that are already on the storage's grid."""
+def load(storage: torch.Tensor, scales: torch.Tensor | None = None) -> Floats:
+    """Stored elements as float32, before a group's scale. Always a fresh array."""
+    fmt = storage_format(storage.dtype)
+    if not fmt.scaled:
+        return storage.to(torch.float32, copy=True).numpy()
+    codes = storage.view(torch.uint8).numpy().astype(np.uint32)
+    magnitude = codes & np.uint32(0x7F)
+    if fmt.has_lanes:
+        assert scales is not None
+        words = scales.view(-1, fmt.scale_numel)[:, 1:].numpy().view(np.uint32)
+        exponents = (words.reshape(-1, 1) >> LANE_SHIFTS) & np.uint32(15)
+        magnitude |= exponents.reshape(-1)[: len(codes)] << np.uint32(7)
+    values = (magnitude << np.uint32(fmt.dropped_bits)).view(np.float32) * np.float32(BIAS_SHIFT)
+    values[magnitude == _nan_code(fmt)] = np.nan
+    values.view(np.uint32)[:] |= (codes & np.uint32(0x80)) << np.uint32(24)
+    return values
+
+
+def store_(storage: torch.Tensor, values: Floats, scales: torch.Tensor | None = None) -> None:
+    """Write float32 values that are already on the storage's grid (bf12: and the words of their lanes)."""
+    fmt = storage_format(storage.dtype)
     if storage.dtype == torch.bfloat16:
         upper = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         storage.view(torch.int16).numpy()[:] = upper.view(np.int16)
-    elif storage.dtype == torch.float8_e4m3fn:
-        bits = values.view(np.uint32)
-        code = (np.abs(values) * np.float32(1 / FP8_SHIFT)).view(np.uint32) >> np.uint32(20)
-        code[np.isnan(values)] = FP8_NAN
-        storage.view(torch.uint8).numpy()[:] = (code | ((bits & np.uint32(SIGN)) >> np.uint32(24))).astype(np.uint8)
+    elif fmt.scaled:
+        sign = (values.view(np.uint32) & np.uint32(SIGN)) >> np.uint32(24)
+        code = (np.abs(values) * np.float32(1 / BIAS_SHIFT)).view(np.uint32) >> np.uint32(fmt.dropped_bits)
+        code[np.isnan(values)] = _nan_code(fmt)
+        if fmt.has_lanes:
+            assert scales is not None
+            rows = scales.view(-1, fmt.scale_numel)[:, 1:].numpy()
+            exponents = np.zeros(rows.size * LANE_NUMEL, dtype=np.uint32)
+            exponents[: len(code)] = code >> np.uint32(7)
+            words = np.bitwise_or.reduce(exponents.reshape(-1, LANE_NUMEL) << LANE_SHIFTS, axis=1)
+            rows[:] = words.view(np.int32).reshape(rows.shape)
+            code &= np.uint32(0x7F)
+        storage.view(torch.uint8).numpy()[:] = (code | sign).astype(np.uint8)
     else:
         storage.copy_(torch.from_numpy(values))
 
 
-def fit_exponents(x: Floats) -> NDArray[np.int8]:
-    """The least exponents with which each group's largest finite magnitude is at most 448; see [Note: fp8 scales]."""
+def _nan_code(fmt: Format) -> np.uint32:
+    """The top code of a scaled format, whose exponent has 4 bits."""
+    return np.uint32((1 << (27 - fmt.dropped_bits)) - 1)
+
+
+def exponents_of(fmt: Format, scales: torch.Tensor) -> torch.Tensor:
+    """A view of the groups' exponents in a plane of scales."""
+    return scales.view(-1, fmt.scale_numel)[:, 0]
+
+
+def fit_exponents(fmt: Format, x: Floats) -> NDArray[np.int32]:
+    """The least exponents with which each group's largest finite magnitude fits; see [Note: group scales]."""
     num_groups = -(-len(x) // SEGMENT_ALIGNMENT)
     padded = np.zeros(num_groups * SEGMENT_ALIGNMENT, dtype=np.float32)
     np.abs(x, out=padded[: len(x)])
     padded[~np.isfinite(padded)] = 0
     bits = padded.reshape(num_groups, SEGMENT_ALIGNMENT).view(np.int32).max(axis=1)
-    above = (bits & 0x7FFFFF) > FP8_MAX_MANTISSA
-    return np.clip((bits >> 23) - 127 - 8 + above, MIN_EXPONENT, MAX_EXPONENT).astype(np.int8)
+    above = (bits & 0x7FFFFF) > max_mantissa(fmt)
+    return np.clip((bits >> 23) - 127 - TOP_EXPONENT + above, MIN_EXPONENT, MAX_EXPONENT).astype(np.int32)
 
 
-def scale_by(x: Floats, exponents: NDArray[np.int8], sign: int) -> Floats:
+def max_mantissa(fmt: Format) -> int:
+    """Of the largest magnitude: what lies above it in the top binade belongs under the next exponent."""
+    return int(np.float32(fmt.largest).view(np.int32)) & 0x7FFFFF
+
+
+def scale_by(x: Floats, exponents: NDArray[Any], sign: int) -> Floats:
     """x * 2**(sign * exponent of its group), exactly."""
     factors = np.ldexp(np.float32(1), sign * exponents.astype(np.int32)).astype(np.float32)
     return x * np.repeat(factors, SEGMENT_ALIGNMENT)[: len(x)]

@@ -16,6 +16,7 @@ from ds_zo.ops.formats import (
     Floats,
     Format,
     dither_addend,
+    exponents_of,
     fit_exponents,
     join,
     load,
@@ -26,10 +27,10 @@ from ds_zo.ops.formats import (
     store_,
 )
 from ds_zo.ops.schema import Call
-from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment
+from ds_zo.ops.segments import Segment
 
 RUN_NUMEL = 65536
-"""Elements worked on at a time: a multiple of the fp8 group, with temporaries that fit a core's cache."""
+"""Elements worked on at a time: a multiple of the scale group, with temporaries that fit a core's cache."""
 
 Dither = NDArray[np.uint32]
 
@@ -46,7 +47,7 @@ class Entry:
 
 
 def replay_perturb_reference(call: Call) -> None:
-    """Every run on its own; elements do not see one another but for the fp8 group, which no run splits."""
+    """Every run on its own; elements do not see one another but for the scale group, which no run splits."""
     work = partial(_process_run, call, _read_entries(call))
     runs = list(_runs(call.table.segments))
     num_threads = torch.get_num_threads()
@@ -162,7 +163,7 @@ def _copy_frozen(call: Call, piece: Segment) -> None:
     for to, source, where in (
         (call.dst, call.src, at),
         (call.low_out, call.low_in, at),
-        (call.exponents_out, call.exponents_in, _scale_groups(at)),
+        (call.exponents_out, call.exponents_in, call.format.scales_of(at.start, at.stop)),
     ):
         if to is None or to is source:
             continue
@@ -175,35 +176,34 @@ def _copy_frozen(call: Call, piece: Segment) -> None:
             store_(copy[at], round_to(storage_format(copy.dtype), clean))
 
 
-def _scale_groups(at: slice) -> slice:
-    return slice(at.start // SEGMENT_ALIGNMENT, -(-at.stop // SEGMENT_ALIGNMENT))
-
-
 def _decode(call: Call, at: slice, *, with_low: bool) -> Floats:
-    x = load(call.src[at])
+    fmt = call.format
+    scales = None if call.exponents_in is None else call.exponents_in[fmt.scales_of(at.start, at.stop)]
+    x = load(call.src[at], scales)
     if with_low and call.low_in is not None:
-        x = join(call.format, x, call.low_in[at].numpy())
-    if call.exponents_in is not None:
-        x = scale_by(x, call.exponents_in[_scale_groups(at)].numpy(), 1)
+        x = join(fmt, x, call.low_in[at].numpy())
+    if scales is not None:
+        x = scale_by(x, exponents_of(fmt, scales).numpy(), 1)
     return x
 
 
 def _store(call: Call, at: slice, x: Floats, addend: Dither | None) -> Floats:
     """Write x to dst and return what a reader of dst alone will see."""
-    exponents = None
+    fmt, exponents, scales_out = call.format, None, None
     if call.exponents_in is not None:
-        groups = _scale_groups(at)
-        exponents = np.maximum(call.exponents_in[groups].numpy(), fit_exponents(x))
+        groups = fmt.scales_of(at.start, at.stop)
+        exponents = np.maximum(exponents_of(fmt, call.exponents_in[groups]).numpy(), fit_exponents(fmt, x))
         if call.exponents_out is not None:
-            call.exponents_out[groups].numpy()[:] = exponents
+            scales_out = call.exponents_out[groups]
+            exponents_of(fmt, scales_out).numpy()[:] = exponents
         x = scale_by(x, exponents, -1)
     if call.low_out is not None:
-        x, low = split(call.format, x)
+        x, low = split(fmt, x)
         call.low_out[at].numpy()[:] = low
     else:
-        x = round_to(call.format, x, addend)
+        x = round_to(fmt, x, addend)
     if call.dst is not None:
-        store_(call.dst[at], x)
+        store_(call.dst[at], x, scales_out)
     return x if exponents is None else scale_by(x, exponents, 1)
 
 

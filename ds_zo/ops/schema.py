@@ -9,7 +9,7 @@ import torch
 
 from ds_zo.ops.formats import Format, storage_format
 from ds_zo.ops.rng import Distribution
-from ds_zo.ops.segments import SEGMENT_ALIGNMENT, SegmentTable
+from ds_zo.ops.segments import SegmentTable
 
 Rounding = Literal["stochastic", "nearest"]
 
@@ -83,7 +83,6 @@ class Call:
 
     def check(self) -> None:
         fmt = self.format
-        is_fp8 = self.src.dtype == torch.float8_e4m3fn
         self._check_flat("src", self.src, None)
         self._check_flat("dst", self.dst, fmt.dtype)
         self._check_flat("out", self.out, None)
@@ -96,16 +95,18 @@ class Call:
             raise ValueError("pair is the copy that out's mirror image makes: pass out and a scale with it (pair)")
         if fmt.dropped_bits == 0 and (self.low_in is not None or self.low_out is not None):
             raise ValueError("float32 storage is its own master: pass no low plane (low_in, low_out)")
-        if is_fp8 != (self.exponents_in is not None):
-            raise ValueError(f"exponents_in goes with float8_e4m3fn storage alone, got {self.src.dtype} (exponents_in)")
-        if (is_fp8 and self.dst is not None) != (self.exponents_out is not None):
-            raise ValueError("exponents_out goes with an fp8 dst alone: pass both or neither (exponents_out)")
+        if fmt.scaled != (self.exponents_in is not None):
+            raise ValueError(
+                f"exponents_in goes with float8_e4m3fn and bf12 storage alone, got {fmt.name} (exponents_in)"
+            )
+        if (fmt.scaled and self.dst is not None) != (self.exponents_out is not None):
+            raise ValueError("exponents_out goes with a dst that has scales: pass both or neither (exponents_out)")
         if self.low_out is not None and self.dst is None:
             raise ValueError("low_out holds what dst rounds away: pass dst with it (low_out)")
         for name, exponents in (("exponents_in", self.exponents_in), ("exponents_out", self.exponents_out)):
             if exponents is not None:
-                needed = -(-self.table.numel // SEGMENT_ALIGNMENT)
-                self._check_tensor(name, exponents, torch.int8, needed)
+                assert fmt.scale_dtype is not None
+                self._check_tensor(name, exponents, fmt.scale_dtype, fmt.scales_of(0, self.table.numel).stop)
         self._check_entries()
 
     def _check_entries(self) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 SEGMENT_ALIGNMENT = 256
-"""Elements. Every parameter starts at a multiple of it in its flat tensor; also the length of an fp8 scale group."""
+"""Elements. Every parameter starts at a multiple of it in its flat tensor; also the length of a scale group."""
 
 CHUNK_NUMEL = 8192
 """Elements that one kernel program handles: long enough that the table stays under 0.3% of the bytes it describes."""
@@ -103,7 +103,7 @@ def _check(ordered: tuple[Segment, ...]) -> None:
 
 
 def _split(segment: Segment) -> list[tuple[Segment, bool]]:
-    """The part of a segment that lanes cover whole, and the rest. An fp8 group is never shared between the two."""
+    """The part of a segment that lanes cover whole, and the rest. A scale group is never shared between the two."""
     same_high_word = segment.offset // CARRY_NUMEL == (segment.offset + segment.numel - 1) // CARRY_NUMEL
     if not segment.trainable or (segment.offset % LANE_NUMEL == 0 and same_high_word):
         ragged = segment.numel % LANE_NUMEL

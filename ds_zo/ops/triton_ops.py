@@ -13,17 +13,22 @@ from ds_zo.ops.rng import COPY_DITHER_BITS, FOLD_DITHER_BITS
 from ds_zo.ops.schema import Call
 from ds_zo.ops.segments import LANE_NUMEL
 from ds_zo.ops.triton_formats import (
+    BF12,
     FP8,
     bits_float,
     dither_addend,
     fit_exponents,
     float_bits,
+    format_id,
+    group_word,
     join,
+    load_lanes,
     load_values,
     nearest_addend,
     power_of_two,
     round_to,
     split,
+    store_lanes,
     store_values,
 )
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes
@@ -66,8 +71,8 @@ def _replay_perturb_kernel(
     direction,
     scale,
     Q: tl.constexpr,
-    DROPPED: tl.constexpr,
-    OUT_DROPPED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
     NORMAL: tl.constexpr,
     COPY_BITS: tl.constexpr,
     TRAINABLE: tl.constexpr,
@@ -91,6 +96,7 @@ def _replay_perturb_kernel(
     k1 = k1.to(tl.uint32)
     step = step.to(tl.uint32)
     direction = direction.to(tl.uint32)
+    SCALED: tl.constexpr = FORMAT >= FP8
 
     lane = tl.arange(0, LANES)
     within = lane[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
@@ -102,13 +108,17 @@ def _replay_perturb_kernel(
             mask = within < numel - skip
         offset = first_offset + skip
 
-        x = load_values(src_ptr + at, within, mask, DROPPED)
+        lane_mask = lane * _LANE < numel - skip
+        scales_at = group_word(at // 256, FORMAT)
+        if FORMAT == BF12:
+            x = load_lanes(src_ptr + at, exponents_in_ptr + scales_at, within, mask, lane, lane_mask)
+        else:
+            x = load_values(src_ptr + at, within, mask, FORMAT)
         if HAS_LOW_IN:
-            x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), DROPPED)
-        if DROPPED == FP8:
-            group_lane = lane // _GROUP_LANES
-            exponent = tl.load(exponents_in_ptr + at // 256 + group_lane, mask=lane * _LANE < numel - skip, other=0)
-            exponent = exponent.to(tl.int32)
+            x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), FORMAT)
+        if SCALED:
+            group_lane = group_word(lane // _GROUP_LANES, FORMAT)
+            exponent = tl.load(exponents_in_ptr + scales_at + group_lane, mask=lane_mask, other=0).to(tl.int32)
             x = x * power_of_two(exponent)[:, None]
 
         if TRAINABLE and REPLAY:
@@ -131,66 +141,70 @@ def _replay_perturb_kernel(
                 z, dither = draw_elements(offset + within, step, direction, k0, k1, NORMAL)
 
         if STORE != _KEEP:
-            if DROPPED == FP8:
+            if SCALED:
                 if TRAINABLE:
-                    exponent = tl.maximum(exponent, _group_exponents(x, mask, LANES))
+                    exponent = tl.maximum(exponent, _group_exponents(x, mask, FORMAT, LANES))
                 if WRITE:
                     tl.store(
-                        exponents_out_ptr + at // 256 + group_lane,
-                        exponent.to(tl.int8),
-                        mask=(lane * _LANE < numel - skip) & (lane % _GROUP_LANES == 0),
+                        exponents_out_ptr + scales_at + group_lane,
+                        exponent.to(exponents_out_ptr.dtype.element_ty),
+                        mask=lane_mask & (lane % _GROUP_LANES == 0),
                     )
                 x = x * power_of_two(-exponent)[:, None]
             if STORE == _SPLIT:
-                x, low = split(x, DROPPED)
+                x, low = split(x, FORMAT)
                 tl.store(low_out_ptr + at + within, low.to(tl.int16), mask=mask)
-            elif DROPPED > 0:
+            elif FORMAT > 0:
                 if STORE == _FOLD:
                     if VECTOR:
                         bits = fold_lanes(offset, step, k0, k1, LANES)
                     else:
                         bits = fold_elements(offset + within, step, k0, k1)
-                    addend = dither_addend(bits, _FOLD_BITS, DROPPED)
+                    addend = dither_addend(bits, _FOLD_BITS, FORMAT)
                 elif STORE == _COPY:
                     # The complement: where this rounding goes up, that of the perturbed copy tends to go down.
-                    addend = dither_addend(dither ^ ((1 << COPY_BITS) - 1), COPY_BITS, DROPPED)
+                    addend = dither_addend(dither ^ ((1 << COPY_BITS) - 1), COPY_BITS, FORMAT)
                 else:
-                    addend = nearest_addend(x, DROPPED)
-                x = round_to(x, addend, DROPPED)
+                    addend = nearest_addend(x, FORMAT)
+                x = round_to(x, addend, FORMAT)
             if WRITE:
-                store_values(dst_ptr + at, within, mask, x, DROPPED)
-            if DROPPED == FP8:
+                if FORMAT == BF12:
+                    group_mask = lane // _GROUP_LANES * 256 < numel - skip
+                    store_lanes(dst_ptr + at, exponents_out_ptr + scales_at, within, mask, lane, group_mask, x)
+                else:
+                    store_values(dst_ptr + at, within, mask, x, FORMAT)
+            if SCALED:
                 x = x * power_of_two(exponent)[:, None]
 
         if HAS_OUT:
             y = x
             if TRAINABLE and PERTURB:
                 y = tl.fma(tl.full(x.shape, scale, tl.float32), z, x)
-            if OUT_DROPPED > 0:
+            if OUT_FORMAT > 0:
                 if TRAINABLE and DITHER_OUT:
-                    addend = dither_addend(dither, COPY_BITS, OUT_DROPPED)
+                    addend = dither_addend(dither, COPY_BITS, OUT_FORMAT)
                 else:
-                    addend = nearest_addend(y, OUT_DROPPED)
-                y = round_to(y, addend, OUT_DROPPED)
-            store_values(out_ptr + at, within, mask, y, OUT_DROPPED)
+                    addend = nearest_addend(y, OUT_FORMAT)
+                y = round_to(y, addend, OUT_FORMAT)
+            store_values(out_ptr + at, within, mask, y, OUT_FORMAT)
             if HAS_PAIR:
                 y = x
                 if TRAINABLE:
                     y = tl.fma(tl.full(x.shape, -scale, tl.float32), z, x)
-                if OUT_DROPPED > 0:
+                if OUT_FORMAT > 0:
                     if not (TRAINABLE and DITHER_OUT):
-                        addend = nearest_addend(y, OUT_DROPPED)
-                    y = round_to(y, addend, OUT_DROPPED)
-                store_values(pair_ptr + at, within, mask, y, OUT_DROPPED)
+                        addend = nearest_addend(y, OUT_FORMAT)
+                    y = round_to(y, addend, OUT_FORMAT)
+                store_values(pair_ptr + at, within, mask, y, OUT_FORMAT)
 
 
 @triton.jit
-def _group_exponents(x, mask, LANES: tl.constexpr):
+def _group_exponents(x, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
     """For each lane, the exponent that its group of 256 elements asks for."""
     magnitude = float_bits(x) & 0x7FFFFFFF
     magnitude = tl.where(mask & (magnitude < 0x7F800000), magnitude, 0)
     largest = tl.max(tl.reshape(tl.max(bits_float(magnitude), axis=1), (LANES // 32, 32)), axis=1)
-    fitted = fit_exponents(largest)
+    fitted = fit_exponents(largest, FORMAT)
     return tl.reshape(tl.broadcast_to(fitted[:, None], (LANES // 32, 32)), (LANES,))
 
 
@@ -224,8 +238,8 @@ def replay_perturb_triton(call: Call) -> None:
             call.direction,
             float(call.scale),
             Q=call.num_directions,
-            DROPPED=call.format.dropped_bits,
-            OUT_DROPPED=0 if call.out is None else storage_format(call.out.dtype).dropped_bits,
+            FORMAT=format_id(call.format),
+            OUT_FORMAT=0 if call.out is None else format_id(storage_format(call.out.dtype)),
             NORMAL=call.distribution == "normal",
             COPY_BITS=COPY_DITHER_BITS[call.distribution],
             TRAINABLE=chunks.trainable,

@@ -26,6 +26,7 @@ WIRE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
+    "bf12": torch.uint8,
 }
 _INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
 _ALIKE = 1.02

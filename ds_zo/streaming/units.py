@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.ops.formats import FORMATS
 
 ALIGN = 256
 """Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
@@ -71,8 +72,23 @@ class Part:
             self.numel += -(-placed.numel // ALIGN) * ALIGN
 
     @property
-    def scaled(self) -> bool:
-        return self.wire.itemsize == 1 and self.wire.is_floating_point
+    def _format(self) -> ops.Format | None:
+        """None for bytes that no kernel reads: frozen ones may be of any dtype."""
+        return None if self.direct else FORMATS.get(self.wire)
+
+    def scales_of(self, placed: Placed) -> slice:
+        """A parameter's part of the plane of scales."""
+        assert self._format is not None
+        return self._format.scales_of(placed.start, placed.start + placed.numel)
+
+    @property
+    def scale_dtype(self) -> torch.dtype | None:
+        """Of the plane of scales, where the format has one."""
+        return None if self._format is None else self._format.scale_dtype
+
+    @property
+    def stored_as(self) -> str:
+        return str(self.wire).removeprefix("torch.") if self._format is None else self._format.name
 
     @property
     def viewable(self) -> bool:
@@ -86,7 +102,8 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.wire.itemsize + (self.numel // ALIGN if self.scaled else 0)
+        scales = 0 if self._format is None else self.numel // ALIGN * self._format.scale_nbytes
+        return self.numel * self.wire.itemsize + scales
 
     @property
     def low_nbytes(self) -> int:
@@ -168,7 +185,8 @@ class Unit:
         for part in self.parts:
             nbytes = part.numel * part.wire.itemsize
             storage = buffer[at : at + nbytes].view(part.wire)
-            exponents = buffer[at + nbytes : at + part.nbytes].view(torch.int8) if part.scaled else None
+            dtype = part.scale_dtype
+            exponents = None if dtype is None else buffer[at + nbytes : at + part.nbytes].view(dtype)
             at += _padded(part.nbytes)
             part_low = None
             if part.split and low is not None:
@@ -257,7 +275,7 @@ class Unit:
             planes.storage[span],
             padded,
             low=None if planes.low is None else planes.low[span],
-            exponents=None if planes.exponents is None else planes.exponents[placed.start // ALIGN : end // ALIGN],
+            exponents=None if planes.exponents is None else planes.exponents[part.scales_of(placed)],
         )
 
 

@@ -78,7 +78,7 @@ def test_a_case_of_each_kind_runs(name: str, toy: None) -> None:
         assert [(p["batch"], p["length"]) for p in row["points"]] == [tuple(pair) for pair in params["inputs"]]
 
 
-@pytest.mark.parametrize("stream", [{}, {"master": "wire", "wire_dtype": "fp8"}, {"wire_dtype": "fp8"}])
+@pytest.mark.parametrize("stream", [{}, {"master": "wire", "wire_dtype": "fp8"}, {"wire_dtype": "bf12"}])
 def test_planned_host_memory_is_what_the_store_takes(stream: dict[str, Any], toy: None) -> None:
     stream = {**stream, "resident_blocks": 0}
     params = {"shape": "opt-toy", "method": "zo", "dtype": "bf16", "stream": stream}

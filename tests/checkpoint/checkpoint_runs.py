@@ -26,6 +26,8 @@ JSONS: dict[str, dict[str, Any]] = {
     "bf16 over fp32": zo_json(interval=3, wire_dtype="fp32", **BF16),
     "fp8 wire": zo_json(interval=3, wire_dtype="fp8", master="wire", **BF16),
     "fp8 split": zo_json(interval=3, wire_dtype="fp8", **BF16),
+    "bf12 wire": zo_json(interval=3, wire_dtype="bf12", master="wire", resident_blocks=1, **BF16),
+    "bf12 split": zo_json(interval=3, wire_dtype="bf12", **BF16),
     "two directions": zo_json(interval=3, params={"num_directions": 2, "weight_decay": 0.1}),
 }
 BATCHES = toy_batches(16)

@@ -37,7 +37,7 @@ def batches(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
         ("opt", "bf16 split", True),
         ("llama", "fp8 split", False),
         ("llama", "fp32", True),
-        ("gpt2", "bf16 wire", True),
+        ("gpt2", "bf12 wire", True),
         ("mixtral", "bf16 split", False),
     ],
 )
@@ -140,7 +140,7 @@ def test_save_pretrained_holds_a_shard_at_a_time(kind: str, tmp_path: Path, monk
 # From others
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16 split", "fp8 split"])
+@pytest.mark.parametrize("name", ["fp32", "bf16 split", "bf12 split", "fp8 split"])
 def test_a_model_folder_loads_into_a_running_engine(name: str, tmp_path: Path) -> None:
     other = tiny_model("llama", seed=7, tie_word_embeddings=True).to(torch.float32)
     other.save_pretrained(tmp_path)

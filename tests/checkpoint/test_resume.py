@@ -116,7 +116,7 @@ def test_a_unit_that_waits_to_be_written_keeps_its_bytes_while_it_folds() -> Non
     assert homes.store.nbytes == most
 
 
-@pytest.mark.parametrize("saved", ["bf16 split", "fp8 split", "bf16 wire"])
+@pytest.mark.parametrize("saved", ["bf16 split", "fp8 split", "bf12 wire"])
 def test_another_way_of_storing_takes_the_weights_and_says_so(saved: str, tmp_path: Path) -> None:
     first = start(saved)
     train(first, BATCHES[:4])

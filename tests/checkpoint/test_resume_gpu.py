@@ -38,6 +38,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "bf16 split, some resident": {"stream": {"writeback_interval": 3, "resident_blocks": 2}, "dtype": "bf16"},
     "bf16 wire": {"stream": {"writeback_interval": 2, "master": "wire"}, "dtype": "bf16"},
     "fp8 split": {"stream": {"writeback_interval": 3, "wire_dtype": "fp8"}, "dtype": "bf16"},
+    "bf12 wire": {"stream": {"writeback_interval": 3, "wire_dtype": "bf12", "master": "wire"}, "dtype": "bf16"},
     "bf16 resident": {"offload": False, "dtype": "bf16"},
     "bf16, all automatic": {"stream": {"resident_blocks": None}, "dtype": "bf16"},
 }

@@ -20,7 +20,7 @@ from ds_zo.checkpoint.trajectory import read_trajectory
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-FORMATS = ["fp32 some resident", "bf16 split", "bf16 wire", "fp8 split", "fp8 wire", "two directions"]
+FORMATS = ["fp32 some resident", "bf16 split", "bf16 wire", "fp8 split", "fp8 wire", "bf12 wire", "two directions"]
 
 
 def crash(engine: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None
     assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
 
 
-@pytest.fixture(params=["fp32", "bf16 split", "bf16 wire", "fp8 split"])
+@pytest.fixture(params=["fp32", "bf16 split", "bf12 wire", "fp8 split"])
 def recorded_run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """A tiny LLaMA (untied) that trained 7 steps, with a checkpoint at 5, from the folder `base`."""
     model = tiny_model("llama")

@@ -165,6 +165,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "no overlap": {},
     "two directions": {"params": {"num_directions": 2, "weight_decay": 0.1}},
     "fp8": {"wire_dtype": "fp8", **BF16},
+    "bf12": {"wire_dtype": "bf12", "master": "wire", **BF16},
 }
 
 

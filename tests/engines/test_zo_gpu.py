@@ -138,7 +138,7 @@ def test_ablations_and_automatic_residency_change_nothing(dtype: str | None, str
 
 
 @pytest.mark.parametrize("master", ["split", "wire"])
-@pytest.mark.parametrize("wire_dtype", ["fp8", "bf16"])
+@pytest.mark.parametrize("wire_dtype", ["fp8", "bf12", "bf16"])
 def test_narrow_wires_do_not_depend_on_slots_or_residency(wire_dtype: str, master: str) -> None:
     stream = {"wire_dtype": wire_dtype, "master": master, "writeback_interval": 2}
     all_stay = run({**stream, "resident_blocks": NUM_BLOCKS}, steps=batches(30), dtype="bf16")

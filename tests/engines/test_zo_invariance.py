@@ -126,6 +126,14 @@ def test_bf16_weights_do_not_depend_on_slots_or_residency(master: str, interval:
             assert_same_weights(ours, theirs)
 
 
+def test_bf12_weights_do_not_depend_on_slots_or_residency() -> None:
+    wire = {"wire_dtype": "bf12", "master": "wire", "writeback_interval": 2}
+    options: dict[str, Any] = {"dtype": "bf16", "zo_eps": 1e-2, "num_steps": 5}
+    expected = run(stream={**wire, "resident_blocks": 3}, **options)
+    for stream in ({"device_slots": 2}, {"device_slots": 3, "resident_blocks": 1}):
+        assert_same_weights(run(stream={**wire, **stream}, **options), expected)
+
+
 @pytest.mark.parametrize(
     "stream", [{"writeback_interval": 1}, {"writeback_interval": 4, "resident_blocks": 1}], ids=str
 )

@@ -85,15 +85,16 @@ def test_split_master_is_the_float32_replay(name: str, dtype: str, interval: int
         assert ((run.rounded[key].float() - run.end[key]).abs() <= step_of_format).all()
 
 
-def test_split_master_with_fp8_on_the_wire_is_the_float32_replay(measured: Measured) -> None:
-    """Low planes have 16 bits below e4m3's own four."""
+@pytest.mark.parametrize(("wire", "tolerance"), [("fp8", 1e-5), ("bf12", 1e-7)])
+def test_split_master_with_a_narrow_wire_is_the_float32_replay(wire: str, tolerance: float, measured: Measured) -> None:
+    """Low planes have 16 bits below e4m3's own four and bf12's eight."""
     case = CASES["llama"]
     batches = [case.batch(seed) for seed in range(6)]
-    options: dict[str, Any] = {"dtype": "bf16", "stream": {"wire_dtype": "fp8", "writeback_interval": 2}}
+    options: dict[str, Any] = {"dtype": "bf16", "stream": {"wire_dtype": wire, "writeback_interval": 2}}
     run = recorded_run(case.make(), batches, measured, lr=1e-3, **options)
     for key, expected in run.replayed.items():
         scale = float(expected.abs().max())
-        torch.testing.assert_close(run.end[key], expected, rtol=0.0, atol=1e-5 * scale)
+        torch.testing.assert_close(run.end[key], expected, rtol=0.0, atol=tolerance * scale)
         assert (expected - run.start[key]).abs().max() > 1e-3 * scale
 
 
@@ -123,6 +124,7 @@ FORMATS: dict[str, tuple[float, dict[str, Any]]] = {
     "bf16": (1e-5, {"dtype": "bf16"}),
     "fp16": (1.5e-6, {"dtype": "fp16"}),
     "bf16 under fp32": (1e-5, {"stream": {"wire_dtype": "bf16"}}),
+    "bf12 under bf16": (1e-5, {"dtype": "bf16", "stream": {"wire_dtype": "bf12"}}),
     "fp8 under bf16": (2e-4, {"dtype": "bf16", "stream": {"wire_dtype": "fp8"}}),
     "fp8 under fp32": (2e-4, {"stream": {"wire_dtype": "fp8"}}),
 }

@@ -10,9 +10,10 @@ import torch
 from ds_zo import ops
 
 FP8 = torch.float8_e4m3fn
-STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
+BF12 = torch.uint8
+STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8, BF12)
 CANARY = 72
-"""In the padding; fp8 holds it exactly."""
+"""In the padding; fp8 holds it exactly, and bf12's bytes do."""
 
 # Whole lanes over two kernel chunks, a ragged tail, odd offsets, frozen ones, offsets beyond 2**33 and across 2**35.
 SEGMENTS = (
@@ -44,6 +45,14 @@ def make_log(
     return log
 
 
+def scales_for(dtype: torch.dtype, numel: int) -> torch.Tensor | None:
+    """A plane of scales for so many elements, where the format has one."""
+    fmt = ops.storage_format(dtype)
+    if fmt.scale_dtype is None:
+        return None
+    return torch.full((fmt.scales_of(0, numel).stop,), CANARY, dtype=fmt.scale_dtype)
+
+
 @dataclass
 class Flat:
     """Parameters in one storage dtype, with a canary in the padding."""
@@ -66,13 +75,13 @@ class Flat:
         numel = -(-table.numel // 256) * 256
         storage = torch.full((numel,), CANARY, dtype=torch.float32).to(dtype)
         low = torch.full((numel,), CANARY, dtype=torch.int16) if master and dtype != torch.float32 else None
-        exponents = torch.full((numel // 256,), CANARY, dtype=torch.int8) if dtype == FP8 else None
+        exponents = scales_for(dtype, numel)
         generator = torch.Generator().manual_seed(0)
         for s in segments:
             at = slice(s.start, s.start + s.numel)
             values = torch.randn(s.numel, generator=generator) * 0.02
             values[: s.numel // 8] *= 1e-5  # subnormal in the narrow formats
-            scales = None if exponents is None else exponents[s.start // 256 : -(-at.stop // 256)]
+            scales = None if exponents is None else exponents[ops.storage_format(dtype).scales_of(at.start, at.stop)]
             ops.encode_(storage[at], values, low=None if low is None else low[at], exponents=scales)
         flat = cls(storage, low, exponents, table)
         return flat if device == "cpu" else flat.to(device)
@@ -91,7 +100,8 @@ class Flat:
 
     def values(self, segment: ops.Segment, *, with_low: bool = False) -> torch.Tensor:
         at = slice(segment.start, segment.start + segment.numel)
-        scales = None if self.exponents is None else self.exponents[segment.start // 256 : -(-at.stop // 256)]
+        fmt = ops.storage_format(self.storage.dtype)
+        scales = None if self.exponents is None else self.exponents[fmt.scales_of(at.start, at.stop)]
         low = self.low[at] if with_low and self.low is not None else None
         return ops.decode(self.storage[at], low, scales)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flat_cases import BF12, FP8, scales_for
 
 from ds_zo.ops.codecs import encode_, encode_on_device_
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8, BF12])
 def test_encode_on_device_gives_the_bits_of_encode(dtype: torch.dtype, split: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256 * 40, generator=generator) * torch.exp2(torch.randint(-30, 6, (256 * 40,), generator=generator))
@@ -19,7 +20,7 @@ def test_encode_on_device_gives_the_bits_of_encode(dtype: torch.dtype, split: bo
     def encoded(encode: object) -> list[torch.Tensor]:
         storage = torch.zeros(x.shape, dtype=dtype)
         low = torch.zeros(x.shape, dtype=torch.int16) if split else None
-        exponents = torch.zeros(x.numel() // 256, dtype=torch.int8) if dtype is torch.float8_e4m3fn else None
+        exponents = scales_for(dtype, x.numel())
         encode(storage, x.clone(), low=low, exponents=exponents)  # type: ignore[operator]
         bits = torch.int8 if dtype.itemsize == 1 else torch.int16
         return [t for t in (storage.view(bits), low, exponents) if t is not None]

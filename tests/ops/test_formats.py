@@ -1,11 +1,11 @@
-"""Storage formats: nearest rounding as torch casts, unbiased stochastic rounding, exact masters, fp8 scales."""
+"""Storage formats: nearest rounding as torch casts, unbiased stochastic rounding, exact masters, group scales."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from flat_cases import FP8, STORAGE_DTYPES
+from flat_cases import BF12, FP8, STORAGE_DTYPES, scales_for
 
 from ds_zo import ops
 from ds_zo.ops import formats
@@ -16,10 +16,10 @@ NARROW = (torch.bfloat16, torch.float16, FP8)
 def spread_values(dtype: torch.dtype, numel: int = 20_000) -> torch.Tensor:
     """Both signs over the format's binades, its subnormals, zero and exact grid points."""
     generator = torch.Generator().manual_seed(1)
-    low, high = {torch.bfloat16: (-120, 120), torch.float16: (-26, 15), FP8: (-11, 8)}[dtype]
+    low, high = {torch.bfloat16: (-120, 120), torch.float16: (-26, 15), FP8: (-11, 8), BF12: (-15, 8)}[dtype]
     exponents = torch.randint(low, high, (numel,), generator=generator)
     x = torch.ldexp(torch.rand(numel, generator=generator) + 1, exponents)
-    x[::7] = x[::7].to(dtype).float()
+    x[::7] = x[::7].to(torch.bfloat16 if dtype == BF12 else dtype).float()
     x[::11] = 0
     x = x.clamp(max=formats.storage_format(dtype).largest)
     return torch.where(torch.rand(numel, generator=generator) < 0.5, -x, x)
@@ -47,7 +47,7 @@ def test_load_and_store_are_the_dtypes_own_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_bits", [7, 8, 16])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", [*NARROW, BF12])
 def test_stochastic_rounding_is_unbiased_and_keeps_grid_points(dtype: torch.dtype, num_bits: int) -> None:
     """The mean over all dithers is the value to half a step of the dither; nearest misses by up to half an ulp."""
     fmt = formats.storage_format(dtype)
@@ -104,13 +104,18 @@ def test_bf16_split_at_the_top_and_beyond() -> None:
     assert torch.equal(back[5:].view(torch.int32), x[5:].view(torch.int32))
 
 
-@pytest.mark.parametrize(("dtype", "relative", "absolute"), [(torch.float16, 0.0, 2.0**-41), (FP8, 2.0**-19, 2.0**-26)])
+@pytest.mark.parametrize(
+    ("dtype", "relative", "absolute"),
+    [(torch.float16, 0.0, 2.0**-41), (FP8, 2.0**-19, 2.0**-26), (BF12, 0.0, 2.0**-30)],
+)
 def test_split_resolution_is_as_documented(dtype: torch.dtype, relative: float, absolute: float) -> None:
     x = spread_values(dtype)
     fmt = formats.storage_format(dtype)
     high, low = formats.split(fmt, x.numpy())
     back = torch.from_numpy(formats.join(fmt, high, low))
     assert torch.all((back - x).abs() <= x.abs() * relative + absolute)
+    if dtype == BF12:  # and float32's own bits where storage is normal
+        assert torch.equal(back[x.abs() >= fmt.tiny], x[x.abs() >= fmt.tiny])
     again = formats.split(fmt, back.numpy())
     np.testing.assert_array_equal(again[0], high)
     np.testing.assert_array_equal(again[1], low)
@@ -120,11 +125,53 @@ def test_split_resolution_is_as_documented(dtype: torch.dtype, relative: float, 
 def test_encode_decode_round_trip(dtype: torch.dtype) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * 0.02
     storage = torch.empty(1000, dtype=dtype)
-    exponents = torch.empty(4, dtype=torch.int8) if dtype == FP8 else None
+    exponents = scales_for(dtype, 1000)
     ops.encode_(storage, x, exponents=exponents)
-    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, FP8: 2.0**-4}[dtype]
-    smallest = 0.0 if dtype in (torch.float32, torch.bfloat16) else 2.0**-25 if dtype == torch.float16 else 2.0**-22
+    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, FP8: 2.0**-4, BF12: 2.0**-8}[dtype]
+    smallest = {torch.float16: 2.0**-25, FP8: 2.0**-22, BF12: 2.0**-26}.get(dtype, 0.0)
     assert torch.all((ops.decode(storage, None, exponents) - x).abs() <= x.abs() * step + smallest)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 0.02, 1.0, 508.0, 509.0, 7e8])
+def test_bf12_holds_bfloat16_as_it_is_within_13_binades(scale: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    numel = 1000
+    x = torch.ldexp(torch.rand(numel, generator=generator) + 1, torch.randint(-13, 0, (numel,), generator=generator))
+    x = torch.where(torch.rand(numel, generator=generator) < 0.5, -x, x) * scale
+    x[::9] = 0
+    x[::256] = 1.9 * scale  # each group's largest
+    x = x.bfloat16().float()
+    storage, exponents = torch.empty(numel, dtype=BF12), scales_for(BF12, numel)
+    ops.encode_(storage, x, exponents=exponents)
+    assert torch.equal(ops.decode(storage, None, exponents), x)
+    ops.encode_(storage, x * 2.0**-10, exponents=exponents)
+    assert torch.equal(ops.decode(storage, None, exponents), x * 2.0**-10)
+
+
+def test_bf12_split_holds_float32_bit_for_bit_across_rounding_up() -> None:
+    """Neighbours of powers of two and of the smallest normal, where storage lies in the next binade."""
+    near = torch.tensor([2.0**e for e in range(-9, 9)])
+    x = torch.cat([near, near * (1 - 2.0**-24), near * (1 - 2.0**-9), near * (1 + 2.0**-23), near * (1 - 2.0**-8)])
+    x = torch.cat([x, -x, torch.tensor([508.0, 0.0, -0.0])]).repeat(2)[:256]
+    storage, low, exponents = torch.empty(256, dtype=BF12), torch.empty(256, dtype=torch.int16), scales_for(BF12, 256)
+    ops.encode_(storage, x, low=low, exponents=exponents)
+    assert exponents is not None
+    assert exponents[0] == 0
+    back, normal = ops.decode(storage, low, exponents), x.abs() >= 2.0**-6
+    assert torch.equal(back[normal], x[normal])
+    assert torch.all((back - x).abs() <= 2.0**-30)
+    assert torch.equal(back.signbit(), x.signbit())
+
+
+def test_bf12_keeps_nan_and_saturates() -> None:
+    x = torch.zeros(256)
+    x[:5] = torch.tensor([float("nan"), float("inf"), -float("inf"), 400.0, -1.0])
+    for low in (None, torch.empty(256, dtype=torch.int16)):
+        storage, exponents = torch.empty(256, dtype=BF12), scales_for(BF12, 256)
+        ops.encode_(storage, x, low=low, exponents=exponents)
+        back = ops.decode(storage, low, exponents)
+        assert back[0].isnan()
+        assert back[1:5].tolist() == [508.0, -508.0, 400.0, -1.0]
 
 
 def test_fp8_exponent_puts_the_largest_into_the_top_binade() -> None:
@@ -146,5 +193,5 @@ def test_fp8_all_zero_group_waits_for_its_first_update() -> None:
 def test_wrong_storage_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stored as one of float32, bfloat16.*got torch\.float64"):
         ops.encode_(torch.empty(4, dtype=torch.float64), torch.zeros(4))
-    with pytest.raises(ValueError, match="exponents go with float8_e4m3fn"):
+    with pytest.raises(ValueError, match="float8_e4m3fn storage goes with exponents"):
         ops.decode(torch.empty(4, dtype=FP8))

@@ -62,6 +62,7 @@ def zo_plan(name: str, *, offload: bool = True, num_directions: int = 1, **strea
         ({"resident_blocks": 1, "writeback_interval": 4, "master": "wire"}, 2),
         ({"resident_blocks": 2, "writeback_interval": 4}, 1),
         ({"resident_blocks": 0, "writeback_interval": 4, "master": "wire", "wire_dtype": "fp8"}, 1),
+        ({"resident_blocks": 1, "writeback_interval": 2, "wire_dtype": "bf12"}, 1),
     ],
 )
 @pytest.mark.parametrize("name", ["opt", "llama"])

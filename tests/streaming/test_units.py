@@ -46,9 +46,16 @@ def decoded(unit: Unit) -> list[torch.Tensor]:
     return found
 
 
-WIRES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float8_e4m3fn: 2.0**-4}
+BF12 = torch.uint8
+HALF_ULP = {
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-12,
+    torch.float8_e4m3fn: 2.0**-4,
+    BF12: 2.0**-9,
+}
 """Relative, of the widest step."""
+WIRES = list(HALF_ULP)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -80,7 +87,7 @@ def test_planes_are_aligned_and_disjoint(wire: torch.dtype) -> None:
             taken[at : at + view.numel() * part.wire.itemsize] += 1
         if planes.exponents is not None:
             at = planes.exponents.data_ptr() - unit.home.data_ptr()
-            taken[at : at + planes.exponents.numel()] += 1
+            taken[at : at + planes.exponents.numel() * planes.exponents.itemsize] += 1
     assert int(taken.max()) == 1
 
 
