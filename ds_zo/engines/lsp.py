@@ -251,7 +251,6 @@ class LSPBackend(Backend):
             self._held.forget()
         self._clock.end()
 
-    @torch.no_grad()
     def _arrived(self, slot: Slot) -> None:
         """One parameter's gradient is complete."""
         p, grad = slot.parameter, slot.parameter.grad
@@ -385,15 +384,14 @@ class LSPBackend(Backend):
         return report.outcome(global_norm)
 
     def _rates(self, slots: list[Slot]) -> list[Rate | None]:
-        rates: list[Rate | None] = []
-        for slot in slots:
-            group = self._group_of.get(id(slot.parameter))
-            if group is None:
-                rates.append(None)
-                continue
-            lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
-            rates.append(Rate(lr, weight_decay, self._num_steps, self._stochastic))
-        return rates
+        """None: it is in no group."""
+        found: dict[int, Rate] = {}
+        groups = [self._group_of.get(id(slot.parameter)) for slot in slots]
+        for group in groups:
+            if group is not None and id(group) not in found:
+                lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+                found[id(group)] = Rate(lr, weight_decay, self._num_steps, self._stochastic)
+        return [None if group is None else found[id(group)] for group in groups]
 
     def _begin_step(self) -> torch.Tensor | None:
         """Starts what the backward pass did not; the norm, where it is clipped globally."""

@@ -121,6 +121,8 @@ class HostGroup:
         self._queue, self._scratch = queue, scratch
         self._max_norm = max_norm
         self._active: list[int] = []
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        """Of directions, in each of the few buffers that they come up to."""
         self._rates: list[Rate | None] = []
         self._num_projected = sum(slot.subspace is not None for slot in self.slots)
         shapes = [slot.shape for slot in self.slots]
@@ -278,9 +280,9 @@ class HostGroup:
         if self.moment is not Moment.DUE:
             return
         assert self.job is not None
-        norms = self.job.wait()
+        self.job.wait()
         landing = None
-        if bool(norms.isfinite().all()):
+        if self.job.is_finite:
             source = self.h_up
             if self.links is not None:
                 landing = self.links.landing_of(self) or self.links.fill(self, self.h_up)
@@ -300,7 +302,13 @@ class HostGroup:
         apply_directions_((self.slots[i], self._direction(i, source), rate) for i, rate in rates if rate is not None)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        return self._codec.decode(i, buffer) if i < self._num_projected else self._codec.view(i, buffer)
+        if self._is_lossy and i < self._num_projected:
+            return self._codec.decode(i, buffer)
+        key = i, buffer.data_ptr()
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._codec.view(i, buffer)
+        return view
 
 
 class DeviceGroup:
@@ -321,8 +329,7 @@ class DeviceGroup:
         active = [i for i, slot in enumerate(self.slots) if slot.has_total]
         if not active:
             return None
-        grads = [self.slots[i].gradient.float() for i in active]
-        out = [torch.empty_like(grad) for grad in grads]
+        grads, out = self._side_by_side([self.slots[i].gradient for i in active])
         norms = clip_(grads, self._max_norm)
         moments = [self.moments[i] for i in active]
         directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
@@ -331,3 +338,16 @@ class DeviceGroup:
         for i in active:
             self.slots[i].forget()
         return norms
+
+    @staticmethod
+    def _side_by_side(grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """In float32, with room for their directions; vectors, of which there are many, by one copy."""
+        if any(grad.ndim > 1 for grad in grads):
+            return [grad.float() for grad in grads], [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).float()
+        sizes = [grad.numel() for grad in grads]
+        found = [
+            [part.view(grad.shape) for part, grad in zip(side.split(sizes), grads, strict=True)]
+            for side in (flat, torch.empty_like(flat))
+        ]
+        return found[0], found[1]

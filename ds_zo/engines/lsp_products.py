@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ds_zo.engines.lsp_matrices import Slot
+from ds_zo.ops import Rounding
 from ds_zo.optim import Dither, sgd_update_
-from ds_zo.projectors import Application, Compression, apply_all_, compress_all
+from ds_zo.projectors import Application, Compression, Shift, apply_all_, compress_all, shift_all_
 
 MAX_HELD_BYTES = 128 << 20
 
@@ -73,24 +74,19 @@ def compress_slots(slots: Iterable[Slot]) -> None:
 def apply_directions_(moves: Iterable[tuple[Slot, torch.Tensor, Rate]]) -> None:
     """W <- round(W (1 - lr wd) - lr P D Q^T), or without P and Q; all of one step."""
     projected: list[Application] = []
+    vectors: list[Shift] = []
     step = 0
     for slot, direction, rate in moves:
         p, step = slot.parameter, rate.step
         stochastic = rate.stochastic and p.dtype is not torch.float32
-        if slot.subspace is None:
-            dither = Dither(step=rate.step, offset=slot.offset) if stochastic else None
-            sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
+        rounding: Rounding = "stochastic" if stochastic else "nearest"
+        if slot.subspace is not None:
+            P, Q = slot.subspace.P, slot.subspace.Q
+            projected.append(Application(p, direction.t(), P, Q, rate.lr, rate.weight_decay, rounding, slot.offset))
+        elif p.ndim < 2:
+            vectors.append(Shift(p, direction, rate.lr, rate.weight_decay, rounding, slot.offset))
         else:
-            projected.append(
-                Application(
-                    p,
-                    direction.t(),
-                    slot.subspace.P,
-                    slot.subspace.Q,
-                    lr=rate.lr,
-                    weight_decay=rate.weight_decay,
-                    rounding="stochastic" if stochastic else "nearest",
-                    offset=slot.offset,
-                )
-            )
+            dither = Dither(step=step, offset=slot.offset) if stochastic else None
+            sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
     apply_all_(projected, step=step)
+    shift_all_(vectors, step=step)

@@ -34,6 +34,8 @@ class Job:
         self._error: BaseException | None = None
         self.norms: torch.Tensor | None = None
         """What its work returned."""
+        self.is_finite = False
+        """All of them are."""
         self.seconds = 0.0
 
     @property
@@ -46,6 +48,7 @@ class Job:
                 self.ready.synchronize()
             begin = time.perf_counter()
             self.norms = self._work()
+            self.is_finite = bool(self.norms.isfinite().all())
             self.seconds = time.perf_counter() - begin
         except BaseException as error:  # raised where somebody waits
             self._error = error

@@ -8,9 +8,8 @@ once and found again by them; whatever memory an address meant before or will me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -35,55 +34,8 @@ _MAX_BATCH: tl.constexpr = tl.constexpr(MAX_BATCH)
 _NEVER: tl.constexpr = tl.constexpr(1 << 62)
 
 
-class Gather(NamedTuple):
-    """out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], as in `gather_sum_triton`."""
-
-    out: torch.Tensor
-    source: torch.Tensor
-    rows: torch.Tensor
-    values: torch.Tensor
-    accumulate: bool = False
-
-
-class GatherKind(NamedTuple):
-    """What a launch of gathers has in common."""
-
-    dtype: torch.dtype
-    index_dtype: torch.dtype
-    by_row: bool
-    out_by_column: bool
-    accumulate: bool
-    is_aligned: bool
-
-
-class Update(NamedTuple):
-    """W <- round(decay * W - lr * P U), as in `apply_triton`."""
-
-    W: torch.Tensor
-    U: torch.Tensor
-    indices: torch.Tensor
-    values: torch.Tensor
-    lr: float
-    decay: float
-    offset: int | None
-    """None: rounded to nearest."""
-
-
-class UpdateKind(NamedTuple):
-    """What a launch of updates has in common."""
-
-    dtype: torch.dtype
-    index_dtype: torch.dtype
-    nonzeros: int
-    lr: float
-    decay: float
-    stochastic: bool
-    by_lanes: bool
-    is_aligned: bool
-
-
-Call = TypeVar("Call", Gather, Update)
-Kind = TypeVar("Kind", bound=Hashable)
+Table = tuple[int, int, int, int, bool]
+"""A projector's entries: addresses of indices and values, depth and count of the gather, whether indices are int32."""
 
 
 @triton.jit
@@ -232,118 +184,134 @@ def _update_batch_kernel(
     )
 
 
-def gather_sums_triton(gathers: Sequence[Gather]) -> None:
-    """Sources have contiguous rows; outs have one stride of 1."""
-    for kind, found in _alike(gathers, _gather_kind):
-        _launch_gathers(kind, found)
+class Gathers:
+    """Sums of gathered rows, out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], that are to be launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: dict[_GatherKind, list[tuple[int, ...]]] = {}
+
+    def add(
+        self,
+        source: int,
+        source_pitch: int,
+        num_cols: int,
+        table: Table,
+        out: int,
+        out_pitch: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        by_row: bool = False,
+        out_by_column: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """Pitches: from one row to the next, of `out_by_column` from one column. `by_row`: entries of one c follow one
+        another."""
+        is_aligned = not (source | source_pitch | num_cols | out | out_pitch) % ALIGNMENT
+        kind = dtype, table[4], by_row, out_by_column, accumulate, is_aligned
+        self._found.setdefault(kind, []).append((out, source, *table[:4], num_cols, out_pitch, source_pitch))
+
+    def launch(self) -> None:
+        for kind, rows in self._found.items():
+            for first in range(0, len(rows), MAX_BATCH):
+                _launch_gathers(kind, rows[first : first + MAX_BATCH], self._device)
 
 
-def apply_all_triton(updates: Sequence[Update], *, seed: int, step: int) -> None:
-    """Weights are contiguous; dithers differ by their offsets alone."""
-    for kind, found in _alike(updates, _update_kind):
-        _launch_updates(kind, found, seed=seed, step=step)
-    for update in updates:
-        torch.autograd.graph.increment_version(update.W)  # a graph that still needs the old values must notice
+class Updates:
+    """Updates W <- round(decay * W - lr * P U) that are to be launched."""
+
+    def __init__(self, device: torch.device, *, seed: int, step: int) -> None:
+        self._device = device
+        self._words = (*single.key_words(seed), _as_int32(step))
+        self._found: dict[_UpdateKind, list[tuple[int, ...]]] = {}
+
+    def add(self, W: torch.Tensor, U: int, table: Table, *, lr: float, decay: float, offset: int | None) -> None:
+        """`table` by rows of P. W, a matrix or a single row, is contiguous; `offset` of its dither; None: rounded to
+        nearest."""
+        num_rows, num_cols = W.shape if W.ndim == 2 else (1, W.numel())
+        address = W.data_ptr()
+        is_aligned = not (address | U | num_cols) % ALIGNMENT
+        by_lanes = not (num_cols | (offset or 0)) % 8
+        kind = W.dtype, table[4], table[2], float(lr), float(decay), offset is not None, by_lanes, is_aligned
+        self._found.setdefault(kind, []).append((address, U, *table[:2], num_rows, num_cols, offset or 0))
+        torch.autograd.graph.increment_version(W)  # a graph that still needs the old values must notice
+
+    def launch(self) -> None:
+        for kind, rows in self._found.items():
+            for first in range(0, len(rows), MAX_BATCH):
+                _launch_updates(kind, rows[first : first + MAX_BATCH], self._words, self._device)
 
 
-def _alike(calls: Sequence[Call], kind_of: Callable[[Call], Kind]) -> Iterator[tuple[Kind, list[Call]]]:
-    """Those that one launch can serve."""
-    found: dict[Kind, list[Call]] = {}
-    for call in calls:
-        found.setdefault(kind_of(call), []).append(call)
-    for kind, alike in found.items():
-        for first in range(0, len(alike), MAX_BATCH):
-            yield kind, alike[first : first + MAX_BATCH]
+_GatherKind = tuple[torch.dtype, bool, bool, bool, bool, bool]
+_UpdateKind = tuple[torch.dtype, bool, int, float, float, bool, bool, bool]
+"""What all of a launch have in common."""
 
 
-def _gather_kind(gather: Gather) -> GatherKind:
-    out, source, rows, _, accumulate = gather
-    is_aligned = not (
-        (out.data_ptr() | source.data_ptr() | source.shape[1] | source.stride(0) | _pitch(out)) % ALIGNMENT
-    )
-    return GatherKind(source.dtype, rows.dtype, rows.stride(0) == 1, out.stride(0) == 1, accumulate, is_aligned)
-
-
-def _pitch(out: torch.Tensor) -> int:
-    return out.stride(1) if out.stride(0) == 1 else out.stride(0)
-
-
-def _launch_gathers(kind: GatherKind, gathers: Sequence[Gather]) -> None:
+def _launch_gathers(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    dtype, wide, by_row, out_by_column, accumulate, is_aligned = kind
+    height, width = single.MAX_GATHER_ROWS, single.GATHER_COLUMNS
     fields: list[int] = []
-    num_programs = 0
-    for out, source, rows, values, _ in gathers:
-        assert rows.stride() == values.stride() and source.stride(1) == 1 and out.dtype is torch.float32
-        depth, count = rows.shape
-        num_cols = source.shape[1]
-        fields += (num_programs, out.data_ptr(), source.data_ptr(), rows.data_ptr(), values.data_ptr())
-        fields += (depth, count, num_cols, _pitch(out), source.stride(0))
-        num_programs += single.ceil_div(count, single.MAX_GATHER_ROWS) * single.ceil_div(
-            num_cols, single.GATHER_COLUMNS
-        )
+    num_programs = max_depth = 0
+    for row in rows:
+        depth, count, num_cols = row[4], row[5], row[6]
+        fields.append(num_programs)
+        fields += row
+        num_programs += -(-count // height) * -(-num_cols // width)
+        max_depth = max(max_depth, depth)
     _gather_batch_kernel[(num_programs,)](
-        _table(tuple(fields), gathers[0].source.device),
-        len(gathers),
-        WIDE=kind.index_dtype is torch.int32,
-        BY_ROW=kind.by_row,
-        OUT_BY_COLUMN=kind.out_by_column,
-        ALIGNED=kind.is_aligned,
-        DROPPED=storage_format(kind.dtype).dropped_bits,
-        ACCUMULATE=kind.accumulate,
-        UNROLL=single.unroll(max(gather.rows.shape[0] for gather in gathers)),
-        ROWS=single.MAX_GATHER_ROWS,
-        COLS=single.GATHER_COLUMNS,
-        num_warps=single.MAX_GATHER_ROWS * single.GATHER_COLUMNS // single.GATHER_ELEMENTS_PER_WARP,
+        _table(tuple(fields), device),
+        len(rows),
+        WIDE=wide,
+        BY_ROW=by_row,
+        OUT_BY_COLUMN=out_by_column,
+        ALIGNED=is_aligned,
+        DROPPED=storage_format(dtype).dropped_bits,
+        ACCUMULATE=accumulate,
+        UNROLL=single.unroll(max_depth),
+        ROWS=height,
+        COLS=width,
+        num_warps=height * width // single.GATHER_ELEMENTS_PER_WARP,
         enable_fp_fusion=False,
     )
 
 
-def _update_kind(update: Update) -> UpdateKind:
-    W, U, indices, _, lr, decay, offset = update
-    num_cols = W.shape[1]
-    is_aligned = not (W.data_ptr() | U.data_ptr() | num_cols) % ALIGNMENT
-    by_lanes = num_cols % 8 == 0 and (offset or 0) % 8 == 0
-    return UpdateKind(W.dtype, indices.dtype, indices.shape[1], lr, decay, offset is not None, by_lanes, is_aligned)
-
-
-def _launch_updates(kind: UpdateKind, updates: Sequence[Update], *, seed: int, step: int) -> None:
-    device = updates[0].W.device
-    numel = sum(update.W.numel() for update in updates)
+def _launch_updates(
+    kind: _UpdateKind, rows: Sequence[tuple[int, ...]], words: tuple[int, int, int], device: torch.device
+) -> None:
+    dtype, wide, nonzeros, lr, decay, stochastic, by_lanes, is_aligned = kind
+    height, width = single.SLAB_ROWS, single.SLAB_COLUMNS
+    numel = sum(row[4] * row[5] for row in rows)
     num_wanted = PROGRAMS_PER_MULTIPROCESSOR * single.num_multiprocessors(device)
     fields: list[int] = []
     num_programs = 0
-    for W, U, indices, values, _, _, offset in updates:
-        assert W.is_contiguous() and indices.is_contiguous() and values.is_contiguous()
-        num_rows, num_cols = W.shape
-        num_slabs = single.ceil_div(num_cols, single.SLAB_COLUMNS)
-        num_chunks = max(1, num_wanted * W.numel() // (numel * num_slabs))
-        rows_per_program = single.ceil_div(single.ceil_div(num_rows, num_chunks), single.SLAB_ROWS) * single.SLAB_ROWS
-        fields += (num_programs, W.data_ptr(), U.data_ptr(), indices.data_ptr(), values.data_ptr())
-        fields += (num_rows, num_cols, rows_per_program, offset or 0)
-        num_programs += single.ceil_div(num_rows, rows_per_program) * num_slabs
-    low, high = single.key_words(seed)
+    for W, U, indices, values, num_rows, num_cols, offset in rows:
+        num_slabs = -(-num_cols // width)
+        num_chunks = max(1, num_wanted * num_rows * num_cols // (numel * num_slabs))
+        rows_per_program = single.ceil_div(single.ceil_div(num_rows, num_chunks), height) * height
+        fields += (num_programs, W, U, indices, values, num_rows, num_cols, rows_per_program, offset)
+        num_programs += -(-num_rows // rows_per_program) * num_slabs
     _update_batch_kernel[(num_programs,)](
         _table(tuple(fields), device),
-        len(updates),
-        kind.lr,
-        kind.decay,
-        low,
-        high,
-        _as_int32(step),
-        WIDE=kind.index_dtype is torch.int32,
-        ALIGNED=kind.is_aligned,
-        NONZEROS=kind.nonzeros,
-        UNROLL=single.unroll(kind.nonzeros),
-        DROPPED=storage_format(kind.dtype).dropped_bits,
-        STOCHASTIC=kind.stochastic,
-        VECTOR=kind.by_lanes,
-        ROWS=single.SLAB_ROWS,
-        COLS=single.SLAB_COLUMNS,
-        num_warps=single.SLAB_ROWS * single.SLAB_COLUMNS // 256,
+        len(rows),
+        lr,
+        decay,
+        *words,
+        WIDE=wide,
+        ALIGNED=is_aligned,
+        NONZEROS=nonzeros,
+        UNROLL=single.unroll(nonzeros),
+        DROPPED=storage_format(dtype).dropped_bits,
+        STOCHASTIC=stochastic,
+        VECTOR=by_lanes,
+        ROWS=height,
+        COLS=width,
+        num_warps=height * width // 256,
         enable_fp_fusion=False,
     )
 
 
 def _table(fields: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """See [Note: a table of addresses]."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _uploaded(fields, device, stream)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from ds_zo.projectors.batches import Application, Compression, Shift, apply_all_, compress_all, shift_all_
 from ds_zo.projectors.fit import FitReport, carry_moments, choose_dims, fit
-from ds_zo.projectors.products import (
-    Application,
-    Compression,
-    apply_,
-    apply_all_,
-    compress,
-    compress_all,
-    relative_bias,
-)
+from ds_zo.projectors.products import apply_, compress, relative_bias
 from ds_zo.projectors.sparse import SparseProjector
 
 __all__ = [
     "Application",
     "Compression",
     "FitReport",
+    "Shift",
     "SparseProjector",
     "apply_",
     "apply_all_",
@@ -27,4 +21,5 @@ __all__ = [
     "compress_all",
     "fit",
     "relative_bias",
+    "shift_all_",
 ]

@@ -8,9 +8,6 @@ host.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -19,20 +16,16 @@ from ds_zo.projectors import reference
 from ds_zo.projectors.sparse import SparseProjector
 from ds_zo.projectors.workspace import scratch
 
-Call = TypeVar("Call", "Compression", "Application")
-
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Tests run the kernels without a GPU."""
 RESIDUAL_NUMEL = 1 << 22
 """Elements of a bias's residual that exist at a time."""
-BATCH_NUMEL = 1 << 25
-"""Elements of scratch that one batch of products takes, unless a single matrix needs more."""
 
 
 def product(P: SparseProjector, X_dk: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """P X (num_rows x k), float32; `out` may have any strides."""
     out = torch.empty(P.num_rows, X_dk.shape[1], device=X_dk.device) if out is None else out
-    if not _has_kernels(X_dk):
+    if not has_kernels(X_dk):
         return out.copy_(reference.gather_sum(X_dk, *P.row_entries))
     from ds_zo.ops.triton_projectors import gather_sum_triton
 
@@ -45,7 +38,7 @@ def transpose_product(
 ) -> torch.Tensor:
     """P^T Y (dim x k), float32; `out` may have any strides, and is added to if `accumulate`."""
     out = torch.empty(P.dim, Y_mk.shape[1], device=Y_mk.device) if out is None else out
-    if not _has_kernels(Y_mk):
+    if not has_kernels(Y_mk):
         result = reference.gather_sum(Y_mk, P.column_rows, P.column_values)
         return out.add_(result) if accumulate else out.copy_(result)
     from ds_zo.ops.triton_projectors import gather_sum_triton
@@ -67,7 +60,7 @@ def compress(
 
     `out` and `apply_`'s D may have any strides. Held transposed (`out.t()` contiguous) D spares `apply_` a copy.
     """
-    _check_shape(G_mn, P, Q, "gradient")
+    check_shape(G_mn, P, Q, "gradient")
     if out is None:
         if accumulate:
             raise ValueError("compress can accumulate only into an existing matrix, got out=None: pass out")
@@ -102,102 +95,10 @@ def apply_(
 
     `offset` is the weight's first element among all of the model's.
     """
-    _check_shape(W_mn, P, Q, "weight")
+    check_shape(W_mn, P, Q, "weight")
     dither = (seed, step, offset) if rounding == "stochastic" else None
     U_dn = _expand(D_dd, P, Q)
     _update_(W_mn, U_dn, P.indices, P.values, lr=lr, decay=1.0 - lr * weight_decay, dither=dither)
-
-
-@dataclass
-class Compression:
-    """`compress` of one matrix."""
-
-    G: torch.Tensor
-    P: SparseProjector
-    Q: SparseProjector
-    out: torch.Tensor
-    accumulate: bool = False
-
-
-@dataclass
-class Application:
-    """`apply_` of one matrix."""
-
-    W: torch.Tensor
-    D: torch.Tensor
-    P: SparseProjector
-    Q: SparseProjector
-    lr: float
-    weight_decay: float = 0.0
-    rounding: Rounding = "stochastic"
-    offset: int = 0
-
-
-@torch.no_grad()
-def compress_all(compressions: Sequence[Compression]) -> None:
-    """The same bits as one by one. On CUDA two launches for all matrices whose formats are alike."""
-    if not compressions or not _has_kernels(compressions[0].G):
-        for one in compressions:
-            compress(one.G, one.P, one.Q, out=one.out, accumulate=one.accumulate)
-        return
-    from ds_zo.ops.triton_projector_batches import Gather, gather_sums_triton
-
-    for batch in _batches(compressions):
-        for one in batch:
-            _check_shape(one.G, one.P, one.Q, "gradient")
-        middles = scratch(*((one.Q.num_rows, one.P.dim) for one in batch), device=batch[0].G.device)
-        pairs = list(zip(batch, middles, strict=True))
-        gather_sums_triton([Gather(T.t(), _by_rows(one.G), one.P.column_rows, one.P.column_values) for one, T in pairs])
-        gather_sums_triton(
-            [Gather(one.out.t(), T, one.Q.column_rows, one.Q.column_values, one.accumulate) for one, T in pairs]
-        )
-
-
-@torch.no_grad()
-def apply_all_(applications: Sequence[Application], *, seed: int = 0, step: int = 0) -> None:
-    """The same bits as one by one. On CUDA two launches for all matrices whose formats and rates are alike, where D is
-    held transposed and W contiguous."""
-    alike = [one for one in applications if _has_kernels(one.W) and one.W.is_contiguous()]
-    for one in applications:
-        if not (_has_kernels(one.W) and one.W.is_contiguous()):
-            apply_(
-                one.W,
-                one.D,
-                one.P,
-                one.Q,
-                lr=one.lr,
-                weight_decay=one.weight_decay,
-                rounding=one.rounding,
-                seed=seed,
-                step=step,
-                offset=one.offset,
-            )
-    if not alike:
-        return
-    from ds_zo.ops.triton_projector_batches import Gather, Update, apply_all_triton, gather_sums_triton
-
-    for batch in _batches(alike):
-        for one in batch:
-            _check_shape(one.W, one.P, one.Q, "weight")
-        expanded = scratch(*((one.P.dim, one.Q.num_rows) for one in batch), device=batch[0].W.device)
-        pairs = list(zip(batch, expanded, strict=True))
-        gather_sums_triton([Gather(U.t(), _by_rows(one.D.t()), *one.Q.row_entries) for one, U in pairs])
-        apply_all_triton(
-            [
-                Update(
-                    one.W.detach(),
-                    U,
-                    one.P.indices,
-                    one.P.values,
-                    float(one.lr),
-                    1.0 - one.lr * one.weight_decay,
-                    one.offset if one.rounding == "stochastic" else None,
-                )
-                for one, U in pairs
-            ],
-            seed=seed,
-            step=step,
-        )
 
 
 @torch.no_grad()
@@ -207,7 +108,7 @@ def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) ->
     Above 1 they do more harm than a zero gradient; 0 for a zero gradient. The residual is formed, a few rows at a time,
     because its norm from the norms of its terms would lose small biases to cancellation.
     """
-    _check_shape(G_mn, P, Q, "gradient")
+    check_shape(G_mn, P, Q, "gradient")
     U_dn = _expand(compress(G_mn, P, Q), P, Q)
     num_rows = max(1, RESIDUAL_NUMEL // max(1, G_mn.shape[1]))
     norms, residuals = [], []
@@ -219,23 +120,6 @@ def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) ->
         residuals.append(torch.linalg.vector_norm(residual))
     norm, left = (torch.linalg.vector_norm(torch.stack(parts)) for parts in (norms, residuals))
     return left / norm.clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _batches(calls: Sequence[Call]) -> Iterator[list[Call]]:
-    batch: list[Call] = []
-    numel = 0
-    for call in calls:
-        needed = call.P.dim * call.Q.num_rows
-        if batch and numel + needed > BATCH_NUMEL:
-            yield batch
-            batch, numel = [], 0
-        batch.append(call)
-        numel += needed
-    yield batch
-
-
-def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _expand(D_dd: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> torch.Tensor:
@@ -256,7 +140,7 @@ def _update_(
     dither: tuple[int, int, int] | None,
 ) -> None:
     """W <- round(decay W - lr P U), by rows of P."""
-    if _has_kernels(W):
+    if has_kernels(W):
         from ds_zo.ops.triton_projectors import apply_triton
 
         apply_triton(W, U, indices, values, lr=lr, decay=decay, dither=dither)
@@ -266,11 +150,11 @@ def _update_(
     reference.round_into_(W, x, dither)
 
 
-def _has_kernels(tensor: torch.Tensor) -> bool:
+def has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or _INTERPRETED
 
 
-def _check_shape(matrix: torch.Tensor, P: SparseProjector, Q: SparseProjector, what: str) -> None:
+def check_shape(matrix: torch.Tensor, P: SparseProjector, Q: SparseProjector, what: str) -> None:
     if matrix.shape != (P.num_rows, Q.num_rows):
         raise ValueError(
             f"a {what} must have as many rows as P and as many columns as Q have rows, {(P.num_rows, Q.num_rows)}, "

@@ -45,6 +45,8 @@ class SparseProjector:
         self.column_rows = torch.from_numpy(rows).to(values.device, _index_dtype(self.num_rows))
         self.column_values = torch.empty(rows.shape, dtype=torch.float32, device=values.device)
         self._refresh_columns()
+        self.row_table = _table(*self.row_entries)
+        self.column_table = _table(self.column_rows, self.column_values)
 
     @classmethod
     def draw(
@@ -104,6 +106,11 @@ class SparseProjector:
     def _refresh_columns(self) -> None:
         flat = torch.cat([self.values.view(-1), self.values.new_zeros(1)])
         torch.index_select(flat, 0, self._column_entries.view(-1), out=self.column_values.view(-1))
+
+
+def _table(rows: torch.Tensor, values: torch.Tensor) -> tuple[int, int, int, int, bool]:
+    """Where the entries of a gather stand, and how many: they stay there, so kernels need not ask again."""
+    return rows.data_ptr(), values.data_ptr(), rows.shape[0], rows.shape[1], rows.dtype is torch.int32
 
 
 def _index_dtype(size: int) -> torch.dtype:

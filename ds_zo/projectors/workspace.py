@@ -7,8 +7,12 @@ too: the launches of two threads (the caller's, autograd's) may mingle on one st
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
+
+_ALIGNED_NUMEL = 64
 
 
 class _Buffers(threading.local):
@@ -27,6 +31,13 @@ def scratch(*shapes: tuple[int, int], device: torch.device) -> list[torch.Tensor
         found.append(flat.as_strided((rows, cols), (cols, 1), start))  # one call: it is made for every product
         start += rows * cols
     return found
+
+
+def scratch_addresses(numels: Sequence[int], *, device: torch.device) -> list[int]:
+    """The same memory as addresses, each aligned."""
+    sizes = [-(-numel // _ALIGNED_NUMEL) * _ALIGNED_NUMEL for numel in numels]
+    first = _buffer(sum(sizes), device).data_ptr()
+    return [first + 4 * start for start in accumulate(sizes[:-1], initial=0)]
 
 
 def release() -> None:
