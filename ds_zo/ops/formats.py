@@ -141,15 +141,16 @@ def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -
 
 def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
     """(storage value as float32, low plane) of a master; see [Note: split masters]."""
+    if fmt.has_lanes:
+        return _split_pattern(fmt, x)
     bits = x.view(np.uint32) & np.uint32(MAGNITUDE)
     lift = _lift(fmt, bits)
     lifted = bits if lift is None else (bits.view(np.float32) + lift).view(np.uint32)
     high = _truncate(fmt, lifted, np.uint32(1 << (fmt.dropped_bits - 1)), lift)
     finite = bits < np.uint32(INFINITY_BITS)
     np.minimum(high, np.float32(fmt.largest), out=high, where=finite | fmt.scaled)
-    if fmt.dropped_bits == 16:
-        kept = high if lift is None else high + lift
-        low = (lifted.view(np.int32) - kept.view(np.int32)).astype(np.float32)
+    if fmt.dtype == torch.bfloat16:
+        low = (bits.view(np.int32) - high.view(np.int32)).astype(np.float32)
     else:
         low = np.rint((bits.view(np.float32) - high) * _residual_scale(fmt, high))
     low[~finite] = 0
@@ -158,22 +159,28 @@ def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
 
 def join(fmt: Format, high: Floats, low: NDArray[np.int16]) -> Floats:
     """The master that `split` took apart."""
-    bits = high.view(np.uint32)
-    if fmt.dropped_bits == 16:
-        joined = (bits + low.astype(np.int32).view(np.uint32)).view(np.float32)
-        return joined if fmt.tiny == 0.0 else _join_lifted(fmt, high, joined, low)
+    if fmt.dtype == torch.bfloat16:
+        return (high.view(np.uint32) + low.astype(np.int32).view(np.uint32)).view(np.float32)
+    if fmt.has_lanes:
+        return _finish(high, (_pattern(high) + low).view(np.float32) * np.float32(BIAS_SHIFT))
     magnitude = np.abs(high)
     magnitude += low.astype(np.float32) / _residual_scale(fmt, magnitude)  # a power of two: exact
     return _finish(high, magnitude)
 
 
-def _join_lifted(fmt: Format, high: Floats, joined: Floats, low: NDArray[np.int16]) -> Floats:
-    """Where the master is below the smallest normal it was lifted when it was split, though its storage may have been
-    rounded up to that normal."""
-    tiny = np.float32(fmt.tiny)
-    small = (joined.view(np.uint32) & np.uint32(MAGNITUDE)) < tiny.view(np.uint32)
-    lifted = (np.abs(high) + tiny).view(np.int32) + low
-    return np.where(small, _finish(high, lifted.view(np.float32) - tiny), joined)
+def _split_pattern(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
+    """Where float32 has its subnormals at the format's own, the lower half of the bits is the low plane throughout."""
+    pattern = _pattern(x)
+    finite = np.isfinite(x)
+    kept = np.minimum(np.where(finite, pattern, INFINITY_BITS) + 0x8000, (int(_nan_code(fmt)) << 16) - 1)
+    kept = (kept & -0x10000).astype(np.int32)
+    low = np.where(finite, np.clip(pattern - kept, -32768, 32767), 0)
+    return _finish(x, kept.view(np.float32) * np.float32(BIAS_SHIFT)), low.astype(np.int16)
+
+
+def _pattern(x: Floats) -> NDArray[np.int32]:
+    """The bits of a magnitude with a scaled format's exponent bias, at float32's places."""
+    return (np.abs(x) * np.float32(1 / BIAS_SHIFT)).view(np.int32)
 
 
 def load(storage: torch.Tensor, scales: torch.Tensor | None = None) -> Floats:
@@ -202,7 +209,7 @@ def store_(storage: torch.Tensor, values: Floats, scales: torch.Tensor | None = 
         storage.view(torch.int16).numpy()[:] = upper.view(np.int16)
     elif fmt.scaled:
         sign = (values.view(np.uint32) & np.uint32(SIGN)) >> np.uint32(24)
-        code = (np.abs(values) * np.float32(1 / BIAS_SHIFT)).view(np.uint32) >> np.uint32(fmt.dropped_bits)
+        code = _pattern(values).view(np.uint32) >> np.uint32(fmt.dropped_bits)
         code[np.isnan(values)] = _nan_code(fmt)
         if fmt.has_lanes:
             assert scales is not None

@@ -4,6 +4,11 @@
 A format is known by its count of dropped mantissa bits (0 float32, 13 float16, 16 bfloat16, 20 float8_e4m3fn); bf12,
 which drops as many as bfloat16, by 32 more. So formats from FP8 on are the scaled ones. bfloat16 and fp8 travel as
 int16 and uint8, so that one code serves GPUs with and without fp8 instructions, and the interpreter.
+
+[Note: patterns]
+A scaled format's exponent has 4 bits. Sign, exponent and mantissa at float32's own places are its pattern: as a float32
+it is the value under the group's scale times 2**-120, subnormals being float32's. So rounding is an addition of
+integers and a mask, for subnormals too, with the roundings of `formats`, which lifts them first.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ _BIASED_TOP = tl.constexpr(127 + _formats.TOP_EXPONENT)
 _MAX_MANTISSA_FP8, _MAX_MANTISSA_BF12 = tl.constexpr(0x600000), tl.constexpr(0x7E0000)
 _LARGEST_BF16_BITS = tl.constexpr(0x7F7F0000)
 _LARGEST_FP16 = tl.constexpr(65504.0)
-_LARGEST_FP8, _LARGEST_BF12 = tl.constexpr(448.0), tl.constexpr(508.0)
-_TINY_FP16, _TINY_SCALED = tl.constexpr(2.0**-14), tl.constexpr(2.0**-6)
-_TINY_SCALED_BITS = tl.constexpr((127 - 6) << 23)
+_LARGEST_FP8 = tl.constexpr(448.0)
+_NAN_VALUE_FP8, _NAN_VALUE_BF12 = tl.constexpr(480.0), tl.constexpr(510.0)
+"""What the top code would be worth."""
+_TINY_FP16, _TINY_FP8 = tl.constexpr(2.0**-14), tl.constexpr(2.0**-6)
 _GROUP_WORDS = tl.constexpr(33)
 
 
@@ -52,34 +58,54 @@ def load_values(ptr, index, mask, FORMAT: tl.constexpr):
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == FP8:
         code = raw.to(tl.uint32)
-        x = _unbias((code & 0x7F) << 20, code, 0x7F << 20)
+        x = unbias(((code & 0x80) << 24) | ((code & 0x7F) << 20), FORMAT)
     else:
         x = raw.to(tl.float32)
     return x
 
 
 @triton.jit
+def store_values(ptr, index, mask, x, FORMAT: tl.constexpr):
+    """Write float32 values that are already on the format's grid."""
+    if FORMAT == BF16:
+        tl.store(ptr + index, (float_bits(x) >> 16).to(tl.int16), mask=mask)
+    elif FORMAT == FP16:
+        tl.store(ptr + index, x.to(tl.float16), mask=mask)
+    else:
+        tl.store(ptr + index, x, mask=mask)
+
+
+@triton.jit
 def load_lanes(ptr, words_ptr, index, mask, lane, lane_mask):
-    """`load_values` for bf12, the words of whose lanes stand behind their groups' exponents."""
+    """Patterns of bf12, the words of whose lanes stand behind their groups' exponents."""
     code = tl.load(ptr + index, mask=mask, other=0).to(tl.uint32)
-    word = tl.load(words_ptr + lane_word(lane), mask=lane_mask, other=0).to(tl.uint32, bitcast=True)
+    word = tl.load(words_ptr + _lane_word(lane), mask=lane_mask, other=0).to(tl.uint32, bitcast=True)
     exponent = (word[:, None] >> _nibble_shifts()) & 15
-    return _unbias((exponent << 23) | ((code & 0x7F) << 16), code, 0x7FF << 16)
+    return ((code * 0x01010000) & 0x807F0000) | (exponent << 23)
 
 
 @triton.jit
-def store_lanes(ptr, words_ptr, index, mask, lane, group_mask, x):
-    """`store_values` for bf12. Words of whole groups are written, with zeros for what is masked."""
-    bits = float_bits(x)
-    code = float_bits(bits_float(bits & 0x7FFFFFFF) * _BIAS_UNSHIFT) >> 16
-    code = tl.where(x == x, code, 0x7FF)
-    tl.store(ptr + index, ((code & 0x7F) | ((bits & 0x80000000) >> 24)).to(tl.uint8), mask=mask)
-    word = tl.sum(tl.where(mask, code >> 7, 0) << _nibble_shifts(), axis=1)
-    tl.store(words_ptr + lane_word(lane), word.to(tl.int32, bitcast=True), mask=group_mask)
+def store_lanes(ptr, words_ptr, index, mask, lane, group_mask, pattern):
+    """Words of whole groups are written, with zeros for what is masked."""
+    tl.store(ptr + index, _code(pattern, BF12), mask=mask)
+    exponent = (pattern >> 23) & 15
+    word = tl.sum(tl.where(mask, exponent, 0) << _nibble_shifts(), axis=1)
+    tl.store(words_ptr + _lane_word(lane), word.to(tl.int32, bitcast=True), mask=group_mask)
 
 
 @triton.jit
-def lane_word(lane):
+def store_codes(ptr, index, mask, pattern, FORMAT: tl.constexpr):
+    tl.store(ptr + index, _code(pattern, FORMAT), mask=mask)
+
+
+@triton.jit
+def _code(pattern, FORMAT: tl.constexpr):
+    """The byte of sign and low bits."""
+    return (((pattern >> (FORMAT % 32)) & 0x7F) | ((pattern >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _lane_word(lane):
     """Of a lane, from the first word of the group at which lanes are counted from 0."""
     return lane + lane // 32 + 1
 
@@ -96,27 +122,34 @@ def _nibble_shifts():
 
 
 @triton.jit
-def _unbias(magnitude, code, NAN: tl.constexpr):
-    """The float32 of a bit pattern with 4 exponent bits, and the sign that is the code's eighth bit."""
-    x = bits_float(magnitude) * _BIAS_SHIFT
-    x = tl.where(magnitude == NAN, bits_float(magnitude * 0 + _NAN_BITS), x)
-    return bits_float(float_bits(x) | ((code & 0x80) << 24))
+def bias(x):
+    """The pattern of a magnitude under its group's scale, unrounded; see [Note: patterns]."""
+    return float_bits(tl.abs(x) * _BIAS_UNSHIFT)
 
 
 @triton.jit
-def store_values(ptr, index, mask, x, FORMAT: tl.constexpr):
-    """Write float32 values that are already on the format's grid."""
-    bits = float_bits(x)
-    if FORMAT == BF16:
-        tl.store(ptr + index, (bits >> 16).to(tl.int16), mask=mask)
-    elif FORMAT == FP8:
-        code = float_bits(bits_float(bits & 0x7FFFFFFF) * _BIAS_UNSHIFT) >> 20
-        code = tl.where(x == x, code, 0x7F)
-        tl.store(ptr + index, (code | ((bits & 0x80000000) >> 24)).to(tl.uint8), mask=mask)
-    elif FORMAT == FP16:
-        tl.store(ptr + index, x.to(tl.float16), mask=mask)
-    else:
-        tl.store(ptr + index, x, mask=mask)
+def unbias(pattern, FORMAT: tl.constexpr):
+    x = bits_float(pattern) * _BIAS_SHIFT
+    nan = bits_float(pattern * 0 + _NAN_BITS)
+    return tl.where(tl.abs(x) == (_NAN_VALUE_BF12 if FORMAT == BF12 else _NAN_VALUE_FP8), nan, x)
+
+
+@triton.jit
+def round_pattern(x, biased, addend, FORMAT: tl.constexpr):
+    """The stored pattern of x, whose biased magnitude is given: saturated, with its sign."""
+    top: tl.constexpr = (1 << 27) - (1 << (FORMAT % 32)) - 1
+    rounded = tl.minimum(biased + addend, top) & (0x100000000 - (1 << (FORMAT % 32)))
+    rounded = tl.where(x == x, rounded, top + 1)
+    return rounded | (float_bits(x) & 0x80000000)
+
+
+@triton.jit
+def split_pattern(x, FORMAT: tl.constexpr):
+    """(pattern, low plane as int32) of a bf12 master, which is their sum; see [Note: split masters]."""
+    biased = bias(x)
+    pattern = round_pattern(x, biased, biased * 0 + 0x8000, FORMAT)
+    low = tl.minimum(biased.to(tl.int32) - (pattern & 0x7FFFFFFF).to(tl.int32), 32767)
+    return pattern, tl.where(biased < _INFINITY_BITS, low, 0)
 
 
 @triton.jit
@@ -133,9 +166,12 @@ def dither_addend(dither, NUM_BITS: tl.constexpr, FORMAT: tl.constexpr):
 def nearest_addend(x, FORMAT: tl.constexpr):
     """What makes truncation round to nearest even."""
     DROPPED: tl.constexpr = FORMAT % 32
-    bits = float_bits(x)
-    if FORMAT != BF16:
-        magnitude = bits & 0x7FFFFFFF
+    if FORMAT == BF16:
+        bits = float_bits(x)
+    elif FORMAT >= FP8:
+        bits = bias(x)
+    else:
+        magnitude = float_bits(x) & 0x7FFFFFFF
         bits = float_bits(bits_float(magnitude) + _lift(magnitude, FORMAT))
     return ((bits >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)
 
@@ -147,10 +183,7 @@ def round_to(x, addend, FORMAT: tl.constexpr):
         # No subnormals of its own, so the sign may stay where it is.
         rounded = (bits + addend) & 0xFFFF0000
     else:
-        rounded = float_bits(_truncate(bits & 0x7FFFFFFF, addend, FORMAT))
-        if FORMAT >= FP8:
-            rounded = float_bits(tl.minimum(bits_float(rounded), _largest(FORMAT)))
-        rounded = rounded | (bits & 0x80000000)
+        rounded = float_bits(_truncate(bits & 0x7FFFFFFF, addend, FORMAT)) | (bits & 0x80000000)
     return tl.where(x == x, bits_float(rounded), bits_float(bits * 0 + _NAN_BITS))
 
 
@@ -160,22 +193,17 @@ def split(x, FORMAT: tl.constexpr):
     bits = float_bits(x)
     magnitude = bits & 0x7FFFFFFF
     finite = magnitude < _INFINITY_BITS
-    half = magnitude * 0 + (1 << (FORMAT % 32 - 1))
+    half = magnitude * 0 + (1 << (FORMAT - 1))
     if FORMAT == BF16:
         high = (magnitude + half) & 0xFFFF0000
         high = tl.where(finite, tl.minimum(high, _LARGEST_BF16_BITS), high)
         low = magnitude.to(tl.int32) - high.to(tl.int32)
-    elif FORMAT == BF12:
-        lift = _lift(magnitude, FORMAT)
-        value = tl.minimum(_truncate(magnitude, half, FORMAT), _largest(FORMAT))
-        high = float_bits(value)
-        low = float_bits(bits_float(magnitude) + lift).to(tl.int32) - float_bits(value + lift).to(tl.int32)
     else:
         value = _truncate(magnitude, half, FORMAT)
         if FORMAT == FP8:
-            value = tl.minimum(value, _largest(FORMAT))
+            value = tl.minimum(value, _LARGEST_FP8)
         else:
-            value = tl.where(finite, tl.minimum(value, _largest(FORMAT)), value)
+            value = tl.where(finite, tl.minimum(value, _LARGEST_FP16), value)
         high = float_bits(value)
         residual = (bits_float(magnitude) - value) * _residual_scale(value, FORMAT)
         low = _round_to_int(tl.where(finite, residual, 0.0))
@@ -190,13 +218,6 @@ def join(high, low, FORMAT: tl.constexpr):
     bits = float_bits(high)
     if FORMAT == BF16:
         joined = (bits.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
-    elif FORMAT == BF12:
-        # A master below the smallest normal was lifted, though its storage may have been rounded up to that normal.
-        magnitude = (bits & 0x7FFFFFFF).to(tl.int32) + low.to(tl.int32)
-        lifted = float_bits(bits_float(bits & 0x7FFFFFFF) + _TINY_SCALED).to(tl.int32) + low.to(tl.int32)
-        small = lifted.to(tl.float32, bitcast=True) - _TINY_SCALED
-        joined = tl.where(magnitude < _TINY_SCALED_BITS, small, magnitude.to(tl.float32, bitcast=True))
-        joined = bits_float(float_bits(joined) | (bits & 0x80000000))
     else:
         magnitude = bits_float(bits & 0x7FFFFFFF)
         joined = magnitude + low.to(tl.float32) * _residual_step(magnitude, FORMAT)
@@ -220,12 +241,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def _tiny(FORMAT: tl.constexpr):
-    return _TINY_FP16 if FORMAT == FP16 else _TINY_SCALED
-
-
-@triton.jit
-def _largest(FORMAT: tl.constexpr):
-    return _LARGEST_BF12 if FORMAT == BF12 else (_LARGEST_FP8 if FORMAT == FP8 else _LARGEST_FP16)
+    return _TINY_FP16 if FORMAT == FP16 else _TINY_FP8
 
 
 @triton.jit
@@ -236,7 +252,7 @@ def _lift(magnitude, FORMAT: tl.constexpr):
 @triton.jit
 def _truncate(magnitude, addend, FORMAT: tl.constexpr):
     lift = _lift(magnitude, FORMAT)
-    kept = (float_bits(bits_float(magnitude) + lift) + addend) & (0x100000000 - (1 << (FORMAT % 32)))
+    kept = (float_bits(bits_float(magnitude) + lift) + addend) & (0x100000000 - (1 << FORMAT))
     value = bits_float(kept) - lift
     if FORMAT == FP16:
         value = tl.where(value > _LARGEST_FP16, bits_float(magnitude * 0 + _INFINITY_BITS), value)

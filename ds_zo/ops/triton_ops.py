@@ -15,6 +15,7 @@ from ds_zo.ops.segments import LANE_NUMEL
 from ds_zo.ops.triton_formats import (
     BF12,
     FP8,
+    bias,
     bits_float,
     dither_addend,
     fit_exponents,
@@ -26,10 +27,14 @@ from ds_zo.ops.triton_formats import (
     load_values,
     nearest_addend,
     power_of_two,
+    round_pattern,
     round_to,
     split,
+    split_pattern,
+    store_codes,
     store_lanes,
     store_values,
+    unbias,
 )
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes
 
@@ -111,11 +116,15 @@ def _replay_perturb_kernel(
         lane_mask = lane * _LANE < numel - skip
         scales_at = group_word(at // 256, FORMAT)
         if FORMAT == BF12:
-            x = load_lanes(src_ptr + at, exponents_in_ptr + scales_at, within, mask, lane, lane_mask)
+            pattern = load_lanes(src_ptr + at, exponents_in_ptr + scales_at, within, mask, lane, lane_mask)
+            if HAS_LOW_IN:
+                low = tl.load(low_in_ptr + at + within, mask=mask, other=0)
+                pattern = pattern + low.to(tl.int32).to(tl.uint32, bitcast=True)
+            x = unbias(pattern, FORMAT)
         else:
             x = load_values(src_ptr + at, within, mask, FORMAT)
-        if HAS_LOW_IN:
-            x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), FORMAT)
+            if HAS_LOW_IN:
+                x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), FORMAT)
         if SCALED:
             group_lane = group_word(lane // _GROUP_LANES, FORMAT)
             exponent = tl.load(exponents_in_ptr + scales_at + group_lane, mask=lane_mask, other=0).to(tl.int32)
@@ -152,7 +161,12 @@ def _replay_perturb_kernel(
                     )
                 x = x * power_of_two(-exponent)[:, None]
             if STORE == _SPLIT:
-                x, low = split(x, FORMAT)
+                if FORMAT == BF12:
+                    pattern, low = split_pattern(x, FORMAT)
+                else:
+                    x, low = split(x, FORMAT)
+                    if SCALED:
+                        pattern = round_pattern(x, bias(x), 0, FORMAT)
                 tl.store(low_out_ptr + at + within, low.to(tl.int16), mask=mask)
             elif FORMAT > 0:
                 if STORE == _FOLD:
@@ -166,15 +180,20 @@ def _replay_perturb_kernel(
                     addend = dither_addend(dither ^ ((1 << COPY_BITS) - 1), COPY_BITS, FORMAT)
                 else:
                     addend = nearest_addend(x, FORMAT)
-                x = round_to(x, addend, FORMAT)
+                if SCALED:
+                    pattern = round_pattern(x, bias(x), addend, FORMAT)
+                else:
+                    x = round_to(x, addend, FORMAT)
             if WRITE:
                 if FORMAT == BF12:
                     group_mask = lane // _GROUP_LANES * 256 < numel - skip
-                    store_lanes(dst_ptr + at, exponents_out_ptr + scales_at, within, mask, lane, group_mask, x)
+                    store_lanes(dst_ptr + at, exponents_out_ptr + scales_at, within, mask, lane, group_mask, pattern)
+                elif SCALED:
+                    store_codes(dst_ptr + at, within, mask, pattern, FORMAT)
                 else:
                     store_values(dst_ptr + at, within, mask, x, FORMAT)
             if SCALED:
-                x = x * power_of_two(exponent)[:, None]
+                x = unbias(pattern, FORMAT) * power_of_two(exponent)[:, None]
 
         if HAS_OUT:
             y = x
