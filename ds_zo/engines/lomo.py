@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -40,6 +39,7 @@ from ds_zo.checkpoint.snapshot import held, persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.engines.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
@@ -48,6 +48,7 @@ from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, Pieces,
 from ds_zo.engines.lomo_slots import Layer, Phase, Slot
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
+from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import Segment
 from ds_zo.streaming.node import wait_as_long_as_the_world
@@ -105,6 +106,9 @@ class LOMOBackend(Backend):
                 module, config, param_groups=self.param_groups, device=device, process_group=process_group
             )
         self._models_with_causal_loss = models_with_causal_loss(module)
+        self._compiler = BlockCompiler(twice=self._two_passes) if config.section.compile_blocks else None
+        if self._compiler is not None and self._homes is None:
+            self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._slots = self._make_slots()
         self._blocks = self._wrap_blocks()
         self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
@@ -171,7 +175,7 @@ class LOMOBackend(Backend):
         refuse_shared_modules(units)
         found = []
         for unit, shared in zip(units, shared_parameters(self.module, [u.module for u in units]), strict=True):
-            block = RecomputedBlock(unit, self._homes, consumer=self, shared=shared)
+            block = RecomputedBlock(unit, self._homes, consumer=self, shared=shared, compiler=self._compiler)
             elsewhere = {id(getattr(owner, name)) for owner, name in shared}
             for p in unit.module.parameters():
                 if id(p) in slot_of and id(p) not in elsewhere:
@@ -230,6 +234,12 @@ class LOMOBackend(Backend):
                 f"ds_zo: clipping by value turns the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
                 f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
             )
+        budget = self.config.section.stream.device_memory_gb
+        if self._homes is not None and self.device.type == "cuda" and budget is not None and not segments_expand():
+            logger.warning(
+                f"ds_zo: of {budget:g} GB, PyTorch's allocator may hold several that no tensor fits in: start with "
+                f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
+            )
         if self.settings.adapter is not None and not any(
             slot.parameter.requires_grad and not slot.is_adapter for slot in self._slots
         ):
@@ -246,13 +256,24 @@ class LOMOBackend(Backend):
         self._check_parameters()
         if self._reducer is not None:
             self._reducer.drop()  # what a bare backward that broke off has left
-        # Compiled code otherwise lets its first backward overwrite what the second needs, and refuses to be retained.
         with (
-            functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not self._two_passes),
+            run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
+            self._without_caches() if self._homes is not None or self._compiler is not None else nullcontext(),
             self._forward_sweep(),
         ):
             return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _without_caches(self) -> Iterator[None]:
+        """A block that is computed again would fill a cache twice, and no two compiled blocks would be alike."""
+        with ExitStack() as stack:
+            for m in self.module.modules():
+                config: Any = getattr(m, "config", None)
+                if getattr(config, "use_cache", False) is True:
+                    config.use_cache = False
+                    stack.callback(setattr, config, "use_cache", True)
+            yield
 
     @contextmanager
     def _forward_sweep(self) -> Iterator[None]:
@@ -261,11 +282,6 @@ class LOMOBackend(Backend):
             yield
             return
         with ExitStack() as stack:
-            for m in self.module.modules():
-                config: Any = getattr(m, "config", None)
-                if getattr(config, "use_cache", False) is True:
-                    config.use_cache = False  # a block that is computed again would fill a cache twice
-                    stack.callback(setattr, config, "use_cache", True)
             for block in self._blocks:
                 if getattr(block.unit.module, "gradient_checkpointing", False):
                     block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -321,7 +337,8 @@ class LOMOBackend(Backend):
             self._start_sweep(phase)
             if self._reducer is not None and phase is not Phase.DISCARD:
                 self._reducer.begin(self._trains, measures=phase is Phase.MEASURE)
-            yield
+            with run_backward_twice() if self._runs_compiled_twice() else nullcontext():
+                yield
             self._end_sweep()
             if self._reducer is not None and phase is not Phase.DISCARD:
                 self._reducer.finish()
@@ -340,6 +357,9 @@ class LOMOBackend(Backend):
                 layer.waiting = []
             if self._homes is not None:
                 self._homes.runtime.finish()
+
+    def _runs_compiled_twice(self) -> bool:
+        return self._two_passes and (self._compiler is not None or is_compiled(self.module))
 
     # Blocks that are computed again
 
@@ -711,6 +731,8 @@ class LOMOBackend(Backend):
             handle.remove()
         for block in self._blocks:
             block.close()
+        if self._compiler is not None:
+            self._compiler.close()
         if self._pretrained is not None:
             self._pretrained.close()
         if self._homes is not None and self._state is not None:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.engines.lomo_homes import BlockHomes
 from ds_zo.streaming.units import Unit
 
@@ -133,6 +134,7 @@ class RecomputedBlock:
         *,
         consumer: Consumer,
         shared: Sequence[tuple[nn.Module, str]],
+        compiler: BlockCompiler | None = None,
     ) -> None:
         self.unit = unit
         self.shared = list(shared)
@@ -151,6 +153,7 @@ class RecomputedBlock:
             before = unit.module.__dict__.get("forward")
         self._replaced = before
         self._forward: Callable[..., Any] = unit.module.forward
+        self._compute = self._forward if compiler is None else CompiledForward(compiler, unit.module, self._forward)
         wrapper = torch.compiler.disable(self._make_wrapper())
         wrapper._ds_zo_block = self
         self._wrapper = wrapper
@@ -197,7 +200,7 @@ class RecomputedBlock:
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
                 return call.output(outputs)
         with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
-            return self._forward(*args, **kwargs)
+            return self._compute(*args, **kwargs)
 
     def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values())):
@@ -219,7 +222,7 @@ class RecomputedBlock:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _nothing_kept),
         ):
-            output = self._forward(*args, **kwargs)
+            output = self._compute(*args, **kwargs)
         if versions != [t._version for t in tensors]:
             raise ValueError(
                 f"block {self.unit.name} changes its input in place, so it cannot be computed again from it: make a "
@@ -241,7 +244,7 @@ class RecomputedBlock:
         with self._homes.visit(self.unit) as visit:
             with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
                 args, kwargs = call.arguments(inputs)
-                outputs = call.keep_output(self._forward(*args, **kwargs))
+                outputs = call.keep_output(self._compute(*args, **kwargs))
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
             del args, kwargs, outputs
             if reached:
