@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, Batch, Row, Trainer, make_trainer
 from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks
 from ds_zo.bench.shapes import config_of, materialise, random_model
+from ds_zo.streaming.allocator import expand_segments
+from ds_zo.streaming.blocks import find_blocks
 
 _ROOM = 0.97
 """Share of a card that tensors can be expected to get."""
@@ -30,6 +33,7 @@ def speed(
     stream: Mapping[str, Any] | None = None,
     cap_gb: float | None = None,
     lr: float | None = None,
+    compiled: bool = False,
     overrides: Mapping[str, Any] | None = None,
     device: str = "cuda",
 ) -> Row:
@@ -44,9 +48,12 @@ def speed(
     if stream is None:
         model = materialise(model).to(where)  # buffers
     _set_checkpointing(model, checkpointing)
-    trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream)
+    trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream, compiled=compiled)
     ids = _batch(model, batch, length, where)
-    first = [trainer.step(ids) for _ in range(warmup)]
+    begun = time.perf_counter()
+    first = [float(trainer.step(ids))]
+    first_step_s = time.perf_counter() - begun
+    first += [float(trainer.step(ids)) for _ in range(warmup - 1)]
     before = _moved(trainer)  # a streaming engine settles where blocks live in its first step
     measured = measure_steps(lambda: trainer.step(ids), warmup=0, steps=steps, device=where)
     return {
@@ -55,11 +62,13 @@ def speed(
         "settings": trainer.settings,
         "checkpointing": checkpointing,
         "attention": attention,
+        "compiled": compiled,
         "cap_gb": cap_gb,
+        "first_step_s": first_step_s,
         "tokens_per_s": batch * length / measured["step_s"],
         **measured,
         **trainer.facts,
-        "losses": [float(loss) for loss in first] + measured["losses"],
+        "losses": first + measured["losses"],
         **_streaming(trainer, before, num_steps=steps),
     }
 
@@ -72,11 +81,13 @@ def memory(
     length: int,
     checkpointing: bool,
     attention: str = "eager",
+    compiled: bool = False,
     overrides: Mapping[str, Any] | None = None,
     device: str = "cuda",
 ) -> Row:
     """Device memory by part, as the LOMO paper's table lists it. What does not fit is computed from its parts:
-    activations are measured with the weights alone, the rest are counted."""
+    activations are measured with the weights alone, the rest are counted. A compiled block hands over the gradients of
+    its parameters together."""
     where = _device(device)
     _warm_libraries(where)
     model = materialise(_model(shape, length=length, attention=attention, overrides=overrides, device=where)).to(where)
@@ -103,6 +114,7 @@ def memory(
         "parameters": numel,
         "checkpointing": checkpointing,
         "attention": attention,
+        "compiled": compiled,
         **parts,
         "computed_total_gb": computed_gb,
     }
@@ -110,15 +122,18 @@ def memory(
     if computed_gb * 1e9 > _ROOM * room:
         return {**row, "fits": False, "total_gb": computed_gb}
     try:
-        measured = _measured_parts(method, model, ids, batch, where)
+        measured = _measured_parts(method, model, ids, batch, where, compiled=compiled)
     except torch.OutOfMemoryError:
         return {**row, "fits": False, "total_gb": computed_gb}
     return {**row, "fits": True, **measured, "total_gb": measured["peak_gb"] or computed_gb}
 
 
-def _measured_parts(method: str, model: nn.Module, ids: Batch, batch: int, where: torch.device) -> Row:
+def _measured_parts(
+    method: str, model: nn.Module, ids: Batch, batch: int, where: torch.device, *, compiled: bool
+) -> Row:
     before = _allocated(where)
-    trainer = make_trainer(method, model, batch_size=batch)
+    trainer = make_trainer(method, model, batch_size=batch, compiled=compiled)
+    of_a_block = [sum(p.numel() * p.element_size() for p in b.parameters()) for b in find_blocks(model, None).values()]
     with _live_gradients(model) as live:
         trainer.step(ids)
     states = _allocated(where) - before
@@ -127,7 +142,7 @@ def _measured_parts(method: str, model: nn.Module, ids: Batch, batch: int, where
     loss = trainer.step(ids)
     return {
         "settings": trainer.settings,
-        "gradients_gb": live["most"] / 1e9,
+        "gradients_gb": max(live["most"], max(of_a_block) if compiled else 0) / 1e9,
         "states_gb": states / 1e9,
         "loss": float(loss),
         **memory_peaks(where),
@@ -261,6 +276,7 @@ def _device(device: str, *, cap_gb: float | None = None) -> torch.device:
         torch.cuda.set_device(where.index or 0)
         where = torch.device("cuda", where.index or 0)
         if cap_gb is not None:
+            expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: the engine advises it where memory is short
             cap_device_memory(cap_gb, where)
     return where
 

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.engines.compiled_blocks import BlockCompiler
+from ds_zo.streaming.blocks import find_blocks
+
 Batch = Mapping[str, torch.Tensor]
 Row = dict[str, Any]
 
@@ -49,29 +53,45 @@ STATE_BYTES = {
     "adamw_fused": 4,
     "adamw_master": 12,
     "zero3_offload": 0,
+    "no_update": 0,
 }
 """Device bytes a parameter of optimizer state. AdaLOMO's moments are a row and a column a matrix: nothing, here."""
 
 KEEPS_GRADIENTS = frozenset({"sgd", "sgd_master", "adamw", "adamw_fused", "adamw_master"})
-STREAMED = frozenset({"lomo", "lomo_clipped", "adalomo"})
+OURS = frozenset({"lomo", "lomo_clipped", "adalomo"})
 """Methods that take `stream`."""
+COMPILED = OURS | KEEPS_GRADIENTS | {"no_update"}
+"""Methods that take `compiled`. The authors' package is measured as it comes."""
 
 
 def make_trainer(
-    method: str, model: nn.Module, *, batch_size: int, lr: float | None = None, stream: Mapping[str, Any] | None = None
+    method: str,
+    model: nn.Module,
+    *,
+    batch_size: int,
+    lr: float | None = None,
+    stream: Mapping[str, Any] | None = None,
+    compiled: bool = False,
 ) -> Trainer:
-    """`model` is where it trains, in its training dtype; streamed ones may still have to be read from their source."""
+    """`model` is where it trains, in its training dtype; streamed ones may still have to be read from their source.
+    `compiled`: each block, by the same code for all methods."""
     if method not in STATE_BYTES:
         raise ValueError(f"method must be one of {', '.join(STATE_BYTES)}, got {method!r}")
-    if stream is not None and method not in STREAMED:
-        raise ValueError(f"stream is for {', '.join(sorted(STREAMED))}, got method {method!r}: leave stream out")
+    if stream is not None and method not in OURS:
+        raise ValueError(f"stream is for {', '.join(sorted(OURS))}, got method {method!r}: leave stream out")
+    if compiled and method not in COMPILED:
+        raise ValueError(f"compiled is for {', '.join(sorted(COMPILED))}, got method {method!r}: leave it out")
     if method.startswith("peer_"):
         return _lomo_optim(method, model, lr=lr)
     if method == "zero3_offload":
         return _zero3_offload(model, batch_size=batch_size, lr=lr)
-    if method in KEEPS_GRADIENTS:
-        return _torch(method, model, lr=lr)
-    return _ours(method, model, batch_size=batch_size, lr=lr, stream=stream)
+    if method in OURS:
+        return _ours(method, model, batch_size=batch_size, lr=lr, stream=stream, compiled=compiled)
+    trainer = _torch(method, model, lr=lr) if method in KEEPS_GRADIENTS else _no_update(model)
+    if compiled:
+        BlockCompiler().install(find_blocks(model, None).values())
+        trainer.settings += ", blocks compiled"
+    return trainer
 
 
 def _loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
@@ -102,8 +122,32 @@ def dtype_section(model: nn.Module) -> Row:
     return {} if dtype is torch.float32 else {{torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]: {"enabled": True}}
 
 
+def _no_update(model: nn.Module) -> Trainer:
+    """Forward and backward alone, with gradients dropped as they come and LOMO's loss: what bounds LOMO from below."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(drop)
+    models, plain = models_with_causal_loss(model), _loss_of(model)
+
+    def forward(batch: Batch) -> torch.Tensor:
+        with losses_in_chunks(models):
+            return plain(batch)
+
+    words = "forward and backward, gradients dropped, no update"
+    return Trainer(forward=forward, backward=torch.Tensor.backward, update=_nothing, settings=words)
+
+
 def _ours(
-    method: str, model: nn.Module, *, batch_size: int, lr: float | None, stream: Mapping[str, Any] | None
+    method: str,
+    model: nn.Module,
+    *,
+    batch_size: int,
+    lr: float | None,
+    stream: Mapping[str, Any] | None,
+    compiled: bool,
 ) -> Trainer:
     adaptive, clipped = method == "adalomo", method == "lomo_clipped"
     config: Row = {
@@ -111,13 +155,15 @@ def _ours(
         "gradient_clipping": 1.0 if clipped else 0.0,
         "optimizer": {"type": "AdaLOMO" if adaptive else "LOMO", "params": {"lr": lr or (5e-4 if adaptive else 1e-3)}},
         "zero_optimization": {"stage": 0},
+        "ds_zo": {"compile_blocks": compiled},
         **dtype_section(model),
     }
+    words = f"ds_zo {config['optimizer']['type']}, gradient_clipping {config['gradient_clipping']:g}"
     if stream is not None:
         config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-        config["ds_zo"] = {"stream": dict(stream)}
-    words = f"ds_zo {config['optimizer']['type']}, gradient_clipping {config['gradient_clipping']:g}"
-    trainer = _engine(model, config, settings=words + (f", streamed {dict(stream)}" if stream is not None else ""))
+        config["ds_zo"]["stream"] = dict(stream)
+        words += f", streamed {dict(stream)}"
+    trainer = _engine(model, config, settings=words + (", blocks compiled" if compiled else ""))
     trainer.facts["config"] = config
     return trainer
 
