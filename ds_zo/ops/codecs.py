@@ -25,6 +25,9 @@ from ds_zo.ops.formats import (
 )
 from ds_zo.ops.segments import LANE_NUMEL, SEGMENT_ALIGNMENT
 
+PIECE_NUMEL = 1 << 24
+"""Elements encoded on a device at a time: temporaries stay small beside what a step needs."""
+
 
 def encode_(
     storage: torch.Tensor,
@@ -41,7 +44,15 @@ def encode_(
     fmt = storage_format(storage.dtype)
     _check_exponents(storage, exponents)
     if values.is_cuda:
-        encode_on_device_(storage, values.detach().reshape(-1).float(), low=low, exponents=exponents)
+        flat = values.detach().reshape(-1)
+        for start in range(0, flat.numel(), PIECE_NUMEL):
+            at = slice(start, min(start + PIECE_NUMEL, flat.numel()))
+            encode_on_device_(
+                storage[at],
+                flat[at].float(),
+                low=None if low is None else low[at],
+                exponents=None if exponents is None else exponents[fmt.scales_of(at.start, at.stop)],
+            )
         return
     x = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32).numpy()
     if exponents is not None:
@@ -71,7 +82,8 @@ def encode_on_device_(
         bits = x.abs().view(-1, SEGMENT_ALIGNMENT).amax(dim=1).view(torch.int32)
         fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
-        exponents_of(fmt, exponents).copy_(fitted)
+        if not fmt.has_lanes:
+            exponents.copy_(fitted)
         x = (x.view(-1, SEGMENT_ALIGNMENT) * torch.exp2(-fitted.float())[:, None]).view(-1)
     if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
         largest = fmt.largest if fmt.scaled else float("inf")
@@ -93,20 +105,18 @@ def encode_on_device_(
             residual = ((magnitude - high) * scale).round()
         low.copy_(residual.clamp(-32768, 32767).to(torch.int16))
     if exponents is not None and fmt.has_lanes:
-        _store_lanes_(fmt, storage, high, x, exponents)
+        code = (high * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
+        exponents.copy_(torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
+        storage.copy_(((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:
         storage.copy_(torch.copysign(high, x).to(fmt.dtype))
 
 
-def _store_lanes_(
-    fmt: Format, storage: torch.Tensor, magnitude: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
-) -> None:
-    """Magnitudes on the grid, and the signs of x, as [Note: bf12] lays them out."""
-    code = (magnitude * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
-    shifts = torch.from_numpy(LANE_SHIFTS.astype("int32")).to(x.device)
+def _lane_words(fmt: Format, code: torch.Tensor) -> torch.Tensor:
+    """[group, lane]: the exponents of codes, as [Note: bf12] packs them."""
+    shifts = torch.from_numpy(LANE_SHIFTS.astype("int32")).to(code.device)
     words = ((code >> 7).view(-1, LANE_NUMEL) << shifts).sum(dim=1, dtype=torch.int32)
-    scales.view(-1, fmt.scale_numel)[:, 1:].copy_(words.view(-1, fmt.scale_numel - 1))
-    storage.copy_(((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
+    return words.view(-1, fmt.scale_numel - 1)
 
 
 def decode(
