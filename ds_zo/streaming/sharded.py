@@ -78,6 +78,8 @@ class ShardedRuntime(Runtime):
         self._low_pool.extend(self._low_of.values())
         self._low_of.clear()
         gathered = self._ahead if joined else set()
+        for number in sorted(gathered):
+            self._bring_again(number)
         self._to_gather = deque(_Gather(n, n in folding) for n in numbers if n not in gathered)
         if joined:
             self._ahead = set()
@@ -147,6 +149,14 @@ class ShardedRuntime(Runtime):
         number = self._to_gather_ahead.popleft()
         self._ahead.add(number)
         self._gather(self.units[number], slot, self.units[number].home, self.units[number].nbytes)
+
+    def _bring_again(self, number: int) -> None:
+        """What was gathered ahead and has left its slot since, as this rank read other blocks. Before `_meet`: after
+        it, the others may be writing back the block that this one reads."""
+        slot = self._slot_for(number)
+        if slot.unit is not self.units[number] or not self._is_good(slot):
+            self._store.wait(number)
+            super()._upload(number, slot)
 
     def _slot_for(self, number: int) -> Slot:
         """One that holds it, or else one that holds nothing that was gathered ahead."""
