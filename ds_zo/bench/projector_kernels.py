@@ -1,8 +1,8 @@
 """Speed of the projectors' products on this machine's GPU: `python -m ds_zo.bench.projector_kernels` prints JSON lines.
 
-A row a shape of LLaMA-1.3B and operation, each timed with a cold L2; a row `model` for all of its matrices in sequence,
-as a step runs them (`host_ms` is what launching them took: where it exceeds `median_ms`, launches are the limit).
-`--tune` tries other tilings instead.
+A row a shape of LLaMA-1.3B and operation, each timed with a cold L2; rows `model` for all of its matrices, layer by
+layer as a step runs them and one by one (`host_ms` is what launching them took: where it exceeds `median_ms`, launches
+are the limit). `--tune` tries other tilings instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ from typing import Any
 import torch
 
 from ds_zo.bench.kernels import median_ms
-from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, relative_bias
+from ds_zo.projectors import (
+    Application,
+    Compression,
+    SparseProjector,
+    apply_,
+    apply_all_,
+    choose_dims,
+    compress,
+    compress_all,
+    relative_bias,
+)
 
-SHAPES = {(2048, 2048): 4 * 24, (5504, 2048): 2 * 24, (2048, 5504): 24, (32000, 2048): 2}
+NUM_LAYERS = 24
+SHAPES = {(2048, 2048): 4 * NUM_LAYERS, (5504, 2048): 2 * NUM_LAYERS, (2048, 5504): NUM_LAYERS, (32000, 2048): 2}
 """Weights of LLaMA-1.3B (24 layers; embedding and head) and how many there are of each."""
 DIMS, NONZEROS = (256, 512, 1024, 2048), (4, 16)
 MODEL_REPEATS = 5
@@ -94,16 +105,31 @@ def model_rows(dim: int, nonzeros: int, weights: list[torch.Tensor]) -> Iterator
     projected = [(W, pair) for W in weights if (pair := drawn[W.shape[0], W.shape[1]]) is not None]
     subspace = {shape: torch.zeros(pair[0].dim, pair[1].dim, device="cuda") for shape, pair in drawn.items() if pair}
 
-    def compress_all() -> None:
-        for W, (P, Q) in projected:
-            compress(W, P, Q, out=subspace[W.shape[0], W.shape[1]])
+    by_layer = [projected[first::NUM_LAYERS] for first in range(NUM_LAYERS)]
 
-    def apply_all() -> None:
+    def compress_each() -> None:
+        for W, (P, Q) in projected:
+            compress(W, P, Q, out=subspace[W.shape[0], W.shape[1]].t())
+
+    def apply_each() -> None:
         for i, (W, (P, Q)) in enumerate(projected):
-            apply_(W, subspace[W.shape[0], W.shape[1]], P, Q, lr=1e-4, seed=0, step=1, offset=i << 30)
+            apply_(W, subspace[W.shape[0], W.shape[1]].t(), P, Q, lr=1e-4, seed=0, step=1, offset=i << 30)
+
+    def compress_layers() -> None:
+        for layer in by_layer:
+            compress_all([Compression(W, P, Q, subspace[W.shape[0], W.shape[1]].t()) for W, (P, Q) in layer])
+
+    def apply_layers() -> None:
+        for layer in by_layer:
+            apply_all_([Application(W, subspace[W.shape[0], W.shape[1]].t(), P, Q, 1e-4) for W, (P, Q) in layer])
 
     numel = sum(W.numel() for W, _ in projected)
-    for name, call, num_bytes in (("compress", compress_all, 2 * numel), ("apply", apply_all, 4 * numel)):
+    for name, call, num_bytes in (
+        ("compress one by one", compress_each, 2 * numel),
+        ("compress", compress_layers, 2 * numel),
+        ("apply one by one", apply_each, 4 * numel),
+        ("apply", apply_layers, 4 * numel),
+    ):
         call()
         torch.cuda.synchronize()
         times, host_times = [], []

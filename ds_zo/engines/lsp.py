@@ -38,6 +38,7 @@ from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments
 from ds_zo.streaming.host_store import HostStore
 
 _CORES_LEFT_TO_PYTHON = 2
+_STEPS_BETWEEN_WALKS = 20
 
 _hooks: Any = WeakTensorKeyDictionary()
 """The handle on each parameter: a second engine for the same module takes the place of the first."""
@@ -74,6 +75,8 @@ class LSPBackend(Backend):
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
         self._slots = find_slots(module, self.settings, device=device)
+        self._known = {id(slot.parameter) for slot in self._slots}
+        self._frozen = [(name, p) for name, p in module.named_parameters() if id(p) not in self._known]
         groups = group_slots(module, self._slots, config.section.stream.blocks)
         self._store = HostStore(device, pin=True)
         self._links: Links | None = None
@@ -188,9 +191,12 @@ class LSPBackend(Backend):
         return slot.parameter.requires_grad and id(slot.parameter) in self._group_of
 
     def _check_parameters(self) -> None:
-        known = {id(slot.parameter) for slot in self._slots}
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and id(p) not in known and p.numel() and p.is_floating_point():
+        """Frozen ones at every forward pass, all others now and then: to walk a model takes a millisecond."""
+        others = self._frozen
+        if self._num_steps % _STEPS_BETWEEN_WALKS == 0:
+            others = [(name, p) for name, p in self.module.named_parameters() if id(p) not in self._known]
+        for name, p in others:
+            if p.requires_grad and p.numel() and p.is_floating_point():
                 raise ValueError(
                     f"parameter {name} was not trainable when deepspeed.initialize saw the model, so LSP has no "
                     "subspace for it: call requires_grad_(True), add or replace parameters before deepspeed.initialize"

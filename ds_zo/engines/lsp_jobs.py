@@ -82,6 +82,8 @@ class Scratch:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def get(self, name: str, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+        if not shapes:
+            return []
         sizes = [torch.Size(shape).numel() for shape in shapes]
         if name not in self._buffers or self._buffers[name].numel() < sum(sizes):
             self._buffers[name] = torch.empty(sum(sizes))
@@ -122,7 +124,7 @@ class HostGroup:
         self._max_norm = max_norm
         self._active: list[int] = []
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        """Of directions, in each of the few buffers that they come up to."""
+        """In each of the few buffers that gradients go down to and directions come up in."""
         self._rates: list[Rate | None] = []
         self._num_projected = sum(slot.subspace is not None for slot in self.slots)
         shapes = [slot.shape for slot in self.slots]
@@ -202,23 +204,23 @@ class HostGroup:
         codec, active = self._codec, self._active
         if not active:
             return torch.zeros(0)
-        shapes = [codec.shapes[i] for i in active]
-        grads, out = self._scratch.get("grads", shapes), self._scratch.get("out", shapes)
-        for k, i in enumerate(active):
-            if codec.dtypes[i] is torch.float32:
-                grads[k], out[k] = codec.view(i, self.h_down), codec.view(i, self.h_up)
-            else:
-                codec.decode(i, self.h_down, out=grads[k])
+        converted = [i for i in active if codec.dtypes[i] is not torch.float32]
+        shapes = [codec.shapes[i] for i in converted]
+        decoded, to_encode = (
+            dict(zip(converted, self._scratch.get(name, shapes), strict=True)) for name in ("in", "out")
+        )
+        for i in converted:
+            codec.decode(i, self.h_down, out=decoded[i])
+        grads = [decoded[i] if i in decoded else self._view(i, self.h_down) for i in active]
+        out = [to_encode[i] if i in decoded else self._view(i, self.h_up) for i in active]
         norms = clip_(grads, self._max_norm)
         moments = [self.moments[i] for i in active]
         directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
-        for k, i in enumerate(active):
-            if codec.dtypes[i] is torch.float32:
-                continue
+        for i in converted:
             if i < self._num_projected:
-                self.carry_up.encode(codec, i, out[k], self.h_up)
+                self.carry_up.encode(codec, i, to_encode[i], self.h_up)
             else:
-                codec.encode(i, out[k], self.h_up)
+                codec.encode(i, to_encode[i], self.h_up)
         return norms
 
     # [Note: taken back]
@@ -304,6 +306,9 @@ class HostGroup:
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         if self._is_lossy and i < self._num_projected:
             return self._codec.decode(i, buffer)
+        return self._view(i, buffer)
+
+    def _view(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         key = i, buffer.data_ptr()
         view = self._views.get(key)
         if view is None:
