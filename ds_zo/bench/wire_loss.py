@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a text to keep")
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
     texts = read_texts(args.text, limit=args.limit)
     clean = None
     for wire in WIRES:
