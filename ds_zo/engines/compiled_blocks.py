@@ -66,7 +66,7 @@ class BlockCompiler:
                 return self._functions[function](*bound, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._failed = True
-            why = next(iter(str(error).strip().splitlines()), "no reason given")
+            why = " ".join(str(error).split("\n\n")[0].split())
             logger.warning(
                 f"ds_zo: blocks could not be compiled and run as they are ({type(error).__name__}: {why}); leave out "
                 "ds_zo.compile_blocks to spare the attempt"
