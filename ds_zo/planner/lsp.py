@@ -15,8 +15,10 @@ _PROJECTOR_ENTRY_NBYTES = 16
 """A position and a float32 value by row, the same by column, and where each column's entries stand by row."""
 _NUM_LANDINGS = 3
 """Blocks whose directions may be on the device at once."""
-_MATRIX_LAUNCH_S = 2.5e-4
-"""Host time of a matrix's compress, its two copies and its apply."""
+_MAX_HELD_NBYTES = 128 << 20
+"""Gradients of a layer that wait for one another."""
+_TRIP_LAUNCH_S = 3e-4
+"""Host time of a layer's compress, its two copies and its apply."""
 
 
 @dataclass
@@ -33,8 +35,11 @@ class _Counts:
     largest_payload: int = 0
     """Of one block or module."""
     projected_nbytes: int = 0
-    num_matrices: int = 0
+    num_trips: int = 0
     largest_scratch: int = 0
+    """Of one block's products, in the backward pass and as much again where weights are updated."""
+    held_nbytes: int = 0
+    """Gradients that wait, besides the last."""
 
 
 def estimate_lsp(
@@ -52,7 +57,7 @@ def estimate_lsp(
     around = Cost(
         0.0,
         3 * counts.projected_nbytes / (rates.device_memory_gbps * 1e9),
-        counts.num_matrices * _MATRIX_LAUNCH_S,
+        counts.num_trips * _TRIP_LAUNCH_S,
     )
     num_layers = max(1, len(model.blocks))
     down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
@@ -68,7 +73,7 @@ def estimate_lsp(
         device=parts(
             weights=model.weights_nbytes,
             projectors=counts.projector_nbytes,
-            subspace=sums + _NUM_LANDINGS * counts.largest_payload + counts.largest_scratch,
+            subspace=sums + _NUM_LANDINGS * counts.largest_payload + 2 * counts.largest_scratch + counts.held_nbytes,
             states=8 * counts.vector_numel,
             activations=trace.peak.activations,
             logits=trace.peak.logits,
@@ -82,7 +87,7 @@ def estimate_lsp(
         sharded=frozenset({"states"}),
         reduced_nbytes=4 * (moved_numel + counts.vector_numel),
         config=config,
-        notes=("activations include the largest gradient that is alive", "step by Eq. 4 of the LSP paper"),
+        notes=("activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"),
         limits=limits,
     )
 
@@ -99,6 +104,8 @@ def _count(model: Model, params: LSPParams) -> _Counts:
     block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
     travels: dict[object, int] = {}
     """Payload of each block or module."""
+    scratch: dict[object, int] = {}
+    held: dict[object, list[int]] = {}
     for name, p in model.module.named_parameters():
         at_edge = id(p) not in block_of
         if p.ndim < 2:
@@ -106,6 +113,7 @@ def _count(model: Model, params: LSPParams) -> _Counts:
             continue
         if at_edge and params.edge == "freeze":
             continue
+        group = name if at_edge else block_of[id(p)]
         projects = p.ndim == 2 and params.projector != "none" and not (at_edge and params.edge == "dense")
         dims = choose_dims(p.shape[0], p.shape[1], params.subspace_dim) if projects else None
         if dims is None:
@@ -116,11 +124,14 @@ def _count(model: Model, params: LSPParams) -> _Counts:
             counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
             counts.subspace_numel += dims[0] * dims[1]
             counts.projected_nbytes += p.numel() * p.element_size()
-            counts.num_matrices += 1
-            counts.largest_scratch = max(counts.largest_scratch, 4 * dims[0] * p.shape[1])
+            scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]
+            held.setdefault(group, []).append(p.numel() * p.element_size())
             nbytes = payload * dims[0] * dims[1]
         counts.payload_nbytes += nbytes
-        group = name if at_edge else block_of[id(p)]
         travels[group] = travels.get(group, 0) + nbytes
+    counts.num_trips = len(travels)
     counts.largest_payload = max(travels.values(), default=0)
+    counts.largest_scratch = max(scratch.values(), default=0)
+    waiting = (min(sum(sizes) - max(sizes), _MAX_HELD_NBYTES) for sizes in held.values())
+    counts.held_nbytes = max(waiting, default=0)
     return counts
