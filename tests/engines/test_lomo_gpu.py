@@ -19,7 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 from equivalence_runs import Weights, assert_same_weights, on_device, one_step, parameters_of, zo_engine
-from lomo_runs import config_for, lively
+from lomo_runs import checkpointed, config_for, lively
 from tiny_models import tiny_batch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -216,6 +216,41 @@ def test_nothing_waits_on_the_host(stream: dict[str, Any] | None) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         engine.step()
+
+
+def test_compiled_blocks_train_alike() -> None:
+    """One pass and two in turn: neither may find the other's code, in the process or on disk."""
+    counters = torch._dynamo.utils.counters
+    for reentrant, clipping in ((None, 0.0), (None, 0.5), (False, 0.0), (False, 0.5)):
+        found = []
+        for compiled in (False, True):
+            counters.clear()
+            model = checkpointed(lively("llama", num_hidden_layers=4, use_cache=False), reentrant)
+            config = config_of(None, clipping=clipping) | {"ds_zo": {"compile_blocks": compiled}}
+            config["optimizer"]["params"]["lr"] = 0.1
+            with zo_engine(model, config) as engine:
+                for seed in range(4):
+                    one_step(engine, tiny_batch("llama", seed=seed, batch_size=2, length=8))
+                found.append(parameters_of(engine))
+        assert counters["stats"].get("unique_graphs", 0) <= 1  # one for four layers, or one compiled before
+        for name, value in found[0].items():
+            torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_the_gradient_peak_is_one_block_where_blocks_are_compiled(clipping: float) -> None:
+    config = config_of(None, clipping=clipping, dtype="bf16") | {"ds_zo": {"compile_blocks": True}}
+    with zo_engine(copy.deepcopy(large_model()), config) as engine:
+        for step in range(2):
+            one_step(engine, plain_batch(step))
+        loss = engine(**on_device(engine, plain_batch(2)))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.backward(loss)
+        added = torch.cuda.max_memory_allocated() - before
+        engine.step()
+        block = sum(p.numel() for p in engine.module.layers[0].parameters()) * 2
+    assert added < block + LARGEST_NUMEL * 2 + 8 * MIB
 
 
 def test_a_budget_is_filled_and_kept() -> None:
