@@ -68,9 +68,8 @@ class LabelledTask(Task):
     num_labels: ClassVar[int] = 2
     text_fields: ClassVar[tuple[str, ...]] = ()
     """What a classification head reads, one or two texts; none: the task makes no sense without a prompt."""
-    metric: ClassVar[str] = "accuracy"
-    needs_head: ClassVar[bool] = False
-    """No words to choose from: a language model cannot be asked."""
+    measures: ClassVar[tuple[metrics.Measure, ...]] = (metrics.accuracy,)
+    """What the task is reported by; runs are compared by the first."""
 
     @abstractmethod
     def label(self, row: Row) -> float:
@@ -85,16 +84,36 @@ class LabelledTask(Task):
                 self.label(row)
 
     def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
-        """All metrics that the task is reported by, `metric` among them."""
-        return {"accuracy": metrics.accuracy(predictions, [self.label(row) for row in rows])}
+        labels = [self.label(row) for row in rows]
+        return {measure.__name__: measure(predictions, labels) for measure in self.measures}
 
-    def score(self, rows: Sequence[Row], predicted: Sequence[tuple[int, int, float]]) -> Score:
-        """One rank's part from its (index, weight, prediction)s: a vector with zeros for what other ranks predict, so
-        that metrics which are no means (F1 by question, correlations) are taken once over the whole split."""
+    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
+        raise NotImplementedError(f"task {self.name} has no prompt: HeadTask runs it")
+
+    def predict(
+        self, evaluator: Evaluator, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+    ) -> list[float]:
+        """What the model takes for each row's label."""
+        raise NotImplementedError(f"task {self.name} has no prompt: HeadTask runs it")
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        split: Split,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        num_examples: int | None = None,
+    ) -> Score:
+        """A vector with zeros for what other ranks predict, so that metrics which are no means (F1 by question,
+        correlations) are taken once over the whole split."""
+        rows = list(self.rows(split))[:num_examples]
+        share = evaluator.share(len(rows))
+        predicted = self.predict(evaluator, [rows[index] for index, _ in share], tokenizer, max_length=max_length)
         mine = [0.0] * len(rows)
-        for index, weight, prediction in predicted:
+        for (index, weight), prediction in zip(share, predicted, strict=True):
             mine[index] += weight * prediction
-        return Score(self.metric, tuple(mine), lambda whole: self.measure(whole, rows))
+        return Score(self.measures[0].__name__, tuple(mine), lambda whole: self.measure(whole, rows))
 
     def answer_index(self, row: Row, values: dict[object, int], *, field: str = "label") -> int:
         """Which option a label means; `values` maps every spelling that occurs in public copies of the data."""
@@ -133,29 +152,18 @@ class ChoiceTask(LabelledTask):
             for choice in self.choices(split)
         ]
 
-    def evaluate(
-        self,
-        evaluator: Evaluator,
-        split: Split,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_length: int,
-        num_examples: int | None = None,
-    ) -> Score:
-        rows = list(self.rows(split))[:num_examples]
-        share = evaluator.share(len(rows))
-        mine = [self.choice(rows[index]) for index, _ in share]
+    def predict(
+        self, evaluator: Evaluator, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+    ) -> list[float]:
+        choices = [self.choice(row) for row in rows]
         sequences = [
             encode_answer(tokenizer, choice.prompt, option, max_length=max_length)
-            for choice in mine
+            for choice in choices
             for option in choice.options
         ]
         scores = iter([total / count for total, count in evaluator.log_likelihoods(sequences)])
-        predicted = []
-        for choice, (index, weight) in zip(mine, share, strict=True):
-            ranked = [next(scores) for _ in choice.options]
-            predicted.append((index, weight, max(range(len(ranked)), key=ranked.__getitem__)))
-        return self.score(rows, predicted)
+        ranked = [[next(scores) for _ in choice.options] for choice in choices]
+        return [max(range(len(found)), key=found.__getitem__) for found in ranked]
 
 
 class LanguageTask(Task):

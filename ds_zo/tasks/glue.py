@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-
 from ds_zo.tasks import metrics
 from ds_zo.tasks.base import Choice, ChoiceTask, LabelledTask
-from ds_zo.tasks.data import Row, Split
+from ds_zo.tasks.data import Row
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.hub import HubName
-from ds_zo.tasks.score import Score
-from ds_zo.tasks.scoring import Evaluator
 
 GLUE = "nyu-mll/glue"
 NO_YES: dict[object, int] = {0: 0, 1: 1, "0": 0, "1": 1}
+PARAPHRASE = (metrics.accuracy, metrics.f1)
+"""F1 of "they say the same", which is the rarer label."""
 
 
 class SST2(ChoiceTask):
@@ -39,35 +34,21 @@ class CoLA(ChoiceTask):
     fields = ("sentence", "label")
     text_fields = ("sentence",)
     hub = HubName(GLUE, "cola")
-    metric = "matthews"
+    measures = (metrics.matthews, metrics.accuracy)
 
     def choice(self, row: Row) -> Choice:
         answer = self.answer_index(row, {**NO_YES, "unacceptable": 0, "acceptable": 1})
         return Choice(f"{row['sentence'].strip()}\nIs this sentence good English? Yes or No?\n", ("No", "Yes"), answer)
 
-    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
-        labels = [self.label(row) for row in rows]
-        return {
-            "matthews": metrics.matthews(predictions, labels),
-            "accuracy": metrics.accuracy(predictions, labels),
-        }
 
-
-class _Paraphrase(ChoiceTask):
-    """Accuracy and the F1 of "they say the same", which is the rarer label."""
-
-    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
-        labels = [self.label(row) for row in rows]
-        return {"accuracy": metrics.accuracy(predictions, labels), "f1": metrics.f1(predictions, labels)}
-
-
-class MRPC(_Paraphrase):
+class MRPC(ChoiceTask):
     """Do two sentences from the news say the same?"""
 
     name = "mrpc"
     fields = ("sentence1", "sentence2", "label")
     text_fields = ("sentence1", "sentence2")
     hub = HubName(GLUE, "mrpc")
+    measures = PARAPHRASE
 
     def choice(self, row: Row) -> Choice:
         answer = self.answer_index(row, {**NO_YES, "not_equivalent": 0, "equivalent": 1})
@@ -75,13 +56,14 @@ class MRPC(_Paraphrase):
         return Choice(prompt, ("No", "Yes"), answer)
 
 
-class QQP(_Paraphrase):
+class QQP(ChoiceTask):
     """Do two questions of a forum's users ask for the same?"""
 
     name = "qqp"
     fields = ("question1", "question2", "label")
     text_fields = ("question1", "question2")
     hub = HubName(GLUE, "qqp")
+    measures = PARAPHRASE
 
     def choice(self, row: Row) -> Choice:
         answer = self.answer_index(row, {**NO_YES, "not_duplicate": 0, "duplicate": 1})
@@ -126,29 +108,10 @@ class STSB(LabelledTask):
     text_fields = ("sentence1", "sentence2")
     hub = HubName(GLUE, "stsb")
     num_labels = 1
-    metric = "pearson"
-    needs_head = True
+    measures = (metrics.pearson, metrics.spearman)
 
     def label(self, row: Row) -> float:
         try:
             return float(row["label"])
         except (TypeError, ValueError):
             raise TaskError(f"task stsb: label must be a number, got {row['label']!r} in the row {row}") from None
-
-    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
-        labels = [self.label(row) for row in rows]
-        return {"pearson": metrics.pearson(predictions, labels), "spearman": metrics.spearman(predictions, labels)}
-
-    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
-        raise NotImplementedError("a task with needs_head is run through HeadTask")
-
-    def evaluate(
-        self,
-        evaluator: Evaluator,
-        split: Split,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_length: int,
-        num_examples: int | None = None,
-    ) -> Score:
-        raise NotImplementedError("a task with needs_head is run through HeadTask")

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ds_zo.tasks.base import LabelledTask, Task
+from ds_zo.tasks.base import LabelledTask
 from ds_zo.tasks.data import Row, Split
 from ds_zo.tasks.encoding import Side, pad
 from ds_zo.tasks.errors import TaskError
-from ds_zo.tasks.score import Score
 from ds_zo.tasks.scoring import Evaluator
 
 
@@ -26,7 +25,7 @@ class Labelled:
     label: float
 
 
-class HeadTask(Task):
+class HeadTask(LabelledTask):
     """The same rows, labels and metrics as the task it is made from; models come from
     `AutoModelForSequenceClassification` with `num_labels` outputs (one: regression by squared error)."""
 
@@ -36,13 +35,16 @@ class HeadTask(Task):
     def __init__(self, task: LabelledTask) -> None:
         super().__init__(task.source)
         self.task = task
-
-    @property
-    def num_labels(self) -> int:
-        return self.task.num_labels
+        self.num_labels, self.measures = task.num_labels, task.measures  # type: ignore[misc]
 
     def rows(self, split: Split) -> Sequence[Row]:
         return self.task.rows(split)
+
+    def label(self, row: Row) -> float:
+        return self.task.label(row)
+
+    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
+        return self.task.measure(predictions, rows)
 
     def check(self) -> None:
         self.task.check()
@@ -74,27 +76,18 @@ class HeadTask(Task):
         dtype = torch.float32 if self.num_labels == 1 else torch.long
         return {**pad(columns, side=side), "labels": torch.tensor([s.label for s in sequences], dtype=dtype)}
 
-    def evaluate(
-        self,
-        evaluator: Evaluator,
-        split: Split,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_length: int,
-        num_examples: int | None = None,
-    ) -> Score:
-        rows = list(self.rows(split))[:num_examples]
-        share = evaluator.share(len(rows))
-        mine = [self.encode(tokenizer, rows[index], max_length=max_length) for index, _ in share]
-        predictions = [0.0] * len(mine)
-        for indices in evaluator.batches([len(s.input_ids) for s in mine]):
+    def predict(
+        self, evaluator: Evaluator, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+    ) -> list[float]:
+        encoded = [self.encode(tokenizer, row, max_length=max_length) for row in rows]
+        predictions = [0.0] * len(rows)
+        for indices in evaluator.batches([len(s.input_ids) for s in encoded]):
             batch = self.collate(
-                [mine[i] for i in indices], pad_token_id=evaluator.pad_token_id, side=evaluator.padding_side
+                [encoded[i] for i in indices], pad_token_id=evaluator.pad_token_id, side=evaluator.padding_side
             )
             del batch["labels"]
             logits = evaluator.logits(batch).float()
             answers = logits[:, 0] if self.num_labels == 1 else logits.argmax(dim=-1)
             for index, answer in zip(indices, answers.tolist(), strict=True):
                 predictions[index] = answer
-        triples = [(index, weight, p) for (index, weight), p in zip(share, predictions, strict=True)]
-        return self.task.score(rows, triples)
+        return predictions

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 Numbers = Sequence[float]
+
+
+class Measure(Protocol):
+    """A metric; its results go by its name."""
+
+    __name__: str
+
+    def __call__(self, predictions: Numbers, labels: Numbers, /) -> float: ...
 
 
 def accuracy(predictions: Numbers, labels: Numbers) -> float:

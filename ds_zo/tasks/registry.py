@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeVar
 
-from ds_zo.tasks.base import LabelledTask, Task
+from ds_zo.tasks.base import ChoiceTask, LabelledTask, Task
 from ds_zo.tasks.data import DataSource
 from ds_zo.tasks.embedded_task import CodeOrText
 from ds_zo.tasks.errors import TaskError
@@ -40,7 +40,7 @@ def make_task(name: str, source: DataSource | None = None, *, head: Head = "lm")
         raise TaskError(f"looked for a task named {name!r}: the tasks are {', '.join(sorted(TASKS))}")
     task = TASKS[name.lower()](source)
     if head == "lm":
-        if isinstance(task, LabelledTask) and task.needs_head:
+        if isinstance(task, LabelledTask) and not isinstance(task, ChoiceTask):
             raise TaskError(f"task {task.name} asks for a number, not for one of a few words (--head classifier)")
         return task
     if not isinstance(task, LabelledTask):

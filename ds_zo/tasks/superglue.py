@@ -36,15 +36,12 @@ class CB(ChoiceTask):
     text_fields = ("premise", "hypothesis")
     hub = HubName(SUPERGLUE, "cb")
     num_labels = 3
+    measures = (metrics.accuracy, metrics.macro_f1)
 
     def choice(self, row: Row) -> Choice:
         answer = self.answer_index(row, {0: 0, 1: 1, 2: 2, "entailment": 0, "contradiction": 1, "neutral": 2})
         prompt = f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n'
         return Choice(prompt, ("Yes", "No", "Maybe"), answer)
-
-    def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
-        labels = [self.label(row) for row in rows]
-        return {"accuracy": metrics.accuracy(predictions, labels), "macro_f1": metrics.macro_f1(predictions, labels)}
 
 
 class BoolQ(ChoiceTask):
@@ -101,7 +98,7 @@ class MultiRC(ChoiceTask):
     name = "multirc"
     fields = ("paragraph", "question", "answer", "label")
     hub = HubName(SUPERGLUE, "multirc")
-    metric = "f1"
+    measures = (metrics.f1, metrics.accuracy)
 
     def choice(self, row: Row) -> Choice:
         answer = self.answer_index(row, FALSE_TRUE)
@@ -115,12 +112,7 @@ class MultiRC(ChoiceTask):
         labels = [self.label(row) for row in rows]
         questions = [(row["paragraph"], row["question"]) for row in rows]
         by_question, exact = metrics.grouped_f1(predictions, labels, questions)
-        return {
-            "f1": metrics.f1(predictions, labels),
-            "f1_by_question": by_question,
-            "exact_match": exact,
-            "accuracy": metrics.accuracy(predictions, labels),
-        }
+        return {**super().measure(predictions, rows), "f1_by_question": by_question, "exact_match": exact}
 
 
 class COPA(ChoiceTask):
