@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
-_CHUNK_NUMEL = 2**22
-"""Logits upcast at a time: 16 MB, and as much for their logarithms."""
+from ds_zo.planner import choices
+
 _SUM = 2
 """`reduction="sum"`, as the operator below takes it."""
 
@@ -37,7 +37,7 @@ def chunked_causal_lm_loss(
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows = logits.reshape(-1, vocab_size)
     targets = shift_labels.reshape(-1).to(rows.device)
-    num_rows = max(1, _CHUNK_NUMEL // vocab_size)
+    num_rows = max(1, choices.LOSS_CHUNK_NUMEL // vocab_size)
     if rows.requires_grad and torch.is_grad_enabled():
         if len(rows) <= num_rows:
             reduction = "mean" if num_items_in_batch is None else "sum"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ds_zo.planner import choices
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.planner.trace import Trace, trace_pass
@@ -17,9 +18,6 @@ from ds_zo.streaming.blocks import find_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
-
-_CHUNK_NUMEL = 2**22
-"""Float32 logits that the chunked loss of ZO and LOMO holds at once (`engines.chunked_loss`)."""
 
 
 @dataclass
@@ -147,7 +145,8 @@ def load_config(name: str, *, seq: int) -> Any:
 
 
 def _loss_on_paper(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
-    loss: torch.Tensor = _LossOnPaper.apply(logits.reshape(-1, vocab_size), max(1, _CHUNK_NUMEL // vocab_size))
+    num_rows = max(1, choices.LOSS_CHUNK_NUMEL // vocab_size)
+    loss: torch.Tensor = _LossOnPaper.apply(logits.reshape(-1, vocab_size), num_rows)
     return loss
 
 

@@ -10,9 +10,8 @@ from planned_models import planned
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
-from ds_zo.engines import chunked_loss
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.planner import Rates, models
+from ds_zo.planner import Rates
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
 
@@ -90,18 +89,13 @@ def test_the_loss_on_paper_takes_what_the_chunked_loss_takes(
     num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = 997  # so that logits are the largest there is
-    monkeypatch.setattr("ds_zo.engines.chunked_loss._CHUNK_NUMEL", num_rows * vocabulary)
-    monkeypatch.setattr("ds_zo.planner.models._CHUNK_NUMEL", num_rows * vocabulary)
+    monkeypatch.setattr("ds_zo.planner.choices.LOSS_CHUNK_NUMEL", num_rows * vocabulary)
     model = planned("opt", seq=32, dtype=dtype, vocab_size=vocabulary)
     on_paper = model.forward_trace(), model.backward_trace(checkpointing=False, loss_in_chunks=True)
     with losses_in_chunks(models_with_causal_loss(model.module)):
         real = [model._pass(backward=backward) for backward in (False, True)]
     for ours, theirs in zip(on_paper, real, strict=True):
         assert ours.peak.total == pytest.approx(theirs.peak.total, rel=0.01)
-
-
-def test_chunks_are_as_long_as_the_engines() -> None:
-    assert models._CHUNK_NUMEL == chunked_loss._CHUNK_NUMEL
 
 
 def test_scores_of_attention_never_exist() -> None:
