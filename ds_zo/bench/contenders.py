@@ -29,6 +29,7 @@ _SUPER_GROUP_NUMEL = 400_000_000
 
 _HOST: Section = {"device": "cpu", "pin_memory": True}
 _ADAMW: Section = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}}
+_FUSED_ADAMW: Section = {**_ADAMW, "params": {**_ADAMW["params"], "torch_adam": True, "fused": True}}
 _OFFLOAD2: Section = {
     "stage": 2,
     "offload_optimizer": _HOST,
@@ -125,8 +126,15 @@ ALL: dict[str, Contender] = {
             "adamw",
             "AdamW on the GPU",
             "stage 0, torch's fused kernel, float32 master weights and moments on the GPU",
-            {**_ADAMW, "params": {**_ADAMW["params"], "torch_adam": True, "fused": True}},
+            _FUSED_ADAMW,
             {"stage": 0},
+        ),
+        Contender(
+            "adamw-flat",
+            "AdamW on the GPU, flat",
+            "stage 1, whose only rank keeps all: torch's fused kernel over one flat float32 buffer, no norm computed",
+            _FUSED_ADAMW,
+            {"stage": 1, "overlap_comm": True, "contiguous_gradients": True, "compute_grad_norm": False},
         ),
         Contender(
             "sgd",
@@ -279,6 +287,8 @@ def config_of(
     """The JSON of a contender. A smaller card is told to ours, and makes stock DeepSpeed's buckets smaller."""
     config: Section = copy.deepcopy({**shared, "optimizer": contender.optimizer})
     config["zero_optimization"] = copy.deepcopy(contender.zero_optimization)
+    if shared["gradient_clipping"]:
+        config["zero_optimization"].pop("compute_grad_norm", None)  # clipping needs it
     if contender.ds_zo is not None:
         config["ds_zo"] = copy.deepcopy(contender.ds_zo)
     if device_memory_gb is not None:

@@ -37,18 +37,18 @@ def measure_steps(
 
     A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
     timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, three at
-    least, where the last warm-up step says that they would take longer. Steps that differ in turns of `period` are
+    least, where the warm-up says that they would take longer. Steps that differ in turns of `period` are warmed up and
     timed in whole turns, or their mean would depend on where it stops.
     """
     device = torch.device(device)
     warmup_seconds = []
-    for _ in range(warmup):
+    for _ in range(-(-warmup // period) * period):
         start = time.perf_counter()
         step()
         synchronize(device)
         warmup_seconds.append(time.perf_counter() - start)
     if max_s is not None and warmup_seconds:
-        steps = min(steps, max(_FEWEST_STEPS, int(max_s / warmup_seconds[-1])))
+        steps = min(steps, max(_FEWEST_STEPS, int(max_s / statistics.median_low(warmup_seconds))))
     steps = max(period, steps - steps % period)
     reserved_before_gb = memory_peaks(device)["peak_reserved_gb"]
     returned: list[Any] = []

@@ -92,7 +92,7 @@ def test_a_larger_card_comes_first_and_the_cheapest_contender() -> None:
     args = asked("--device-memory-gb", "8,none,24")
     assert args.device_memory_gb == [None, 24, 8]
     names = [case.name for case in make_cases(args, device="cpu")]
-    assert names[:3] == [MACHINE, "adamw", "sgd"] and names[-1] == "zenflow"
+    assert names[:4] == [MACHINE, "adamw", "adamw-flat", "sgd"] and names[-1] == "zenflow"
     assert names.index("lsp") < names.index("zo-streamed") < names.index("zero2-offload")
 
 

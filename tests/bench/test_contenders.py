@@ -36,6 +36,12 @@ def test_a_smaller_card_is_told_to_ours_and_shrinks_the_buckets_of_stock() -> No
     assert config_of(ALL["zero2-offload"], SHARED, device_memory_gb=24) == config_of(ALL["zero2-offload"], SHARED)
 
 
+def test_clipping_needs_the_norm_that_is_otherwise_left_out() -> None:
+    clipped = shared_config(batch=2, dtype="bf16", gradient_clipping=1.0)
+    assert config_of(ALL["adamw-flat"], SHARED)["zero_optimization"]["compute_grad_norm"] is False
+    assert "compute_grad_norm" not in config_of(ALL["adamw-flat"], clipped)["zero_optimization"]
+
+
 def test_a_learning_rate_is_one_contenders_own() -> None:
     assert config_of(ALL["sgd"], SHARED, lr=0.5)["optimizer"]["params"]["lr"] == 0.5
     assert ALL["sgd"].optimizer["params"]["lr"] != 0.5
@@ -48,7 +54,7 @@ def test_host_memory_planned_for_offload_is_what_was_measured() -> None:
 
 def test_contenders_are_chosen_by_name() -> None:
     assert [c.name for c in chosen(["zo", "adamw"])] == ["adamw", "zo"]
-    with pytest.raises(ValueError, match="unknown contender adam; there are adamw, sgd"):
+    with pytest.raises(ValueError, match="unknown contender adam; there are adamw, adamw-flat, sgd"):
         chosen(["adam"])
 
 

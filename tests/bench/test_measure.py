@@ -53,6 +53,6 @@ def test_slow_steps_are_fewer_but_three_at_least() -> None:
 
 
 def test_steps_that_differ_in_turns_are_timed_in_whole_turns() -> None:
-    for steps, timed in ((11, 8), (3, 4)):
-        measured = measure_steps(lambda: None, warmup=1, steps=steps, device="cpu", period=4)
-        assert len(measured["seconds"]) == timed
+    for warmup, steps, made in ((1, 11, (4, 8)), (5, 3, (8, 4)), (0, 4, (0, 4))):
+        measured = measure_steps(lambda: None, warmup=warmup, steps=steps, device="cpu", period=4)
+        assert (len(measured["warmup_seconds"]), len(measured["seconds"])) == made
