@@ -19,7 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.checkpoint.export import saved_weights, write_model_file
+from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
 from ds_zo.checkpoint.manifest import Manifest, offer
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, tag_to_load
 from ds_zo.checkpoint.rng import random_states, set_random_states
@@ -208,7 +208,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         elif saved.manifest.backend == self.resolved.backend:
             self.backend.restore(saved, resume=resume, strict=load_module_strict)
         else:
-            self.backend.load_weights(dict(saved_weights(saved)[1]), strict=load_module_strict)
+            self.backend.load_weights(weights_by_name(saved), strict=load_module_strict)
         client = {**saved.engine_state["common"], **saved.engine_state["client"]}
         if not load_module_only:
             self._load_counters(saved, load_lr_scheduler_states)

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.checkpoint.replay import saved_values
+from ds_zo.checkpoint.replay import saved_values, unit_values
+from ds_zo.checkpoint.stock import Weights
 
 SHARD_NBYTES = 4 * 10**9
 
@@ -61,6 +62,25 @@ def saved_weights(saved: Saved, *, device: torch.device | str = "cpu") -> Stream
             yield name, saved.tensor(name)
 
     return specs, tensors()
+
+
+def weights_by_name(saved: Saved) -> Weights:
+    """The same for a reader that has an order of its own: each made when it is asked for, with its unit's others."""
+    state = saved.backend_state
+    if "units" not in state:
+        return Weights(sorted(saved.names()), saved.tensor)
+    unit_of = {p["name"]: unit for unit in state["units"] for part in unit["parts"] for p in part["params"]}
+    made: dict[str, torch.Tensor] = {}
+
+    def read(name: str) -> torch.Tensor:
+        if name not in unit_of:
+            return saved.tensor(name)
+        if name not in made:
+            made.clear()
+            made.update((placed.name, value) for placed, value in unit_values(saved, unit_of[name]))
+        return made[name]
+
+    return Weights([spec.name for spec in saved_weights(saved)[0]], read)
 
 
 def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str] | None = None) -> None:

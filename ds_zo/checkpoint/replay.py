@@ -102,13 +102,21 @@ def saved_values(
     saved: Saved, *, device: torch.device | str = "cpu", exact: bool = False
 ) -> Iterator[tuple[Placed, torch.Tensor]]:
     """All weights of a ZO checkpoint's step, a unit in memory at a time."""
+    for description in saved.backend_state["units"]:
+        yield from unit_values(saved, description, device=device, exact=exact)
+
+
+def unit_values(
+    saved: Saved, description: Mapping[str, Any], *, device: torch.device | str = "cpu", exact: bool = False
+) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """Those of one of the units that the checkpoint describes."""
     device = torch.device(device)
     state = saved.backend_state
-    recipe, rows, omitted = recipe_of(state), state["rows"].to(device), set(state["omitted"])
-    for description in state["units"]:
-        unit = rebuild(description)
-        give_buffers(unit, device)
-        fill_unit(unit, saved.tensor, omitted=omitted)
-        unit.version = description["version"]
-        found = values(unit, rows=rows, first_row_step=0, step=state["step"], recipe=recipe, exact=exact)
-        yield from ((placed, value) for placed, value in found if placed.name not in omitted)
+    omitted = set(state["omitted"])
+    unit = rebuild(description)
+    give_buffers(unit, device)
+    fill_unit(unit, saved.tensor, omitted=omitted)
+    unit.version = description["version"]
+    rows = state["rows"].to(device)
+    found = values(unit, rows=rows, first_row_step=0, step=state["step"], recipe=recipe_of(state), exact=exact)
+    yield from ((placed, value) for placed, value in found if placed.name not in omitted)
