@@ -2,7 +2,8 @@
 sum travels to the CPU, Adam's direction comes back, and the weights move by P D Q^T.
 
 What trains how: [Note: what trains how] in `lsp_matrices`. A layer's trip to the CPU: `lsp_jobs`; among several ranks:
-`lsp_shared`. When projectors are fitted: `lsp_calibration`. What checkpoints hold: `lsp_state`.
+`lsp_shared`. Blocks that are not on the device: `lsp_streamed`. When projectors are fitted: `lsp_calibration`. What
+checkpoints hold: `lsp_state`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +27,15 @@ from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.lsp_calibration import Calibration, adopt
 from ds_zo.engines.lsp_jobs import DeviceGroup, HostGroup, Links, Moment, Scratch
-from ds_zo.engines.lsp_matrices import Group, Slot, Subspace, find_slots, first_projectors, group_slots
+from ds_zo.engines.lsp_matrices import (
+    Group,
+    Slot,
+    Subspace,
+    apart_from_visitors,
+    find_slots,
+    first_projectors,
+    group_slots,
+)
 from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_products import HeldGradients, Rate, compress_slots
 from ds_zo.engines.lsp_queue import UpdateQueue
@@ -33,9 +43,11 @@ from ds_zo.engines.lsp_ranks import RankLine, Turns
 from ds_zo.engines.lsp_report import BackwardClock, StepReport
 from ds_zo.engines.lsp_shared import SharedDeviceGroup, SharedHostGroup
 from ds_zo.engines.lsp_state import gather_owned, moments_and_errors
+from ds_zo.engines.lsp_streamed import StreamedBlocks
 from ds_zo.engines.lsp_weights import SettledState
 from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.units import Unit
 
 _CORES_LEFT_TO_PYTHON = 2
 _STEPS_BETWEEN_WALKS = 20
@@ -74,10 +86,13 @@ class LSPBackend(Backend):
         self._calibration = Calibration(self.settings, ranks=self.ranks)
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
+        self._streamed = self._stream() if self.places_parameters(config) else None
         self._slots = find_slots(module, self.settings, device=device)
         self._known = {id(slot.parameter) for slot in self._slots}
         self._frozen = [(name, p) for name, p in module.named_parameters() if id(p) not in self._known]
         groups = group_slots(module, self._slots, config.section.stream.blocks)
+        if self._streamed is not None:
+            groups = apart_from_visitors(groups, self._streamed.unit_of)
         self._store = HostStore(device, pin=True)
         self._links: Links | None = None
         self._queue = UpdateQueue(num_threads=_num_threads(device, shared=self.ranks is not None))
@@ -89,28 +104,50 @@ class LSPBackend(Backend):
             self._turns = Turns(self._turn_groups, partial(_take_turn, weakref.ref(self)))
         self._looks_together = False
         """Several ranks look at the gradients of this backward pass together, a layer at a time."""
+        self._group_of_unit = {id(group.unit): group for group in self._host_groups if group.unit is not None}
         self._host_group_of = {id(slot): group for group in self._host_groups for slot in group.slots}
         self._handles = [self._hook(slot) for slot in self._slots] + self._hook_modules(groups)
-        self._weights = SettledState(module, partial(_settle_all_hook, weakref.ref(self)), device=device)
+        self._weights: SettledState | None = None
+        if self._streamed is None:
+            self._weights = SettledState(module, partial(_settle_all_hook, weakref.ref(self)), device=device)
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._queue)
         self._find_groups()
 
     @classmethod
     def places_parameters(cls, config: Resolved) -> bool:
-        if config.stream:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if config.stream and several:
             raise ConfigError(
-                'LSP keeps the weights on the device, got offload_param.device "cpu": remove offload_param, or name '
-                "ZO, which streams",
+                "LSP streams weights on one rank, got offload_param.device "
+                f'"cpu" on {dist.get_world_size()}: remove offload_param, or train on one rank',
                 at="zero_optimization.offload_param.device",
+            )
+        if config.stream and not config.offload_optimizer:
+            raise ConfigError(
+                'LSP with weights on the host has its Adam there too, got offload_param.device "cpu" without '
+                'offload_optimizer: add "offload_optimizer": {"device": "cpu"}, or remove offload_param',
+                at="zero_optimization.offload_optimizer.device",
             )
         if torch.float16 in (config.dtype, config.autocast):
             raise ConfigError(
                 "LSP does not scale losses, which fp16 needs, got fp16: use bf16, whose range needs no scaling",
                 at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype",
             )
-        return False
+        return config.stream
 
     # Parameters
+
+    def _stream(self) -> StreamedBlocks:
+        myself = weakref.ref(self)
+        return StreamedBlocks(
+            self.module,
+            self.config,
+            param_groups=self.param_groups,
+            device=self.device,
+            settle=partial(_settle_unit, myself),
+            settle_all=partial(_settle_all_hook, myself),
+            ended=partial(_end_visit, myself),
+        )
 
     def _place(self, groups: list[Group]) -> None:
         """See [Note: what trains how]."""
@@ -121,7 +158,7 @@ class LSPBackend(Backend):
         vectors: list[Slot] = []
         for group in groups:
             matrices = group.slots
-            if self.config.offload_optimizer:
+            if self.config.offload_optimizer and not (self._streamed is not None and group.is_block):
                 vectors += [slot for slot in group.slots if slot.parameter.ndim < 2]
                 matrices = [slot for slot in group.slots if slot.parameter.ndim >= 2]
             if not matrices:
@@ -129,6 +166,8 @@ class LSPBackend(Backend):
             group = Group(group.name, group.is_block, matrices, group.modules)
             if self.config.offload_optimizer:
                 self._host_groups.append(self._host_group(group, scratch, max_norm))
+                if self._streamed is not None and group.is_block:
+                    self._host_groups[-1].unit = self._streamed.unit_of[id(matrices[0].parameter)]
             else:
                 self._device_groups.append(self._device_group(matrices, max_norm))
         if vectors:
@@ -171,7 +210,7 @@ class LSPBackend(Backend):
         by_name = {group.name: (i, group) for i, group in enumerate(self._host_groups)}
         handles: list[RemovableHandle] = []
         for group in groups:
-            if group.name in by_name:
+            if group.name in by_name and by_name[group.name][1].unit is None:
                 index, _ = by_name[group.name]
                 for owner in group.modules:
                     handles.append(owner.register_forward_pre_hook(partial(_settle_hook, weakref.ref(self), index)))
@@ -213,7 +252,9 @@ class LSPBackend(Backend):
         """Before group `index` is used; None: before a forward pass of the whole module."""
         if index is not None:
             group = self._host_groups[index]
-            if group.moment is Moment.DUE:
+            if group.moment is Moment.DUE and group.unit is not None and self._streamed is not None:
+                self._streamed.bring_up_to_date(group.unit)
+            elif group.moment is Moment.DUE:
                 group.settle()
                 self._prefetch()
             return
@@ -221,6 +262,15 @@ class LSPBackend(Backend):
             if not group.is_block:
                 group.settle()
         self._prefetch()
+
+    def _settle_unit(self, unit: Unit) -> bool:
+        """A visit has brought it to the device. True: its weights have changed."""
+        group = self._group_of_unit.get(id(unit))
+        if group is None or group.moment is not Moment.DUE:
+            return False
+        group.settle()
+        self._prefetch()
+        return True
 
     def _prefetch(self) -> None:
         """Uploads what the forward pass needs next, as far as it is there and has room."""
@@ -233,6 +283,10 @@ class LSPBackend(Backend):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.module.training and torch.is_grad_enabled():
             self._check_parameters()
+            if self._streamed is not None:
+                due = [g.unit for g in self._host_groups if g.unit is not None and g.moment is Moment.DUE]
+                with self._streamed.forward_pass(due):
+                    return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -247,8 +301,10 @@ class LSPBackend(Backend):
         if self._turns is not None:
             self._begin_turns(self._turns)
         self._clock.begin()
+        streamed = self._streamed
         try:
-            loss.backward(retain_graph=retain_graph)
+            with nullcontext() if streamed is None else streamed.backward_pass(retain_graph=retain_graph):
+                loss.backward(retain_graph=retain_graph)
             self._held.compress()
             if self._turns is not None:
                 self._turns.finish()
@@ -263,6 +319,8 @@ class LSPBackend(Backend):
         if grad is None or id(p) not in self._group_of:
             p.grad = None
             return
+        if slot.comes_and_goes:
+            self._check_visited(slot)
         group = self._host_group_of.get(id(slot))
         if group is not None and group.moment is not Moment.SUMMING:
             self._came_again(group, slot)
@@ -272,6 +330,8 @@ class LSPBackend(Backend):
             grad = p.grad = grad.to_dense()
         if slot.subspace is None:
             slot.has_total = True
+            if slot.kept is not None:
+                p.grad, slot.kept = slot.kept.add_(grad), None
         elif not self._looks_together or self._turns is None or self._turns.is_over(slot):
             self._take_in(slot, grad)
         if self._turns is not None:
@@ -279,10 +339,33 @@ class LSPBackend(Backend):
                 self._turns.arrived(slot)
         elif group is not None:
             group.num_arrived += 1
-            if group.num_arrived >= group.num_expected:
+            if group.num_arrived >= group.num_expected and group.unit is None:
                 self._held.compress()
                 if self._in_last_backward and self._starts_early and group.num_arrived == group.num_expected:
                     self._start_early(group)
+
+    def _check_visited(self, slot: Slot) -> None:
+        assert self._streamed is not None
+        if not self._streamed.homes.is_visited(self._streamed.unit_of[id(slot.parameter)]):
+            slot.parameter.grad = None
+            raise ValueError(
+                f"parameter {slot.name} was used outside the forward of the block that holds it, where its weights are "
+                "not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
+            )
+
+    @torch.no_grad()
+    def _end_visit(self, unit: Unit, more_to_come: bool) -> None:
+        """Nothing of a block's gradients may stay in its parameters, which are about to leave."""
+        self._held.compress()
+        group = self._group_of_unit.get(id(unit))
+        if group is None:
+            return
+        starts = self._in_last_backward and self._starts_early and not more_to_come
+        if starts and group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
+            self._start_early(group)
+        for slot in group.slots:
+            if slot.parameter.grad is not None:
+                slot.kept, slot.parameter.grad = slot.parameter.grad, None
 
     def _take_in(self, slot: Slot, grad: torch.Tensor) -> None:
         if not self._calibration.wants(slot):
@@ -387,6 +470,8 @@ class LSPBackend(Backend):
             self._adopt()
         self._prefetch()
         self._calibration.report()
+        if self._streamed is not None:
+            self._streamed.homes.fill_device()
         return report.outcome(global_norm)
 
     def _rates(self, slots: list[Slot]) -> list[Rate | None]:
@@ -543,6 +628,14 @@ class LSPBackend(Backend):
             found += [(slot, moments, {}) for slot, moments in pairs]
         return found
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        self.settle()
+        return super().stored() if self._streamed is None else self._streamed.stored()
+
+    def stored_changed(self) -> None:
+        if self._streamed is not None:
+            self._streamed.homes.rewritten()
+
     def rank_state(self) -> dict[str, Any]:
         self._take_back()
         if self.ranks is not None:
@@ -559,7 +652,7 @@ class LSPBackend(Backend):
                 if slot.total is not None:
                     slot.total.copy_(total)
                 else:
-                    slot.parameter.grad = total.to(self.device, slot.parameter.dtype, copy=True)
+                    slot.put_back(total.clone(), device=self.device)
 
     def footprint(self) -> dict[str, int]:
         """Bytes that LSP takes besides the weights; scratch of the products comes on top."""
@@ -578,8 +671,9 @@ class LSPBackend(Backend):
         dims = sorted({slot.shape for slot in projected})
         shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
         num_matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
+        streamed = "" if self._streamed is None else self._streamed.homes.describe() + "\n"
         return (
-            f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
+            f"{streamed}ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
             f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
             f"and head: {settings.edge}\n"
             f"ds_zo: Adam on the {'CPU' if self._host_groups else 'device'}, schedule {settings.schedule}, payload "
@@ -600,11 +694,15 @@ class LSPBackend(Backend):
 
     def close(self) -> None:
         if self._finalizer.alive:
-            self.settle()
+            if self._streamed is None or self._streamed.state.owns_module():
+                self.settle()
             self._finalizer()
-            self._weights.close()
             for handle in self._handles:
                 handle.remove()
+            if self._streamed is not None:
+                self._streamed.close()
+            if self._weights is not None:
+                self._weights.close()
             self._store.close()
 
 
@@ -644,6 +742,17 @@ def _settle_hook(backend: weakref.ref[LSPBackend], index: int | None, *call: Any
     alive = backend()
     if alive is not None:
         alive._settle_for(index)
+
+
+def _settle_unit(backend: weakref.ref[LSPBackend], unit: Unit) -> bool:
+    alive = backend()
+    return alive is not None and alive._settle_unit(unit)
+
+
+def _end_visit(backend: weakref.ref[LSPBackend], unit: Unit, more_to_come: bool) -> None:
+    alive = backend()
+    if alive is not None:
+        alive._end_visit(unit, more_to_come)
 
 
 def _settle_all_hook(backend: weakref.ref[LSPBackend], *call: Any) -> None:

@@ -25,6 +25,7 @@ from ds_zo.engines.lsp_products import Rate, apply_directions_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
 from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments, clip_, directions_, take_back_
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.units import Unit
 
 NUM_LANDINGS = 3
 _PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -119,6 +120,8 @@ class HostGroup:
         self.num_expected = self.num_arrived = 0
         """Gradients that a backward pass is to bring, and has brought."""
         self.links: Links | None = None
+        self.unit: Unit | None = None
+        """Of a block that comes and goes."""
         self._settings = settings
         self._queue, self._scratch = queue, scratch
         self._max_norm = max_norm
@@ -129,7 +132,7 @@ class HostGroup:
         self._num_projected = sum(slot.subspace is not None for slot in self.slots)
         shapes = [slot.shape for slot in self.slots]
         payload = _PAYLOADS[settings.payload_dtype]
-        dtypes = [payload if slot.subspace is not None else slot.parameter.dtype for slot in self.slots]
+        dtypes = [payload if slot.subspace is not None else _whole_payload(slot.parameter) for slot in self.slots]
         self._codec = Codec(shapes, dtypes)
         self._is_lossy = payload is not torch.float32
         num_projected = self._num_projected
@@ -191,13 +194,13 @@ class HostGroup:
         return ready
 
     def _whole_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        found = [(i, self.slots[i].parameter.grad) for i in self._active if i >= self._num_projected]
+        found = [(i, self.slots[i].whole_gradient) for i in self._active if i >= self._num_projected]
         return [(i, grad) for i, grad in found if grad is not None]
 
     def _drop_whole_gradients(self) -> None:
         for i in self._active:
             if i >= self._num_projected:
-                self.slots[i].parameter.grad = None
+                self.slots[i].drop_gradient()
 
     def _update(self) -> torch.Tensor:
         """In the Adam thread: h_down to h_up."""
@@ -248,8 +251,7 @@ class HostGroup:
         self.moment = Moment.SUMMING
 
     def _give_back(self, i: int, grad: torch.Tensor) -> None:
-        p = self.slots[i].parameter
-        p.grad = grad.to(p.device, p.dtype)
+        self.slots[i].put_back(grad, device=self._device)
 
     # Commit
 
@@ -314,6 +316,11 @@ class HostGroup:
         if view is None:
             view = self._views[key] = self._codec.view(i, buffer)
         return view
+
+
+def _whole_payload(p: torch.Tensor) -> torch.dtype:
+    """Vectors are few enough to travel as Adam sees them."""
+    return p.dtype if p.ndim >= 2 else torch.float32
 
 
 class DeviceGroup:

@@ -8,7 +8,7 @@ projected or whole; vectors are too small for a trip and stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ds_zo.config import LSPParams
 from ds_zo.optim import OFFSET_ALIGNMENT
 from ds_zo.projectors import SparseProjector, choose_dims
 from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.units import Unit
 
 _MAX_PARAMETERS = 2**16
 """Random streams that one draw of all projectors takes, for two sides."""
@@ -58,6 +59,10 @@ class Slot:
     """Where the transpose of P^T G Q is summed; a whole parameter's gradients add up in its own `.grad`."""
     has_total: bool = False
     """A gradient has come since the last step."""
+    comes_and_goes: bool = False
+    """Its weights are on the device while it is visited ([Note: settled where it is visited])."""
+    kept: torch.Tensor | None = None
+    """Then: a whole parameter's gradient so far, between visits."""
     is_fitted: bool = False
     """Its projectors have seen a gradient (or are not to be fitted)."""
 
@@ -69,14 +74,29 @@ class Slot:
         return self.subspace.Q.dim, self.subspace.P.dim
 
     @property
+    def whole_gradient(self) -> torch.Tensor | None:
+        return self.parameter.grad if self.kept is None else self.kept
+
+    @property
     def gradient(self) -> torch.Tensor:
-        found = self.parameter.grad if self.total is None else self.total
+        found = self.whole_gradient if self.total is None else self.total
         assert found is not None
         return found
 
+    def put_back(self, grad: torch.Tensor, *, device: torch.device) -> None:
+        """A whole parameter's gradient is still to be used."""
+        grad = grad.to(device, self.parameter.dtype)
+        if self.comes_and_goes:
+            self.kept = grad
+        else:
+            self.parameter.grad = grad
+
+    def drop_gradient(self) -> None:
+        self.parameter.grad = self.kept = None
+
     def forget(self) -> None:
         self.has_total = False
-        self.parameter.grad = None
+        self.drop_gradient()
 
 
 @dataclass(eq=False)
@@ -150,6 +170,23 @@ def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | 
             group = groups.setdefault(found[0], Group(found[0], is_block=True, modules=[found[1]]))
         group.slots.append(slot)
     return list(groups.values())
+
+
+def apart_from_visitors(groups: list[Group], unit_of: Mapping[int, Unit]) -> list[Group]:
+    """Parameters in blocks that come and go are told so; others of these blocks, which stay on the device because they
+    are used elsewhere too, make groups of their own."""
+    found = []
+    for group in groups:
+        visitors = [slot for slot in group.slots if id(slot.parameter) in unit_of]
+        for slot in visitors:
+            slot.comes_and_goes = True
+        if visitors:
+            found.append(Group(group.name, True, visitors, group.modules))
+        staying = [slot for slot in group.slots if not slot.comes_and_goes]
+        if staying:
+            name = f"{group.name} (shared)" if visitors else group.name
+            found.append(Group(name, False, staying, group.modules))
+    return found
 
 
 def _owners(module: nn.Module, p: nn.Parameter) -> Iterator[nn.Module]:

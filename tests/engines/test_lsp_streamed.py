@@ -1,0 +1,80 @@
+"""Streamed LSP is resident LSP bit for bit: directions wait for a block's next visit and go home with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_equal, batches, start, train
+from lsp_runs import lsp_json, settled, small
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+BOTH = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.01}
+
+
+def on_host(config: dict[str, Any], **stream: Any) -> dict[str, Any]:
+    place = {**config["zero_optimization"], **BOTH}
+    return {**config, "zero_optimization": place, "ds_zo": {"stream": stream}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {"clipping": 0.1}, {}),
+    "sync": ("llama", {"params": {"schedule": "sync"}}, {}),
+    "bf16": ("gpt2", {"bf16": {"enabled": True}, "params": {"payload_dtype": "int8", **LEARNED}}, {"device_slots": 3}),
+    "accumulated": ("gpt2", {"gradient_accumulation_steps": 2, "params": {"weight_decay": 0.1}}, {"overlap": False}),
+    "some stay": ("llama", {"clipping": 0.1, "params": {"clip_scope": "global"}}, {"resident_blocks": 1}),
+    "whole": ("llama", {"params": {"projector": "none"}, "gradient_accumulation_steps": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_equals_resident(case: str) -> None:
+    name, more, stream = CASES[case]
+    config = lsp_json(**more)
+    engines = [start(config, small(name)), start(on_host(config, **stream), small(name))]
+    losses = [train(engine, batches(name, 5 if case == "bf16" else 10)) for engine in engines]
+    assert losses[0] == losses[1]
+    assert_equal(settled(engines[1]), settled(engines[0]))
+    runtime = engines[1].backend._streamed.homes.runtime
+    assert runtime.bytes_up > 0 and runtime.bytes_down > 0
+    num_streamed = sum(unit.streamed for unit in engines[1].backend._streamed.homes.placement.blocks)
+    assert num_streamed == 2 - stream.get("resident_blocks", 0)
+
+
+def test_readers_and_a_resumed_run_see_the_step_that_was_made(tmp_path: Path) -> None:
+    """An evaluation, a state dict and a checkpoint each find directions that wait, and none is applied twice."""
+    config = lsp_json(params=LEARNED)
+    resident, streamed = start(config, small()), start(on_host(config), small())
+    data = list(batches("llama", 6))
+    for engine in (resident, streamed):
+        train(engine, data[:2])
+    with torch.no_grad():
+        assert torch.equal(streamed.module(**data[0]).logits, resident.module(**data[0]).logits)
+    for engine in (resident, streamed):
+        train(engine, data[2:3])
+    assert_equal(dict(streamed.module.state_dict()), dict(resident.module.state_dict()))
+    for engine in (resident, streamed):
+        train(engine, data[3:4])
+    streamed.save_checkpoint(str(tmp_path))
+    resumed = start(on_host(config), small())
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, data[4:]) == train(streamed, data[4:]) == train(resident, data[4:])
+    assert_equal(settled(resumed), settled(resident))
+    before = settled(streamed)
+    streamed.destroy()
+    assert_equal({name: p.detach() for name, p in streamed.module.named_parameters()}, before)
+
+
+def test_two_losses_a_step_add_up() -> None:
+    """The second takes a trip back that the first began."""
+    data = list(batches("llama", 2))
+    engines = [start(config, small()) for config in (lsp_json(), on_host(lsp_json()))]
+    for engine in engines:
+        for batch in data:
+            engine.backward(engine(**batch).loss)
+        engine.step()
+    assert_equal(settled(engines[1]), settled(engines[0]))
