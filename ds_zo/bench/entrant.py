@@ -72,6 +72,8 @@ class Trainer:
     num_parameters: int
     running: str
     """The classes that do the work: a setting that DeepSpeed passed over would show here."""
+    starts_as_given: bool | None = None
+    """Whether the weights are those it was given, where they can be looked at."""
 
 
 def measure_machine(*, device: str) -> Row:
@@ -135,6 +137,7 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         "title": entrant.title,
         "settings": entrant.settings,
         "running": trainer.running,
+        "starts_as_given": trainer.starts_as_given,
         "parameters": trainer.num_parameters,
         "tokens_per_s": tokens / measured["step_s"],
         "tokens_per_s_mean": tokens / measured["step_wall_s"],
@@ -185,7 +188,18 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
         update=engine.step,
         num_parameters=num_parameters,
         running=_classes(engine.optimizer),
+        starts_as_given=_starts_as_given(model) if entrant.backend is None else None,
     )
+
+
+def _starts_as_given(model: nn.Module) -> bool | None:
+    """Looks at one matrix. DeepSpeed 0.19.8 flattens ZenFlow's matrices transposed and reads them back as if they were
+    not (stage 1 and 2)."""
+    source = getattr(model, "_ds_zo_source", None)
+    name, p = next((name, p) for name, p in model.named_parameters() if p.ndim == 2 or hasattr(p, "ds_shape"))
+    if source is None or hasattr(p, "ds_shape"):
+        return None
+    return torch.equal(p.detach(), source(name).to(p))
 
 
 def _classes(optimizer: Any) -> str:

@@ -100,7 +100,7 @@ def memory_key(rows: Sequence[Row]) -> str:
 
 
 def _is_ours(row: Row) -> bool:
-    return not str(row.get("settings", "")).startswith(("stock", "stage 0", "the authors"))
+    return not str(row.get("settings", "")).startswith(("stock", "stage ", "the authors"))
 
 
 def _marker(row: Row) -> str:

@@ -67,11 +67,17 @@ def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    elsewhere = [row["contender"] for row in contenders(rows) if row.get("ran_with_gb")]
-    if not elsewhere:
-        return list(NOTES)
-    names = ", ".join(elsewhere)
-    return [*NOTES, f"Run once, with more memory than this cap, of which they never held more than it has: {names}."]
+    entrants = contenders(rows)
+    elsewhere = ", ".join(row["contender"] for row in entrants if row.get("ran_with_gb"))
+    astray = ", ".join(row["contender"] for row in entrants if row.get("starts_as_given") is False)
+    notes = list(NOTES)
+    if elsewhere:
+        notes.append(
+            f"Run once, with more memory than this cap, of which they never held more than it has: {elsewhere}."
+        )
+    if astray:
+        notes.append(f"Not started from the weights they were given, so without losses: {astray}.")
+    return notes
 
 
 def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
@@ -117,7 +123,9 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
     if len(runs) > 1:
         raise ValueError(f"a table compares rows of one run, got {', '.join(sorted(runs))}: choose one (--run-id)")
     found = [
-        row | {"contender": row["case"], "settings": row.get("settings") or _settings(row)}
+        row
+        | {"contender": row["case"], "settings": row.get("settings") or _settings(row)}
+        | ({"losses": []} if row.get("starts_as_given") is False else {})
         for row in rows
         if "contender" in row.get("params", {})
     ]
