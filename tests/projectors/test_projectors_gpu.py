@@ -9,7 +9,7 @@ import torch
 from projector_cases import gradient, matrix, pair
 from projector_checks import CHECKS, compare_rounded, moved, updated
 
-from ds_zo.projectors import carry_moments, compress, fit, workspace
+from ds_zo.projectors import Application, Compression, apply_all_, carry_moments, compress, compress_all, fit, workspace
 from ds_zo.projectors.sparse import SparseProjector
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,28 @@ def test_products_give_the_same_bits_every_time() -> None:
     for _ in range(5):
         assert torch.equal(compress(G, P, Q), S)
         assert torch.equal(updated(G, S, P, Q, lr=0.1), W)
+
+
+def test_a_layers_products_together_are_the_same_bits() -> None:
+    shapes = [(2048, 2048)] * 4 + [(5504, 2048)] * 2 + [(2048, 5504)]
+    pairs = [[moved(x, "cuda") for x in pair(*shape, 512, 4, seed=i)] for i, shape in enumerate(shapes)]
+    weights = [matrix(*shape, torch.bfloat16, seed=i).cuda() for i, shape in enumerate(shapes)]
+    alone = [compress(W, *projectors) for W, projectors in zip(weights, pairs, strict=True)]
+    outs = [torch.empty(512, 512, device="cuda").t() for _ in shapes]
+    compress_all([Compression(W, *both, out) for W, both, out in zip(weights, pairs, outs, strict=True)])
+    assert all(torch.equal(out, S) for out, S in zip(outs, alone, strict=True))
+    expected = [
+        updated(W, S, *both, lr=0.1, weight_decay=0.1, step=3, offset=1024 * i)
+        for i, (W, S, both) in enumerate(zip(weights, alone, pairs, strict=True))
+    ]
+    apply_all_(
+        [
+            Application(W, out, *both, 0.1, 0.1, offset=1024 * i)
+            for i, (W, out, both) in enumerate(zip(weights, outs, pairs, strict=True))
+        ],
+        step=3,
+    )
+    assert all(torch.equal(W, one) for W, one in zip(weights, expected, strict=True))
 
 
 def test_streams_do_not_share_scratch() -> None:
