@@ -11,7 +11,8 @@ def planned(row: Row) -> Row | None:
     """Peak and seconds a step for one-pass LOMO and AdaLOMO on a published shape; None for whatever else."""
     params = row["params"]
     measured = row["status"] == "ok" and row["target"].endswith(":speed") and row["fits"]
-    if not measured or params["method"] not in ("lomo", "adalomo") or params.get("overrides"):
+    planless = params.get("overrides") or params.get("compiled")
+    if not measured or params["method"] not in ("lomo", "adalomo") or planless:
         return None
 
     from ds_zo.config.section import StreamConfig

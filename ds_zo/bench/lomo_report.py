@@ -67,17 +67,18 @@ TARGETS = (
     Target("1.3B streamed against ZeRO-3 offload", _ratio("streamed/1.3b", "streamed/1.3b-zero3"), 3.0),
     Target("13B streamed within 24 GB, steps with a finite loss", _finite_steps("streamed/13b-24gb"), 20),
     Target("30B streamed within 24 GB, steps with a finite loss", _finite_steps("streamed/30b-24gb"), 20),
-    Target(
-        "memory of LOMO checkpointed against AdamW plain (8 x 512)",
-        _ratio("paper/memory-lomo-checkpointed", "paper/memory-adamw_master-plain", "total_gb"),
-        0.108,
-        at_least=False,
-    ),
-    Target(
-        "memory of LOMO checkpointed, blocks compiled, against AdamW plain (8 x 512)",
-        _ratio("paper/memory-lomo-checkpointed-compiled", "paper/memory-adamw_master-plain", "total_gb"),
-        0.108,
-        at_least=False,
+    *(
+        Target(
+            f"memory of LOMO checkpointed{words} against AdamW plain (8 x 512), {how}",
+            _ratio(f"paper/memory-lomo-checkpointed{suffix}", "paper/memory-adamw_master-plain", *keys),
+            0.108,
+            at_least=False,
+        )
+        for suffix, words, how, keys in (
+            ("", "", "both the sum of their parts, as the paper counts", ("computed_total_gb",)),
+            ("", "", "its measured peak to the sum of AdamW's parts", ("total_gb",)),
+            ("-compiled", " with blocks compiled", "its measured peak to the sum of AdamW's parts", ("total_gb",)),
+        )
     ),
 )
 
