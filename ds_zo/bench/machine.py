@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
-from ds_zo.bench.measure import environment, host_free_bytes
+from ds_zo.bench.measure import environment, extensions_folder, host_free_bytes
 from ds_zo.bench.profile_layers import LayerTimes, profile_layers
 from ds_zo.planner.table import grid
 
@@ -206,7 +205,7 @@ def _compiler() -> Check:
 def _cpu_adam(rates: dict[str, Any]) -> Check:
     rates |= host_rates()
     torchs = f"torch's: {rates['cpu_adam_gparams']:.2f} G parameters/s"
-    folder = _extensions() / "cpu_adam"
+    folder = extensions_folder() / "cpu_adam"
     if (folder / "lock").exists():
         remedy = f"if no build is running, one was killed and the next waits for ever: remove {folder.name}/lock"
         return Check("CPU Adam", f"DeepSpeed's build folder is locked; {torchs}", "warn", remedy)
@@ -218,13 +217,3 @@ def _cpu_adam(rates: dict[str, Any]) -> Check:
         return Check("CPU Adam", f"DeepSpeed's is built and does not load; {torchs}", "warn", remedy)
     rates["cpu_adam_gparams"] = speed
     return Check("CPU Adam", f"DeepSpeed's: {speed:.2f} G parameters/s; {torchs}")
-
-
-def _extensions() -> Path:
-    """Where torch keeps what it has built; asking torch itself would make the folder."""
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
-        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    from torch.utils.cpp_extension import get_default_build_root
-
-    cuda = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
-    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{cuda}"

@@ -222,6 +222,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def extensions_folder() -> Path:
+    """Where torch keeps what it has built; asking torch itself would make the folder."""
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    from torch.utils.cpp_extension import get_default_build_root
+
+    cuda = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{cuda}"
+
+
 def _output(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None

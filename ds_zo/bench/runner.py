@@ -211,6 +211,7 @@ class _Harness:
         return free
 
     def _one(self, case: Case, folder: Path, free_bytes: int, *, ends: float) -> Row:
+        begun = time.time()
         env = {**_single_process(), **case.env}
         forks = not self._spawn and not any(name.startswith(_READ_AT_LOAD) for name in case.env)
         start = _fork if forks and not _cuda_was_touched() else _start_interpreter
@@ -225,6 +226,7 @@ class _Harness:
             "host_drop_gb": round(watched.host_drop_bytes / 1e9, 3),
         }
         if watched.stopped is not None:
+            _remove_locks(begun)
             status, reason = watched.stopped
             return outcome | {"status": status, "error": reason}
         with suppress(OSError, json.JSONDecodeError):
@@ -301,6 +303,16 @@ def _end(pid: int) -> None:
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _remove_locks(since: float) -> None:
+    """A child that is stopped while it builds or loads an extension leaves a lock, for which others wait for ever."""
+    from ds_zo.bench.measure import extensions_folder
+
+    for lock in extensions_folder().glob("*/lock"):
+        with suppress(OSError):
+            if lock.stat().st_mtime >= since:
+                lock.unlink()
 
 
 def _cuda_was_touched() -> bool:

@@ -41,7 +41,8 @@ def die_as_if_killed() -> dict[str, Any]:
     return {}
 
 
-def hang_with_grandchild(*, pid_file: str) -> dict[str, Any]:
+def hang_with_grandchild(*, pid_file: str, lock: str) -> dict[str, Any]:
+    Path(lock).touch()
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(pid_file).write_text(str(grandchild.pid))
     wait_for_ever()

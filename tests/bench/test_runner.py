@@ -65,14 +65,20 @@ def test_failures_are_rows_with_their_last_words(function: str, status: str, wor
     assert row["error"]
 
 
-def test_a_hanging_case_says_where_and_its_grandchildren_go_with_it(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    hanging = case("hang_with_grandchild", params={"pid_file": str(pid_file)}, timeout_s=1.5)
+def test_a_hanging_case_says_where_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    pid_file, others, its = tmp_path / "pid", tmp_path / "fused_adam" / "lock", tmp_path / "cpu_adam" / "lock"
+    for lock in (others, its):
+        lock.parent.mkdir()
+    others.touch()
+    os.utime(others, (1, 1))
+    hanging = case("hang_with_grandchild", params={"pid_file": str(pid_file), "lock": str(its)}, timeout_s=1.5)
     start = time.monotonic()
     rows = run(hanging, case("add", params={"a": 1, "b": 1}))
     assert time.monotonic() - start < 20
     assert [row["status"] for row in rows] == ["timeout", "ok"]
     assert "wait_for_ever" in rows[0]["last_words"]
+    assert others.exists() and not its.exists()
     grandchild = Path("/proc") / pid_file.read_text()
     assert not grandchild.exists() or "Z" in (grandchild / "stat").read_text().rpartition(")")[2].split()[:1]
 
