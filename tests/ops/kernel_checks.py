@@ -271,7 +271,7 @@ def check_replay_equals_folds(device: str) -> None:
 def check_pair(device: str) -> None:
     """Both copies at once, stored or as if stored, are a store and two perturbing calls on it, bit for bit."""
     for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
-        for dtype, distribution in product(STORAGE_DTYPES, DISTRIBUTIONS):
+        for dtype, distribution in (*product(STORAGE_DTYPES, ("normal",)), (FP8, "rademacher")):
             flat = Flat.make(dtype, device=where, segments=SMALL_SEGMENTS)
             out = torch.float32 if dtype == torch.float32 else torch.bfloat16
             copies = [torch.full_like(flat.storage, CANARY, dtype=out) for _ in range(6)]
