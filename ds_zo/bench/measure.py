@@ -192,6 +192,7 @@ def environment() -> dict[str, Any]:
     return {**machine, "commit": commit(), "versions": versions()}
 
 
+@lru_cache(maxsize=1)
 def machine_id() -> str:
     """Tells this machine from others of its kind, which may have the same name, and names neither."""
     cards = _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader") or ""
