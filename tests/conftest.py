@@ -73,7 +73,8 @@ def single_process() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def _run_ranks(script: str, *arguments: str, num_ranks: int, timeout_s: float, **environment: Any) -> list[str]:
+def run_ranks_of(script: str, *arguments: str, num_ranks: int, timeout_s: float, **environment: Any) -> list[str]:
+    """A script in fresh interpreters as a launcher's ranks on this machine: what each printed, by rank."""
     port = find_free_port()
     ranks = []
     for rank in range(num_ranks):
@@ -98,7 +99,7 @@ def run_python() -> Callable[..., str]:
     """Runs a script in a fresh interpreter as one rank of a launcher would be, and returns what it printed."""
 
     def run(script: str, *arguments: str, timeout_s: float = 300, **environment: Any) -> str:
-        return _run_ranks(script, *arguments, num_ranks=1, timeout_s=timeout_s, **environment)[0]
+        return run_ranks_of(script, *arguments, num_ranks=1, timeout_s=timeout_s, **environment)[0]
 
     return run
 
@@ -108,6 +109,6 @@ def run_ranks() -> Callable[..., list[str]]:
     """The same with several ranks on this machine: what each printed, by rank."""
 
     def run(script: str, *arguments: str, num_ranks: int = 2, timeout_s: float = 300, **environment: Any) -> list[str]:
-        return _run_ranks(script, *arguments, num_ranks=num_ranks, timeout_s=timeout_s, **environment)
+        return run_ranks_of(script, *arguments, num_ranks=num_ranks, timeout_s=timeout_s, **environment)
 
     return run

@@ -38,7 +38,7 @@ Weights = dict[str, torch.Tensor]
 Batch = dict[str, torch.Tensor]
 
 
-def _forget() -> None:
+def forget() -> None:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     unset_hf_deepspeed_config()
@@ -48,9 +48,9 @@ def _forget() -> None:
 def fresh_libraries(single_process: None) -> Iterator[None]:
     """Accelerate and transformers keep process-wide state; each test starts without it."""
     before = dict(os.environ)
-    _forget()
+    forget()
     yield
-    _forget()
+    forget()
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)

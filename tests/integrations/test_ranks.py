@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_ranks_of
 from library_runs import (
     Batch,
     batches,
@@ -25,28 +27,53 @@ import ds_zo
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
-from library_runs import arguments, batches, config_for, engine_of, loop, trainer_for, weights_of
+from library_runs import forget, arguments, batches, config_for, engine_of, loop, trainer_for, weights_of
 from tiny_models import tiny_model
 from pathlib import Path
 
-way, backend, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
+way, folder = sys.argv[2], Path(sys.argv[3])
 rank = int(os.environ["RANK"])
-config = config_for(backend, stream=True)
-if way == "trainer":
-    # Trainer deals every second batch to a rank: batches 0, 2, 4, 6 to the first, 1, 3, 5, 7 to the second
-    trainer = trainer_for(arguments(folder / "run", config, num_train_epochs=1, save_strategy="steps", save_steps=2), 8)
-    trainer.train()
-    engine = engine_of(trainer)
-else:
-    handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
-    model = tiny_model("llama", seed=rank)  # the second rank's own weights are replaced by the first's
-    engine, optimizer = accelerator.prepare(model, DummyOptim(model.parameters()))
-    mine = [{name: value.to(accelerator.device) for name, value in batch.items()} for batch in batches(8)[rank::2]]
-    loop(accelerator, engine, optimizer, mine)
-assert engine.dp_world_size == 2 and engine.global_steps == 4
-torch.save(weights_of(engine), folder / f"{rank}.pt")
+for backend in sys.argv[4:]:
+    forget()
+    config = config_for(backend, stream=True)
+    if way == "trainer":
+        # Trainer deals every second batch to a rank: batches 0, 2, 4, 6 to the first, 1, 3, 5, 7 to the second
+        run = arguments(folder / backend, config, num_train_epochs=1, save_strategy="steps", save_steps=2)
+        trainer = trainer_for(run, 8)
+        trainer.train()
+        engine = engine_of(trainer)
+    else:
+        handlers = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
+        model = tiny_model("llama", seed=rank)  # the second rank's own weights are replaced by the first's
+        engine, optimizer = accelerator.prepare(model, DummyOptim(model.parameters()))
+        mine = [{name: value.to(accelerator.device) for name, value in batch.items()} for batch in batches(8)[rank::2]]
+        loop(accelerator, engine, optimizer, mine)
+    assert engine.dp_world_size == 2 and engine.global_steps == 4
+    torch.save(weights_of(engine), folder / f"{backend}-{rank}.pt")
 """
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder with what a job of two ranks ended with. One job a way: starting ranks costs more than training."""
+    folders: dict[str, Path] = {}
+
+    def run(way: str) -> Path:
+        if way not in folders:
+            folders[way] = tmp_path_factory.mktemp(way)
+            run_ranks_of(
+                SCRIPT,
+                str(Path(__file__).parent),
+                way,
+                str(folders[way]),
+                *available_backends(),
+                num_ranks=2,
+                timeout_s=300,
+            )
+        return folders[way]
+
+    return run
 
 
 def joined(a: Batch, b: Batch) -> Batch:
@@ -56,9 +83,8 @@ def joined(a: Batch, b: Batch) -> Batch:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["accelerate", "trainer"])
 @pytest.mark.parametrize("backend", available_backends())
-def test_two_ranks_are_one_of_twice_the_batch(backend: str, way: str, run_ranks, tmp_path: Path) -> None:
-    run_ranks(SCRIPT, str(Path(__file__).parent), way, backend, str(tmp_path))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+def test_two_ranks_are_one_of_twice_the_batch(backend: str, way: str, job: Callable[[str], Path]) -> None:
+    first, second = (torch.load(job(way) / f"{backend}-{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
     data = batches(8)
