@@ -130,7 +130,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", param("distribution", "gaussian"), ["normal, rademacher"], "optimizer.params.distribution"),
     ("ZO", param("distribution", "Normal"), ['did you mean "normal"'], "optimizer.params.distribution"),
     ("ZO", param("compute_dtype", "bfloat16"), ["auto, fp32, tf32, bf16, fp16"], "optimizer.params.compute_dtype"),
-    ("ZO", stream("wire_dtype", "fp4"), ["fp8"], "ds_zo.stream.wire_dtype"),
+    ("ZO", stream("wire_dtype", "fp4"), ["bf12", "fp8"], "ds_zo.stream.wire_dtype"),
     ("ZO", stream("master", "full"), ["split, wire"], "ds_zo.stream.master"),
     ("ZO", {"ds_zo.rounding": "up"}, ["stochastic, nearest"], "ds_zo.rounding"),
     ("LOMO", param("norm_scope", "layer"), ["global, group"], "optimizer.params.norm_scope"),
