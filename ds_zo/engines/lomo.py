@@ -11,6 +11,9 @@ pass, with nothing kept: it frees the graph, which the next forward could not af
 makes a backward of its own for each segment, so a weight shared between segments, or with what is outside them, would
 be updated by parts, and later segments recomputed with new weights. It is refused; `use_reentrant=False` is exact.
 
+With `ds_zo.compile_blocks` a block's gradients come together, and one block's are alive at a time
+(`compiled_blocks`).
+
 With `offload_param` blocks stream, and each is computed again in a backward of its own ([Note: recomputed blocks],
 [Note: gradients in parts]); passes, updates and rounding bits are the same.
 
