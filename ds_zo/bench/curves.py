@@ -1,7 +1,8 @@
 """What a curve of losses says; and, as a command, the learning curves of a sweep's rows (launch/sweep.py) as a picture.
 
 python -m ds_zo.bench.curves rows.jsonl --task alpaca --out curves.svg
-python -m ds_zo.bench.curves rows.jsonl --task boolq --methods zo,lomo --out curves.png
+python -m ds_zo.bench.curves rows.jsonl --task boolq --methods zo,lomo --best --out curves.png
+python -m ds_zo.bench.curves rows.jsonl --task boolq --ranks --out ranks.png
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from ds_zo.tasks.score import LOWER_IS_BETTER
 
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -62,6 +65,29 @@ def with_curves(rows: Sequence[Row], *, task: str, methods: Sequence[str] = ()) 
     return found
 
 
+def best_of_each(rows: Sequence[Row], *, apart: Sequence[str] = ()) -> list[Row]:
+    """One run a method (and value of what is kept `apart`): the best by dev, whatever its rate."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row.get("dev") is not None:
+            key = (row["method"], *(row.get(name) for name in apart))
+            sign = -1.0 if row["metric"] in LOWER_IS_BETTER else 1.0
+            if key not in found or sign * row["dev"] > sign * found[key]["dev"]:
+                found[key] = row
+    return list(found.values())
+
+
+def by_rank(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+    """(LoRA rank, mean test score over seeds) of each method that has ranks; a seed's best run by dev counts."""
+    scores: dict[tuple[str, int], list[float]] = {}
+    for row in best_of_each([row for row in rows if row.get("lora_rank")], apart=("lora_rank", "seed")):
+        scores.setdefault((row["method"], row["lora_rank"]), []).append(row["after"])
+    found: dict[str, list[tuple[int, float]]] = {}
+    for (method, rank), values in sorted(scores.items()):
+        found.setdefault(method, []).append((rank, sum(values) / len(values)))
+    return found
+
+
 def label(row: Row, rows: Sequence[Row]) -> str:
     """The method, and its rate and seed where the rows have several."""
     mates = [other for other in rows if other["method"] == row["method"]]
@@ -90,9 +116,34 @@ def draw(rows: Sequence[Row], out: Path, *, window: int = SMOOTHED_STEPS) -> Non
         for axes in panels[:, column]:
             axes.grid(alpha=0.3)
     panels[0][1].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{Path(str(rows[0].get('model', ''))).name}, {rows[0]['task']}, {rows[0].get('device', '')}")
+    figure.suptitle(_title(rows[0]))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
+
+
+def draw_ranks(rows: Sequence[Row], out: Path) -> None:
+    """Test score against the rank of LoRA; a method without adapters is a level line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for method, points in by_rank(rows).items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=method)
+    for i, row in enumerate(best_of_each([row for row in rows if not row.get("lora_rank")])):
+        axes.axhline(row["after"], linestyle="--", linewidth=1, color=f"C{i + 5}", label=row["method"])
+    ranks = sorted({row["lora_rank"] for row in rows if row.get("lora_rank")})
+    axes.set(xscale="log", xlabel="rank of LoRA", ylabel=f"test {rows[0].get('metric') or 'metric'}")
+    axes.set_xticks(ranks, [str(rank) for rank in ranks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(_title(rows[0]), fontsize=10)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+
+
+def _title(row: Row) -> str:
+    return f"{Path(str(row.get('model', ''))).name}, {row['task']}, {row.get('device', '')}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,6 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--task", required=True)
     parser.add_argument("--methods", help="these only, with commas")
+    parser.add_argument("--best", action="store_true", help="one run a method: the best by dev")
+    parser.add_argument("--ranks", action="store_true", help="test score against LoRA's rank instead of curves")
     parser.add_argument("--window", type=int, default=SMOOTHED_STEPS, help="readings of the loss in a mean")
     parser.add_argument("--out", type=Path, required=True, help="picture; its suffix says which kind")
     args = parser.parse_args(arguments)
@@ -110,7 +163,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows = with_curves(read_rows(args.rows), task=args.task, methods=methods)
     except ValueError as error:
         sys.exit(str(error))
-    draw(rows, args.out, window=args.window)
+    if args.ranks:
+        draw_ranks(rows, args.out)
+    else:
+        draw(best_of_each(rows) if args.best else rows, args.out, window=args.window)
 
 
 if __name__ == "__main__":

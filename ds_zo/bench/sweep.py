@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -47,7 +48,14 @@ Expectation = Callable[[Case, Sequence[Row]], "float | None"]
 """Seconds a case will take; None: unknown."""
 Start = Literal["forkserver", "fork", "spawn"]
 """A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
-PRELOAD = ["ds_zo.bench.run_summary", "ds_zo.tasks", "transformers", "deepspeed"]
+PRELOAD = (
+    *("ds_zo.bench.run_summary", "ds_zo.tasks", "deepspeed"),
+    *(
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+    ),
+)
 BAD_FORK = 97
 """Exit status of a child that cannot use CUDA because the process it was forked from had touched it."""
 _LAST_WORDS = 1500
@@ -79,6 +87,8 @@ class Sweep:
     case_seconds: float | None = None
     arguments: tuple[str, ...] = ()
     start: Start = "forkserver"
+    preload: tuple[str, ...] = PRELOAD
+    """Modules that are imported once, before the forks."""
     fallback: Start = "spawn"
     """After a bad fork."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -154,7 +164,10 @@ def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda cas
     start = sweep.start
     context: Any = multiprocessing.get_context(start)
     if sweep.start == "forkserver":
-        multiprocessing.set_forkserver_preload(PRELOAD)
+        multiprocessing.set_forkserver_preload(list(sweep.preload))
+    elif sweep.start == "fork":
+        for name in sweep.preload:
+            importlib.import_module(name)
     deadline = time.monotonic() + sweep.span_s
     rows = read_rows(sweep.results)
     running: list[_Running] = []
@@ -249,6 +262,7 @@ class _Running:
         row: Row = {"key": self.case.key, **{k: v for k, v in asdict(self.case).items() if k != "arguments"}}
         row["arguments"] = [*self.case.arguments, *self.sweep.arguments]
         row |= {"wall_s": round(time.monotonic() - self.began, 1), "jobs": self.sweep.jobs, "resumed": self.resumed}
+        row["start"] = self.start
         summary = self.folder / "summary.json"
         if summary.is_file():
             found = json.loads(summary.read_text(encoding="utf-8"))

@@ -116,7 +116,7 @@ def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     cases = [a_case(task) for task in ("endless", "ends", "fails")]
     results, folder = tmp_path / "rows.jsonl", tmp_path / "runs"
-    sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=44, grace_s=40, start="fork")
+    sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=44, grace_s=40, start="fork", preload=())
     assert in_clean_process(run, sweep, partial(remaining, cases)) == 2
     rows = {row["task"]: row for row in read_rows(results)}
     assert rows["ends"]["status"] == "ok" and rows["ends"]["after"] == 0.5 and rows["ends"]["config"] == {"a": 1}
@@ -150,7 +150,7 @@ def test_a_killed_sweep_loses_what_was_running_and_leaves_none_behind(tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     cases = [a_case(task) for task in ("ends", "badly forked", "endless", "fails")]
-    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork", fallback="spawn")
+    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork", preload=())
     parent = multiprocessing.get_context("spawn").Process(target=run, args=(sweep, partial(remaining, cases)))
     parent.start()
     checkpoints = tmp_path / "runs" / cases[2].key / "checkpoints"

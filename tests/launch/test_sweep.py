@@ -1,18 +1,37 @@
-"""launch/sweep.py on the real launch/train.py; and ZO taking the steps of its MeZO reference."""
+"""launch/sweep.py on the real launch/train.py: every kind of run that the papers' grids have, and what rows make."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-import subprocess
+import json
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from clean_process import in_clean_process
 
-from ds_zo.bench.sweep import read_rows
+from ds_zo.bench import curves
+from ds_zo.bench.accuracy import table
+from ds_zo.bench.grids import GRIDS, Case, Grid, lsp_glue
+from ds_zo.bench.sweep import Row, Sweep, read_rows, remaining, run
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "launch" / "sweep.py"
+PAIRS = [
+    ("A man walks.", "A man is walking."),
+    ("It fell.", "No dog sings."),
+    ("return x", "return y"),
+    ("One.", "Two."),
+]
+TABLES = {
+    "boolq": [{"question": f"is it {i}", "passage": "It is one.", "label": i % 2 == 1} for i in range(4)],
+    "sst2": [{"sentence": a, "label": i % 2} for i, (a, _) in enumerate(PAIRS)],
+    "stsb": [{"sentence1": a, "sentence2": b, "label": 4.5 - i} for i, (a, b) in enumerate(PAIRS)],
+}
+"""Hand-written, in the public loaders' fields."""
 
 
 @pytest.fixture(scope="module")
@@ -25,30 +44,90 @@ def script() -> ModuleType:
     return module
 
 
-def test_zo_takes_the_references_steps_at_equal_z(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "rows.jsonl"
-    grid = ["--grid", "smoke", "--methods", "mezo,zo", "--lrs", "1e-4", "--steps", "6", "--results", str(results)]
-    command = [sys.executable, str(SCRIPT), *grid, "--start", "fork", "--", "--num-eval", "4"]
-    first = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert first.returncode == 0, first.stderr[-3000:]
-    rows = {row["method"]: row for row in read_rows(results)}
-    assert {row["status"] for row in rows.values()} == {"ok"}, rows
-    losses = {name: [point["loss"] for point in row["curve"] if point["loss"]] for name, row in rows.items()}
-    assert losses["zo"] == pytest.approx(losses["mezo"], rel=1e-5)
-    assert rows["zo"]["after_values"] == rows["mezo"]["after_values"] and rows["zo"]["steps"] == 6
-    script.main([*grid, "--dry-run"])
-    said = first.stdout + capsys.readouterr().out
-    assert "2 cases, 2 to run now" in said and "2 cases, 0 to run now" in said
+def short(grid: Grid, *, tasks: Sequence[str], steps: int, names: Sequence[str] = ()) -> list[Case]:
+    """Each method of a grid once, at its first rate and rank."""
+    methods = {
+        name: dataclasses.replace(m, lrs=m.lrs[:1], lora_ranks=m.lora_ranks[:1], batch_size=4, eval_every=steps)
+        for name, m in grid.methods.items()
+        if name in (names or grid.methods)
+    }
+    return list(Grid(methods, tuple(tasks), (0,), grid.arguments).cases(steps=steps))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    """Of one sweep with the embedded model, by key."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for task, lines in TABLES.items():
+        (folder / "data" / task).mkdir(parents=True)
+        for split in ("train", "dev", "test"):
+            (folder / "data" / task / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cases = [
+        *short(GRIDS["smoke"], tasks=["sst2"], steps=6, names=["mezo", "zo"]),
+        *short(GRIDS["lora-lomo"], tasks=["boolq"], steps=2),
+        *short(lsp_glue(128), tasks=["sst2"], steps=2, names=["lsp"]),
+        *short(lsp_glue(128), tasks=["stsb"], steps=2),
+    ]
+    sweep = Sweep(
+        SCRIPT.parent / "train.py",
+        folder / "rows.jsonl",
+        folder / "runs",
+        "embedded",
+        data_root=folder / "data",
+        arguments=("--num-eval", "4"),
+        start="fork",
+    )
+    assert in_clean_process(run, sweep, partial(remaining, cases)) == len(cases)
+    found = {row["key"]: row for row in read_rows(sweep.results)}
+    assert list(found) == [case.key for case in cases]
+    assert {row["status"] for row in found.values()} == {"ok"}, [row.get("last_words") for row in found.values()]
+    return found
+
+
+def test_zo_takes_the_references_steps_at_equal_z(rows: dict[str, Row]) -> None:
+    zo, mezo = (next(row for row in rows.values() if row["method"] == name) for name in ("zo", "mezo"))
+    losses = [[point["loss"] for point in row["curve"] if "loss" in point] for row in (zo, mezo)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 1
+    assert zo["after_values"] == mezo["after_values"] and zo["steps"] == 6
+
+
+def test_heads_and_regression_beside_full_tuning_and_galore(rows: dict[str, Row]) -> None:
+    heads = {(row["method"], row["task"]): row for row in rows.values() if row["head"] == "classifier"}
+    assert set(heads) == {("lsp", "sst2"), ("lsp", "stsb"), ("adamw", "stsb"), ("galore", "stsb")}
+    for (_, task), row in heads.items():
+        assert row["metric"] == {"sst2": "accuracy", "stsb": "pearson"}[task]
+        assert row["before"] is None and row["loss_first"] is not None and row["after"] is not None
+    assert heads["lsp", "stsb"]["config"]["optimizer"]["params"]["subspace_dim"] == 85
+    first = {heads[method, "stsb"]["loss_first"] for method in ("lsp", "adamw", "galore")}
+    assert max(first) == pytest.approx(min(first), rel=1e-5), "the same head and data before the first update"
+    text = table(list(heads.values()), grid=lsp_glue(128))
+    assert "| galore | 5e-05? |" in text and "stsb (pearson)" in text
+
+
+def test_lora_with_and_without_lomo_by_rank_and_by_step(rows: dict[str, Row], tmp_path: Path) -> None:
+    boolq = [row for row in rows.values() if row["task"] == "boolq"]
+    assert [(row["method"], row["lora_rank"]) for row in boolq] == [("lomo", None), ("lora", 1), ("lora+lomo", 1)]
+    boolq += [{**row, "lora_rank": 2, "lr": lr, "dev": lr, "after": lr} for row in boolq[1:] for lr in (0.1, 0.2)]
+    assert [point for point in curves.by_rank(boolq)["lora+lomo"] if point[0] == 2] == [(2, 0.2)], "the best by dev"
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in boolq))
+    for name, options in (("ranks.png", ["--ranks"]), ("steps.png", ["--methods", "lomo,lora", "--best"])):
+        curves.main([str(file), "--task", "boolq", "--out", str(tmp_path / name), *options])
+        assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(tmp_path / "rows.jsonl")])
+    results = tmp_path / "rows.jsonl"
+    script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results)])
     said = capsys.readouterr().out.splitlines()[1:]
     assert {line.split("_")[0] for line in said} == {"adamw", "lora", "zo", "lomo", "adalomo", "lsp"}
     assert {line.split("_")[1] for line in said} == {"sst2", "rte"}
+    results.write_text(json.dumps({"key": said[0].split(":")[0], "status": "failed", "task": "sst2"}) + "\n")
+    for more, left in (([], 31), (["--retry-failed"], 32), (["--limit", "3"], 3)):
+        script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), *more])
+        assert f"32 cases, {left} to run now" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"grid smoke has the methods .*; got nope \(--methods\)"):
         script.main(["--grid", "smoke", "--methods", "nope", "--results", "x"])
