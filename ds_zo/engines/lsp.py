@@ -8,11 +8,9 @@ checkpoints hold: `lsp_state`.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,34 +20,30 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.lsp_calibration import Calibration, adopt
-from ds_zo.engines.lsp_jobs import DeviceGroup, HostGroup, Links, Moment, Scratch
+from ds_zo.engines.lsp_groups import LSPGroups
+from ds_zo.engines.lsp_jobs import HostGroup, Moment
 from ds_zo.engines.lsp_matrices import (
     Group,
     Slot,
-    Subspace,
     apart_from_visitors,
     find_slots,
-    first_projectors,
     group_slots,
 )
-from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_products import HeldGradients, Rate, compress_slots
 from ds_zo.engines.lsp_queue import UpdateQueue
 from ds_zo.engines.lsp_ranks import RankLine, Turns
-from ds_zo.engines.lsp_report import BackwardClock, StepReport
+from ds_zo.engines.lsp_report import BackwardClock, StepReport, describe_ranks, describe_slots
 from ds_zo.engines.lsp_shared import SharedDeviceGroup, SharedHostGroup
-from ds_zo.engines.lsp_state import gather_owned, moments_and_errors
+from ds_zo.engines.lsp_state import check_slot_states, gather_owned, load_slot_states, slot_states
 from ds_zo.engines.lsp_streamed import StreamedBlocks
 from ds_zo.engines.lsp_weights import SettledState
-from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments
-from ds_zo.streaming.host_store import HostStore
+from ds_zo.engines.weak import weakly
+from ds_zo.optim.subspace_adam import NORM_FLOOR
 from ds_zo.streaming.units import Unit
 
-_CORES_LEFT_TO_PYTHON = 2
 _STEPS_BETWEEN_WALKS = 20
 
 _hooks: Any = WeakTensorKeyDictionary()
@@ -93,15 +87,22 @@ class LSPBackend(Backend):
         groups = group_slots(module, self._slots, config.section.stream.blocks)
         if self._streamed is not None:
             groups = apart_from_visitors(groups, self._streamed.unit_of)
-        self._store = HostStore(device, pin=True)
-        self._links: Links | None = None
-        self._queue = UpdateQueue(num_threads=_num_threads(device, shared=self.ranks is not None))
-        self._place(groups)
+        self._groups = LSPGroups(
+            groups,
+            self.settings,
+            config=config,
+            ranks=self.ranks,
+            device=device,
+            max_norm=0.0 if self._clips_globally else config.gradient_clipping,
+            unit_of={} if self._streamed is None else self._streamed.unit_of,
+        )
+        self._host_groups, self._device_groups = self._groups.on_host, self._groups.on_device
+        self._queue = self._groups.queue
         self._turns: Turns | None = None
         if self.ranks is not None:
             matrices = [[slot for slot in group.slots if slot.parameter.ndim >= 2] for group in groups]
             self._turn_groups = [found for found in matrices if found]
-            self._turns = Turns(self._turn_groups, partial(_take_turn, weakref.ref(self)))
+            self._turns = Turns(self._turn_groups, weakly(self._take_turn))
         self._looks_together = False
         """Several ranks look at the gradients of this backward pass together, a layer at a time."""
         self._group_of_unit = {id(group.unit): group for group in self._host_groups if group.unit is not None}
@@ -109,7 +110,7 @@ class LSPBackend(Backend):
         self._handles = [self._hook(slot) for slot in self._slots] + self._hook_modules(groups)
         self._weights: SettledState | None = None
         if self._streamed is None:
-            self._weights = SettledState(module, partial(_settle_all_hook, weakref.ref(self)), device=device)
+            self._weights = SettledState(module, weakly(self.settle), device=device)
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._queue)
         self._find_groups()
 
@@ -138,69 +139,21 @@ class LSPBackend(Backend):
     # Parameters
 
     def _stream(self) -> StreamedBlocks:
-        myself = weakref.ref(self)
         return StreamedBlocks(
             self.module,
             self.config,
             param_groups=self.param_groups,
             device=self.device,
-            settle=partial(_settle_unit, myself),
-            settle_all=partial(_settle_all_hook, myself),
-            ended=partial(_end_visit, myself),
+            settle=weakly(self._settle_unit),
+            settle_all=weakly(self.settle),
+            ended=weakly(self._end_visit),
         )
-
-    def _place(self, groups: list[Group]) -> None:
-        """See [Note: what trains how]."""
-        max_norm = 0.0 if self._clips_globally else self.config.gradient_clipping
-        self._host_groups: list[HostGroup] = []
-        self._device_groups: list[DeviceGroup] = []
-        scratch = Scratch()
-        vectors: list[Slot] = []
-        for group in groups:
-            matrices = group.slots
-            if self.config.offload_optimizer and not (self._streamed is not None and group.is_block):
-                vectors += [slot for slot in group.slots if slot.parameter.ndim < 2]
-                matrices = [slot for slot in group.slots if slot.parameter.ndim >= 2]
-            if not matrices:
-                continue
-            group = Group(group.name, group.is_block, matrices, group.modules)
-            if self.config.offload_optimizer:
-                self._host_groups.append(self._host_group(group, scratch, max_norm))
-                if self._streamed is not None and group.is_block:
-                    self._host_groups[-1].unit = self._streamed.unit_of[id(matrices[0].parameter)]
-            else:
-                self._device_groups.append(self._device_group(matrices, max_norm))
-        if vectors:
-            self._device_groups.append(self._device_group(vectors, max_norm))
-        if self.device.type == "cuda" and self._host_groups:
-            landing = [group.h_up.numel() for group in self._host_groups if not group.lands_in_place]
-            self._links = Links(self.device, landing_bytes=max(landing, default=0))
-            for host_group in self._host_groups:
-                host_group.links = self._links
-
-    def _host_group(self, group: Group, scratch: Scratch, max_norm: float) -> HostGroup:
-        places: dict[str, Any] = {
-            "device": self.device,
-            "store": self._store,
-            "queue": self._queue,
-            "scratch": scratch,
-            "max_norm": max_norm,
-        }
-        if self.ranks is None:
-            return HostGroup(group, self.settings, **places)
-        owner = len(self._host_groups) % self.ranks.size if self.config.zero_stage > 0 else None
-        return SharedHostGroup(group, self.settings, ranks=self.ranks, owner=owner, **places)
-
-    def _device_group(self, slots: list[Slot], max_norm: float) -> DeviceGroup:
-        if self.ranks is None:
-            return DeviceGroup(slots, self.settings, device=self.device, max_norm=max_norm)
-        return SharedDeviceGroup(slots, self.settings, ranks=self.ranks, device=self.device, max_norm=max_norm)
 
     def _hook(self, slot: Slot) -> RemovableHandle:
         p = slot.parameter
         if p in _hooks:
             _hooks.pop(p).remove()
-        handle = p.register_post_accumulate_grad_hook(partial(_dispatch, weakref.ref(self), slot))
+        handle = p.register_post_accumulate_grad_hook(weakly(self._arrived, slot))
         _hooks[p] = handle
         return handle
 
@@ -213,11 +166,11 @@ class LSPBackend(Backend):
             if group.name in by_name and by_name[group.name][1].unit is None:
                 index, _ = by_name[group.name]
                 for owner in group.modules:
-                    handles.append(owner.register_forward_pre_hook(partial(_settle_hook, weakref.ref(self), index)))
+                    handles.append(owner.register_forward_pre_hook(weakly(self._settle_for, index)))
         if self._host_groups:
-            handles.append(self.module.register_forward_pre_hook(partial(_settle_hook, weakref.ref(self), None)))
-            handles.append(self.module.register_state_dict_pre_hook(partial(_settle_all_hook, weakref.ref(self))))
-            handles.append(self.module.register_load_state_dict_pre_hook(partial(_settle_all_hook, weakref.ref(self))))
+            handles.append(self.module.register_forward_pre_hook(weakly(self._settle_for, None)))
+            handles.append(self.module.register_state_dict_pre_hook(weakly(self._settle_all)))
+            handles.append(self.module.register_load_state_dict_pre_hook(weakly(self._settle_all)))
         return handles
 
     def _find_groups(self) -> None:
@@ -248,7 +201,10 @@ class LSPBackend(Backend):
         for index in range(len(self._host_groups)):
             self._settle_for(index)
 
-    def _settle_for(self, index: int | None) -> None:
+    def _settle_all(self, *hooked: Any) -> None:
+        self.settle()
+
+    def _settle_for(self, index: int | None, *hooked: Any) -> None:
         """Before group `index` is used; None: before a forward pass of the whole module."""
         if index is not None:
             group = self._host_groups[index]
@@ -256,12 +212,12 @@ class LSPBackend(Backend):
                 self._streamed.bring_up_to_date(group.unit)
             elif group.moment is Moment.DUE:
                 group.settle()
-                self._prefetch()
+                self._groups.prefetch()
             return
         for group in self._host_groups:
             if not group.is_block:
                 group.settle()
-        self._prefetch()
+        self._groups.prefetch()
 
     def _settle_unit(self, unit: Unit) -> bool:
         """A visit has brought it to the device. True: its weights have changed."""
@@ -269,14 +225,8 @@ class LSPBackend(Backend):
         if group is None or group.moment is not Moment.DUE:
             return False
         group.settle()
-        self._prefetch()
+        self._groups.prefetch()
         return True
-
-    def _prefetch(self) -> None:
-        """Uploads what the forward pass needs next, as far as it is there and has room."""
-        for group in self._host_groups:
-            if group.moment is Moment.DUE and not group.prefetch():
-                return
 
     # forward and backward
 
@@ -313,7 +263,7 @@ class LSPBackend(Backend):
             self._held.forget()
         self._clock.end()
 
-    def _arrived(self, slot: Slot) -> None:
+    def _arrived(self, slot: Slot, hooked: torch.Tensor) -> None:
         """One parameter's gradient is complete."""
         p, grad = slot.parameter, slot.parameter.grad
         if grad is None or id(p) not in self._group_of:
@@ -416,7 +366,7 @@ class LSPBackend(Backend):
 
     def _begin_turns(self, turns: Turns) -> None:
         if any(group.moment is Moment.UPDATING for group in self._host_groups):
-            self._take_back()  # on all ranks, whatever their batches use
+            self._groups.take_back()  # on all ranks, whatever their batches use
             self._start_late(self._host_groups[-1].name)
         turns.begin(self._trains)
         self._looks_together = any(self._calibration.wants(slot) for slot in self._slots if self._trains(slot))
@@ -468,7 +418,7 @@ class LSPBackend(Backend):
             self.settle()
         if self._calibration.is_over:
             self._adopt()
-        self._prefetch()
+        self._groups.prefetch()
         self._calibration.report()
         if self._streamed is not None:
             self._streamed.homes.fill_device()
@@ -529,21 +479,16 @@ class LSPBackend(Backend):
 
     def _adopt(self) -> None:
         self.settle()  # with the projectors that its directions belong to
-        for slot, moments, carries in self._kept():
+        for slot, moments, carries in self._groups.kept():
             if slot.refitted is not None:
                 adopt(slot, moments, list(carries.values()))
         self._calibration.end_check()
 
     def zero_grad(self) -> None:
-        self._take_back()
+        self._groups.take_back()
         for slot in self._slots:
             slot.forget()
         self.module.zero_grad(set_to_none=True)
-
-    def _take_back(self) -> None:
-        for group in self._host_groups:
-            if group.moment is Moment.UPDATING:
-                group.take_back()
 
     # Saving, loading, describing
 
@@ -555,34 +500,12 @@ class LSPBackend(Backend):
     def state_dict(self) -> dict[str, Any]:
         """Where ranks keep states for one another, on the first of them and after `rank_state`."""
         self.settle()
-        self._take_back()
-        slots = {}
-        for slot, moments, carries in self._kept():
-            if moments is not None:
-                kept = moments_and_errors(moments, carries)
-            elif slot.name in self._gathered:
-                kept = self._gathered[slot.name]
-            else:
-                raise CheckpointError(
-                    f"the states of {slot.name} are on another rank, which ZeRO stage 1 and above ask for: call "
-                    "save_checkpoint on every rank, which gathers them"
-                )
-            slots[slot.name] = {
-                **kept,
-                "is_fitted": slot.is_fitted,
-                "subspace": None if slot.subspace is None else slot.subspace.state_dict(),
-                "refitted": None if slot.refitted is None else slot.refitted.state_dict(),
-            }
+        self._groups.take_back()
+        slots = slot_states(self._groups.kept(), gathered=self._gathered)
         return {"step": self._num_steps, "calibration": self._calibration.state_dict(), "slots": slots}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        for slot, _, _ in self._kept():
-            saved = state["slots"].get(slot.name)
-            if saved is not None and tuple(saved["moments"]["mean"].shape) != slot.shape:
-                raise CheckpointError(
-                    f"the checkpoint's subspace of {slot.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
-                    f"{slot.shape}: resume with the checkpoint's subspace_dim, projector and edge"
-                )
+        check_slot_states(self._groups.kept(), state["slots"])
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         self.settle()
@@ -590,43 +513,7 @@ class LSPBackend(Backend):
         kept = state["slots"] if load_optimizer_states else {}
         self._num_steps = int(state["step"]) if load_optimizer_states else 0
         self._calibration.load_state_dict(state["calibration"] if load_optimizer_states else None)
-        for slot, moments, carries in self._kept():
-            saved = kept.get(slot.name)
-            for carry, i in carries.values():
-                carry.errors.pop(i, None)
-            if saved is None:
-                if moments is not None:
-                    moments.reset()
-                slot.is_fitted = self.settings.projector != "learned"
-                slot.refitted = None
-                if slot.subspace is not None:
-                    slot.subspace = first_projectors(slot.parameter, slot.index, self.settings, device=self.device)
-                continue
-            if moments is not None:
-                moments.load_state_dict(saved["moments"])
-            slot.is_fitted = saved["is_fitted"]
-            slot.subspace, slot.refitted = (
-                None if saved[key] is None else Subspace.from_state(saved[key], self.device)
-                for key in ("subspace", "refitted")
-            )
-            for side, error in saved["errors"].items():
-                if side in carries:
-                    carry, i = carries[side]
-                    carry.errors[i] = error.to(carry.device, copy=True)
-
-    def _kept(self) -> list[tuple[Slot, Moments | None, dict[str, tuple[Carry, int]]]]:
-        """Each parameter with its states; without, where another rank has them."""
-        found: list[tuple[Slot, Moments | None, dict[str, tuple[Carry, int]]]] = []
-        for group in self._host_groups:
-            if not group.keeps_states:
-                found += [(slot, None, {}) for slot in group.slots]
-                continue
-            for i, (slot, moments) in enumerate(zip(group.slots, group.moments, strict=True)):
-                found.append((slot, moments, {"down": (group.carry_down, i), "up": (group.carry_up, i)}))
-        for device_group in self._device_groups:
-            pairs = zip(device_group.slots, device_group.moments, strict=True)
-            found += [(slot, moments, {}) for slot, moments in pairs]
-        return found
+        load_slot_states(self._groups.kept(), kept, settings=self.settings, device=self.device)
 
     def stored(self) -> dict[str, torch.Tensor]:
         self.settle()
@@ -637,7 +524,7 @@ class LSPBackend(Backend):
             self._streamed.homes.rewritten()
 
     def rank_state(self) -> dict[str, Any]:
-        self._take_back()
+        self._groups.take_back()
         if self.ranks is not None:
             self.settle()
             owned = [group for group in self._host_groups if isinstance(group, SharedHostGroup)]
@@ -655,42 +542,15 @@ class LSPBackend(Backend):
                     slot.put_back(total.clone(), device=self.device)
 
     def footprint(self) -> dict[str, int]:
-        """Bytes that LSP takes besides the weights; scratch of the products comes on top."""
-        subspaces = [slot.subspace for slot in self._slots if slot.subspace is not None]
-        on_device = sum(s.P.num_bytes + s.Q.num_bytes for s in subspaces)
-        on_device += sum(slot.total.nbytes for slot in self._slots if slot.total is not None)
-        on_device += sum(m.num_bytes for group in self._device_groups for m in group.moments)
-        on_device += 0 if self._links is None else self._links.num_bytes
-        on_host = self._store.nbytes + sum(m.num_bytes for group in self._host_groups for m in group.moments)
-        return {"device_bytes": on_device, "host_bytes": on_host}
+        return self._groups.footprint(self._slots)
 
     def describe(self) -> str:
-        settings, footprint = self.settings, self.footprint()
-        projected = [slot for slot in self._slots if slot.subspace is not None]
-        whole = [slot for slot in self._slots if slot.subspace is None]
-        dims = sorted({slot.shape for slot in projected})
-        shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
-        num_matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
-        streamed = "" if self._streamed is None else self._streamed.homes.describe() + "\n"
-        return (
-            f"{streamed}ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
-            f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
-            f"and head: {settings.edge}\n"
-            f"ds_zo: Adam on the {'CPU' if self._host_groups else 'device'}, schedule {settings.schedule}, payload "
-            f"{settings.payload_dtype}; besides weights {footprint['device_bytes'] / 2**20:.0f} MiB on the device, "
-            f"{footprint['host_bytes'] / 2**20:.0f} MiB on the host" + self._describe_ranks()
-        )
-
-    def _describe_ranks(self) -> str:
-        if self.ranks is None:
-            return ""
-        subspace_bytes = sum(slot.total.nbytes for slot in self._slots if slot.total is not None)
-        whole = [slot.parameter for slot in self._slots if slot.total is None]
-        whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)
-        owned = self._host_groups and self.config.zero_stage > 0
-        return f"\nds_zo: {self.ranks.size} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
-            "each layer's states are on one of them" if owned else "each keeps all states"
-        )
+        lines = [] if self._streamed is None else [self._streamed.homes.describe()]
+        lines += describe_slots(self._slots, self.settings, on_host=bool(self._host_groups), **self.footprint())
+        if self.ranks is not None:
+            owned = bool(self._host_groups) and self.config.zero_stage > 0
+            lines.append(describe_ranks(self._slots, num_ranks=self.ranks.size, owned=owned))
+        return "\n".join(lines)
 
     def close(self) -> None:
         if self._finalizer.alive:
@@ -703,19 +563,7 @@ class LSPBackend(Backend):
                 self._streamed.close()
             if self._weights is not None:
                 self._weights.close()
-            self._store.close()
-
-
-def _num_threads(device: torch.device, *, shared: bool) -> int | None:
-    """On CUDA the main thread launches kernels meanwhile, and must not wait for a core. Launchers of several ranks may
-    have told torch to use a single one: Adam takes this rank's share of the machine."""
-    if device.type != "cuda":
-        return None
-    num_threads = torch.get_num_threads()
-    if shared:
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-        num_threads = max(num_threads, len(os.sched_getaffinity(0)) // max(1, num_ranks))
-    return max(1, num_threads - _CORES_LEFT_TO_PYTHON)
+            self._groups.store.close()
 
 
 def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:
@@ -723,39 +571,3 @@ def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:
     if ranks is not None:
         ranks.close()
     queue.close()
-
-
-def _take_turn(backend: weakref.ref[LSPBackend], index: int) -> None:
-    alive = backend()
-    if alive is not None:
-        alive._take_turn(index)
-
-
-def _dispatch(backend: weakref.ref[LSPBackend], slot: Slot, parameter: torch.Tensor) -> None:
-    """A hook outlives an engine that was dropped without `destroy`; it then does nothing."""
-    alive = backend()
-    if alive is not None:
-        alive._arrived(slot)
-
-
-def _settle_hook(backend: weakref.ref[LSPBackend], index: int | None, *call: Any) -> None:
-    alive = backend()
-    if alive is not None:
-        alive._settle_for(index)
-
-
-def _settle_unit(backend: weakref.ref[LSPBackend], unit: Unit) -> bool:
-    alive = backend()
-    return alive is not None and alive._settle_unit(unit)
-
-
-def _end_visit(backend: weakref.ref[LSPBackend], unit: Unit, more_to_come: bool) -> None:
-    alive = backend()
-    if alive is not None:
-        alive._end_visit(unit, more_to_come)
-
-
-def _settle_all_hook(backend: weakref.ref[LSPBackend], *call: Any) -> None:
-    alive = backend()
-    if alive is not None:
-        alive.settle()

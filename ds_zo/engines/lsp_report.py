@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_zo.config import LSPParams
 from ds_zo.engines.base import StepOutcome
 from ds_zo.engines.late import Late
 from ds_zo.engines.lsp_jobs import HostGroup
+from ds_zo.engines.lsp_matrices import Slot
 from ds_zo.engines.lsp_queue import Job, transition_layer
 
 
@@ -117,3 +119,30 @@ class BackwardClock:
             update_s=sum(updates) / len(updates),
             upload_s=copy_s,
         )
+
+
+def describe_slots(
+    slots: Sequence[Slot], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
+) -> list[str]:
+    projected = [slot for slot in slots if slot.subspace is not None]
+    whole = [slot for slot in slots if slot.subspace is None]
+    dims = sorted({slot.shape for slot in projected})
+    shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
+    num_matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
+    return [
+        f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
+        f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
+        f"and head: {settings.edge}",
+        f"ds_zo: Adam on the {'CPU' if on_host else 'device'}, schedule {settings.schedule}, payload "
+        f"{settings.payload_dtype}; besides weights {device_bytes / 2**20:.0f} MiB on the device, "
+        f"{host_bytes / 2**20:.0f} MiB on the host",
+    ]
+
+
+def describe_ranks(slots: Sequence[Slot], *, num_ranks: int, owned: bool) -> str:
+    subspace_bytes = sum(slot.total.nbytes for slot in slots if slot.total is not None)
+    whole = [slot.parameter for slot in slots if slot.total is None]
+    whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)
+    return f"ds_zo: {num_ranks} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
+        "each layer's states are on one of them" if owned else "each keeps all states"
+    )

@@ -1,12 +1,16 @@
-"""States that only their owners keep, brought to the rank that writes checkpoints."""
+"""What checkpoints hold of each parameter; states that only their owners keep, brought to the rank that writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.config import LSPParams
+from ds_zo.engines.lsp_groups import Kept
+from ds_zo.engines.lsp_matrices import Subspace, first_projectors
 from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.engines.lsp_shared import SharedHostGroup
@@ -18,6 +22,67 @@ _SIDES = ("down", "up")
 def moments_and_errors(moments: Moments, carries: dict[str, tuple[Carry, int]]) -> dict[str, Any]:
     errors = {side: carry.errors[i] for side, (carry, i) in carries.items() if i in carry.errors}
     return {"moments": moments.state_dict(), "errors": errors}
+
+
+def slot_states(kept: Iterable[Kept], *, gathered: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By parameter. `gathered`: other ranks' states."""
+    found = {}
+    for slot, moments, carries in kept:
+        if moments is not None:
+            states = moments_and_errors(moments, carries)
+        elif slot.name in gathered:
+            states = gathered[slot.name]
+        else:
+            raise CheckpointError(
+                f"the states of {slot.name} are on another rank, which ZeRO stage 1 and above ask for: call "
+                "save_checkpoint on every rank, which gathers them"
+            )
+        found[slot.name] = {
+            **states,
+            "is_fitted": slot.is_fitted,
+            "subspace": None if slot.subspace is None else slot.subspace.state_dict(),
+            "refitted": None if slot.refitted is None else slot.refitted.state_dict(),
+        }
+    return found
+
+
+def check_slot_states(kept: Iterable[Kept], states: Mapping[str, Any]) -> None:
+    """Raises where `load_slot_states` could not take them."""
+    for slot, _, _ in kept:
+        saved = states.get(slot.name)
+        if saved is not None and tuple(saved["moments"]["mean"].shape) != slot.shape:
+            raise CheckpointError(
+                f"the checkpoint's subspace of {slot.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
+                f"{slot.shape}: resume with the checkpoint's subspace_dim, projector and edge"
+            )
+
+
+def load_slot_states(
+    kept: Iterable[Kept], states: Mapping[str, Any], *, settings: LSPParams, device: torch.device
+) -> None:
+    """A parameter without a state starts afresh."""
+    for slot, moments, carries in kept:
+        saved = states.get(slot.name)
+        for carry, i in carries.values():
+            carry.errors.pop(i, None)
+        if saved is None:
+            if moments is not None:
+                moments.reset()
+            slot.is_fitted = settings.projector != "learned"
+            slot.refitted = None
+            if slot.subspace is not None:
+                slot.subspace = first_projectors(slot.parameter, slot.index, settings, device=device)
+            continue
+        if moments is not None:
+            moments.load_state_dict(saved["moments"])
+        slot.is_fitted = saved["is_fitted"]
+        slot.subspace, slot.refitted = (
+            None if saved[key] is None else Subspace.from_state(saved[key], device) for key in ("subspace", "refitted")
+        )
+        for side, error in saved["errors"].items():
+            if side in carries:
+                carry, i = carries[side]
+                carry.errors[i] = error.to(carry.device, copy=True)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from lomo_runs import lively
 from torch import nn
 
-from ds_zo.engines import lsp, lsp_matrices
+from ds_zo.engines import lsp_matrices, lsp_state
 from ds_zo.engines.lsp_matrices import Subspace
 from ds_zo.projectors import SparseProjector
 
@@ -40,7 +40,7 @@ def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(p: nn.Parameter, *args: Any, device: torch.device) -> Subspace:
         return Subspace(SparseProjector.identity(p.shape[0], device), SparseProjector.identity(p.shape[1], device))
 
-    for module in (lsp, lsp_matrices):
+    for module in (lsp_state, lsp_matrices):
         monkeypatch.setattr(module, "first_projectors", make)
 
 

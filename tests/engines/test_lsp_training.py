@@ -13,7 +13,7 @@ from lsp_runs import identity_projectors, lsp_json, settled, small
 from tiny_models import tiny_batch
 
 from ds_zo.config import ConfigError
-from ds_zo.engines import lsp, lsp_calibration
+from ds_zo.engines import lsp_calibration, lsp_matrices
 from ds_zo.engines.lsp_payload import Carry, Codec
 from ds_zo.projectors import relative_bias
 
@@ -121,7 +121,7 @@ def test_a_refit_carries_the_moments_over() -> None:
     def run(*, refits: bool, zeroed: bool = False) -> dict[str, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             identity_projectors(patch)
-            make = lsp.first_projectors
+            make = lsp_matrices.first_projectors
             patch.setattr(lsp_calibration, "draw", lambda p, i, s, num_draws, device: make(p, i, s, device=device))
             patch.setattr(lsp_calibration, "relative_bias", lambda *args: 1.0)
             patch.setattr(lsp_calibration.Calibration, "_fit", lambda *args, **kwargs: None)
