@@ -51,7 +51,11 @@ def short(grid: Grid, *, tasks: Sequence[str], steps: int, names: Sequence[str] 
         for name, m in grid.methods.items()
         if name in (names or grid.methods)
     }
-    return list(Grid(methods, tuple(tasks), (0,), grid.arguments).cases(steps=steps))
+    cases = list(Grid(methods, tuple(tasks), (0,), grid.arguments).cases(steps=steps))
+    for case in cases:
+        if case.method == "lsp":
+            case.config["optimizer"]["params"]["fit_steps"] = 2
+    return cases
 
 
 @pytest.fixture(scope="module")
