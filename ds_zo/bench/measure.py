@@ -145,7 +145,10 @@ def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     if gb * 1e9 > total:
         raise ValueError(f"a cap must be within the card's {total / 1e9:.1f} GB, got {gb} (--device-memory-gb)")
-    torch.cuda.set_per_process_memory_fraction(gb * 1e9 / total, device)
+    index = torch.device(device).index  # which that function wants to be told
+    torch.cuda.set_per_process_memory_fraction(
+        gb * 1e9 / total, torch.cuda.current_device() if index is None else index
+    )
 
 
 def link_gbps(device: torch.device | str = "cuda", *, nbytes: int = 2**30) -> dict[str, float]:
