@@ -31,12 +31,15 @@ class Trainer:
     """How the method is set up, in words, for the table."""
     engine: Any = None
     """DeepSpeed's, where there is one."""
+    compiler: BlockCompiler | None = None
     facts: Row = field(default_factory=dict)
 
     def step(self, batch: Batch) -> torch.Tensor:
         loss = self.forward(batch)
         self.backward(loss)
         self.update()
+        if self.compiler is not None and self.compiler.failure is not None:
+            raise RuntimeError(f"blocks were to be compiled: {self.compiler.failure}")
         return loss.detach()
 
 
@@ -89,7 +92,8 @@ def make_trainer(
         return _ours(method, model, batch_size=batch_size, lr=lr, stream=stream, compiled=compiled)
     trainer = _torch(method, model, lr=lr) if method in KEEPS_GRADIENTS else _no_update(model)
     if compiled:
-        BlockCompiler().install(find_blocks(model, None).values())
+        trainer.compiler = BlockCompiler()
+        trainer.compiler.install(find_blocks(model, None).values())
         trainer.settings += ", blocks compiled"
     return trainer
 
@@ -165,6 +169,7 @@ def _ours(
         words += f", streamed {dict(stream)}"
     trainer = _engine(model, config, settings=words + (", blocks compiled" if compiled else ""))
     trainer.facts["config"] = config
+    trainer.compiler = trainer.engine.backend._compiler
     return trainer
 
 

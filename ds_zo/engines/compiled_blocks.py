@@ -34,10 +34,11 @@ class BlockCompiler:
     """Compiles when the first block runs in training. Where the compiler fails, blocks run as they are."""
 
     def __init__(self, *, twice: bool = False) -> None:
-        self._backend = _compile_to_run_backward_twice if twice else BACKEND
+        self._backend = _compile_to_run_backward_twice if twice else _compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._started = False
-        self._failed = False
+        self.failure: str | None = None
+        """Why blocks run as they are."""
         self._installed: list[tuple[nn.Module, _CallWithHooks]] = []
 
     def install(self, blocks: Iterable[nn.Module]) -> None:
@@ -55,7 +56,7 @@ class BlockCompiler:
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same method of many blocks is one function, compiled once."""
-        if self._failed:
+        if self.failure is not None:
             return method(*args, **kwargs)
         function = getattr(method, "__func__", method)
         if function not in self._functions:
@@ -65,10 +66,10 @@ class BlockCompiler:
             with self._announced():
                 return self._functions[function](*bound, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            self._failed = True
-            why = " ".join(str(error).split("\n\n")[0].split())
+            why = str(error).split("\n\n")[0]
+            self.failure = f"{type(error).__name__}: {' '.join(why.split())}"
             logger.warning(
-                f"ds_zo: blocks could not be compiled and run as they are ({type(error).__name__}: {why}); leave out "
+                f"ds_zo: blocks could not be compiled and run as they are ({self.failure}); leave out "
                 "ds_zo.compile_blocks to spare the attempt"
             )
         return method(*args, **kwargs)
@@ -123,9 +124,17 @@ class _CallWithHooks:
                 object.__setattr__(block, "forward", own)
 
 
+def _compile(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
+    """The backward at once too: a compiler that fails has to do so in the forward, where blocks can still run as they
+    are."""
+    at_once = {name: True for name in ("force_non_lazy_backward_lowering",) if hasattr(functorch_config, name)}
+    with functorch_config.patch(at_once):
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
+
+
 def _compile_to_run_backward_twice(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
     with _nothing_donated():
-        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
+        return _compile(graph, inputs, **options)
 
 
 @contextmanager

@@ -115,9 +115,12 @@ def test_hooks_run_as_they_are_and_copies_are_not_compiled(log: pytest.LogCaptur
 def test_where_the_compiler_fails_blocks_run_as_they_are(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such compiler")
 
-    monkeypatch.setattr(compiled_blocks, "BACKEND", broken)
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
+    monkeypatch.setattr(compiled_blocks, "BACKEND", backend)
     assert_equal(run("opt", compiled=True), run("opt", compiled=False))
     assert sum("could not be compiled" in line and "no such compiler" in line for line in log.messages) == 1
