@@ -193,12 +193,13 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
 
 
 def _starts_as_given(model: nn.Module) -> bool | None:
-    """Looks at one matrix. DeepSpeed 0.19.8 flattens ZenFlow's matrices transposed and reads them back as if they were
+    """Looks at the smallest matrix. DeepSpeed 0.19.8 flattens ZenFlow's transposed and reads them back as if they were
     not (stage 1 and 2)."""
     source = getattr(model, "_ds_zo_source", None)
-    name, p = next((name, p) for name, p in model.named_parameters() if p.ndim == 2 or hasattr(p, "ds_shape"))
-    if source is None or hasattr(p, "ds_shape"):
+    matrices = [(p.numel(), name, p) for name, p in model.named_parameters() if p.ndim == 2]  # none at stage 3
+    if source is None or not matrices:
         return None
+    _, name, p = min(matrices, key=lambda found: found[0])
     return torch.equal(p.detach(), source(name).to(p))
 
 
@@ -222,19 +223,27 @@ def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
 
 
 def _partitioned(lazy: nn.Module, config: Row, spec: Spec) -> nn.Module:
-    """Built under `zero.Init`, so that it is never whole on the device, then given the values of `lazy`."""
+    """Built under `zero.Init`, so that it is never whole on the device, then given the values of `lazy`. Its buffers
+    too: they would be made in `dtype`."""
     import deepspeed
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     deepspeed.init_distributed()
     dtype = DTYPES[spec.dtype]
-    with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
-        model: nn.Module = AutoModelForCausalLM.from_config(lazy.config, dtype=dtype)
+    # Initial values of a parameter that is partitioned already can fail (OPT's padding).
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(lazy.config, dtype=dtype)
+    model.tie_weights()
+    for name, buffer in lazy.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(spec.where)
     source = getattr(lazy, "_ds_zo_source", None) or dict(lazy.named_parameters()).__getitem__
     for name, p in model.named_parameters():
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
             p.copy_(source(name))
-    return model
+    partitioned: nn.Module = model
+    return partitioned
 
 
 def _peer(entrant: Contender, config: Row, spec: Spec) -> Trainer:
