@@ -10,6 +10,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_zo.bench.contenders import ALL, DIFFERING, chosen, config_of, shared_config
+from ds_zo.bench.entrant import Spec, _partitioned
+from ds_zo.bench.shapes import materialise
 from ds_zo.bench.traces import read_trace, union_length
 from ds_zo.bench.workload import text_batches, zipf_batches
 from ds_zo.config import backend_of, resolve
@@ -56,6 +58,23 @@ def test_contenders_are_chosen_by_name() -> None:
     assert [c.name for c in chosen(["zo", "adamw"])] == ["adamw", "zo"]
     with pytest.raises(ValueError, match="unknown contender adam; there are adamw, adamw-flat, sgd"):
         chosen(["adam"])
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("shape", ["opt-tiny", "llama-tiny"])
+def test_zero3_is_built_in_partitions_from_the_same_values(shape: str) -> None:
+    import deepspeed
+
+    spec = Spec(f"random:{shape}", batch=1, length=8, steps=1, warmup=0, dtype="bf16", device="cpu", layers=1)
+    lazy = spec.lazy_model()
+    model = _partitioned(lazy, config_of(ALL["zero3-offload-param"], SHARED), spec)
+    whole = materialise(lazy)
+    assert all(p.numel() == 0 for p in model.parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(p, q), name
+    for (name, b), other in zip(model.named_buffers(), whole.buffers(), strict=True):
+        assert b.dtype == other.dtype and torch.equal(b, other), name
 
 
 def test_random_weights_get_the_same_learnable_tokens_in_every_process() -> None:
