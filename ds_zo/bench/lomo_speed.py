@@ -45,9 +45,10 @@ def speed_cases() -> list[Case]:
         *("adamw_master", "no_update"),
     )
     compiled = ("no_update", "lomo", "adalomo", "lomo_clipped", "adamw_fused")
+    alike: dict[str, Any] = {"shape": "llama-7b", "steps": 5}
     return [
-        *(_speed(f"speed/{method}", method, "llama-7b") for method in methods),
-        *(_speed(f"speed/{method}-compiled", method, "llama-7b", timeout_s=150, compiled=True) for method in compiled),
+        *(_speed(f"speed/{method}", method, **alike) for method in methods),
+        *(_speed(f"speed/{method}-compiled", method, timeout_s=150, compiled=True, **alike) for method in compiled),
     ]
 
 
