@@ -217,6 +217,7 @@ def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int
         "up_gb_a_step": up,
         "down_gb_a_step": down,
         "interval": homes.interval,
+        "tempo": homes.tempo,
         "host_gb": homes.store.nbytes / 1e9,
         "pinned_gb": homes.store.pinned_nbytes / 1e9,
         "resident_blocks": sum(not unit.streamed for unit in blocks),

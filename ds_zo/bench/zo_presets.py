@@ -61,6 +61,9 @@ def _targets() -> Iterator[Case]:
     yield _case("13b.streamed", "opt-13b", stream=_STREAMED, steps=6)
     yield _case("6.7b.split", "opt-6.7b", stream={**_STREAMED, "master": "split"})
     yield _case("6.7b.slots3", "opt-6.7b", stream={**_STREAMED, "device_slots": 3})
+    for interval in (2, 3):  # was the automatic choice a good one?
+        given = {**_STREAMED, "wire_dtype": "fp8", "writeback_interval": interval}
+        yield _case(f"6.7b.fp8.every{interval}", "opt-6.7b", stream=given)
     yield _case("6.7b.resident.split", "opt-6.7b", resident=True, stream={"master": "split"})
     capped = {**_STREAMED, "device_memory_gb": CAP_GB}
     yield _case("30b.capped", "opt-30b", stream=capped, cap_gb=CAP_GB, steps=5, fill_steps=7)
@@ -85,6 +88,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
     "6.7b.half": (Target("ratio", 1.5, 1.8), Target("host")),
     "6.7b.split": (Target("of 6.7b.streamed", 0.95), Target("host")),
     "6.7b.slots3": (Target("of 6.7b.streamed"),),
+    **{f"6.7b.fp8.every{interval}": (Target("of 6.7b.fp8"),) for interval in (2, 3)},
     "30b.capped": (Target("peak_gb", 5.0, 4.8), Target("host"), Target("link", 0.9, 0.97), Target("finite")),
     "66b.capped.fp8": (Target("host"), Target("finite")),
 }

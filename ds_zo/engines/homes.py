@@ -88,6 +88,8 @@ class Homes:
             and self.shared is None
         )
         """The interval is still to be chosen; see `tempo`."""
+        self.tempo: str | None = None
+        """Why it was chosen so."""
         self._computing_sets_pace = False
         if config.stream:
             self._check_budget(num_resident)
@@ -203,9 +205,9 @@ class Homes:
         more = torch.cuda.max_memory_allocated(self.device) + self.placement.block_scratch_nbytes
         self._computing_sets_pace = computing_sets_pace and more <= self._budget_nbytes()
         self.set_interval(interval)
+        self.tempo = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
         logger.info(
-            f"ds_zo: blocks are folded every {self.interval} steps from now on, "
-            f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo}); set "
+            f"ds_zo: blocks are folded every {self.interval} steps from now on, {self.tempo}; set "
             "ds_zo.stream.writeback_interval to have the same in every run"
         )
 
