@@ -110,6 +110,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--padding-side", choices=["right", "left"], default="right", help="of batches (default: %(default)s)"
     )
     what.add_argument(
+        "--pad-multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="batches as long as a multiple of this: fewer shapes, so that ZO's CUDA graphs are used again",
+    )
+    what.add_argument(
         "--max-length",
         type=int,
         default=512,
@@ -183,7 +190,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps must not be negative, got {args.steps}")
     if args.train_base and args.lora_rank is None:
         parser.error("--train-base says what LoRA does with the base: it needs --lora-rank")
-    counts = ("max_length", "epochs", "num_eval", "eval_batch_size", "max_seconds", "lora_rank")
+    counts = ("max_length", "pad_multiple", "epochs", "num_eval", "eval_batch_size", "max_seconds", "lora_rank")
     for name in (*counts, "num_train", "num_dev", "num_test"):
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -385,7 +392,10 @@ class Trainer:
         for _ in range(self.engine.gradient_accumulation_steps()):
             indices = self.order.batch(self.num_seen + self.rank * size, size)
             batch = self.task.collate(
-                [self.sequences[i] for i in indices], pad_token_id=self.pad_token_id, side=self.args.padding_side
+                [self.sequences[i] for i in indices],
+                pad_token_id=self.pad_token_id,
+                side=self.args.padding_side,
+                multiple=self.args.pad_multiple,
             )
             self.num_seen += size * self.world_size
             self.num_tokens += int(batch["attention_mask"].sum()) * self.world_size

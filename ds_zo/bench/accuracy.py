@@ -100,7 +100,7 @@ def table(rows: Sequence[Row], *, grid: Grid | None = None) -> str:
         "| method | lr | steps | " + " | ".join(task + metrics.get(task, "") for task in tasks) + " |",
         "| --- | --- | --- | " + " | ".join("---" for _ in tasks) + " |",
     ]
-    for method in [*by_method, *(name for name in (grid.methods if grid is not None else ()) if name not in by_method)]:
+    for method in dict.fromkeys([*(grid.methods if grid is not None else ()), *by_method]):
         mine = by_method.get(method, [])
         known = grid.methods.get(method) if grid is not None else None
         wanted = len((grid.seeds if known.seeds is None else known.seeds) if grid is not None and known else ())

@@ -193,6 +193,8 @@ ZERO_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory":
 MEZO = _config("MeZO", params={"zo_eps": 1e-3})
 SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
 GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "stsb")
+ON_ONE_GPU = ("--tf32", "--max-length", "256", "--pad-multiple", "16", "--eval-batch-size", "64")
+"""For launch/train.py where many small runs share a device."""
 ZO_STEPS = 1500
 FIRST_ORDER_STEPS = 400
 
@@ -250,7 +252,7 @@ LORA_LOMO = Grid(
         ),
     },
     tasks=("boolq",),
-    arguments=("--tf32", "--max-length", "256", "--eval-batch-size", "64"),
+    arguments=ON_ONE_GPU,
 )
 """Lv et al. (2023), Figures 3 to 5, cut down to minutes: what LOMO adds to LoRA at each rank, and loss and validation
 accuracy by step. `python -m ds_zo.bench.curves` draws both."""
@@ -270,7 +272,7 @@ def lsp_glue(width: int) -> Grid:
             "galore": Method(_galore(dim // 2), lrs=(5e-5, 4e-4), **shared),
         },
         tasks=GLUE_TASKS,
-        arguments=("--tf32", "--max-length", "256", "--eval-batch-size", "64"),
+        arguments=ON_ONE_GPU,
     )
 
 
@@ -304,7 +306,7 @@ ACCURACY = Grid(
     },
     tasks=("sst2", "rte", "copa", "boolq", "alpaca"),
     seeds=(0, 1, 2),
-    arguments=("--tf32", "--max-length", "256", "--eval-batch-size", "64"),
+    arguments=ON_ONE_GPU,
 )
 """The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere. Sized for
 an hour of an H200 with SmolLM2-135M, several runs at once; float32 runs multiply matrices in TF32 for that. What only

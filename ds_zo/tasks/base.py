@@ -45,9 +45,11 @@ class Task(ABC):
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
         """What to train on; `collate` makes a batch of it."""
 
-    def collate(self, sequences: Sequence[Any], *, pad_token_id: int, side: Side = "right") -> dict[str, torch.Tensor]:
+    def collate(
+        self, sequences: Sequence[Any], *, pad_token_id: int, side: Side = "right", multiple: int = 1
+    ) -> dict[str, torch.Tensor]:
         """A padded batch: what the model is called with, `labels` included."""
-        return collate(sequences, pad_token_id=pad_token_id, side=side)
+        return collate(sequences, pad_token_id=pad_token_id, side=side, multiple=multiple)
 
     @abstractmethod
     def evaluate(

@@ -61,7 +61,9 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length
     return [Encoded(row, row) for row in rows if len(row) > 1]
 
 
-def collate(sequences: Sequence[Encoded], *, pad_token_id: int, side: Side = "right") -> dict[str, torch.Tensor]:
+def collate(
+    sequences: Sequence[Encoded], *, pad_token_id: int, side: Side = "right", multiple: int = 1
+) -> dict[str, torch.Tensor]:
     """A padded batch for a causal model: padding is masked and carries no label. On the left it shifts positions,
     which `position_ids` then has to put right for models that count them from the first column."""
     return pad(
@@ -71,14 +73,16 @@ def collate(sequences: Sequence[Encoded], *, pad_token_id: int, side: Side = "ri
             "labels": ([s.labels for s in sequences], IGNORED),
         },
         side=side,
+        multiple=multiple,
     )
 
 
-def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side) -> dict[str, torch.Tensor]:
-    """Tensors from (rows, filler)s whose rows are equally long in all columns."""
+def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side, multiple: int = 1) -> dict[str, torch.Tensor]:
+    """Tensors from (rows, filler)s whose rows are equally long in all columns; a `multiple` makes for fewer shapes,
+    which what is recorded or compiled by shape is glad of."""
     batch = {}
     for name, (rows, filler) in columns.items():
-        length = max(map(len, rows))
+        length = -(-max(map(len, rows)) // multiple) * multiple
         batch[name] = torch.full((len(rows), length), filler, dtype=torch.long)
         for i, row in enumerate(rows):
             at = slice(0, len(row)) if side == "right" else slice(length - len(row), length)

@@ -65,7 +65,7 @@ class HeadTask(LabelledTask):
         return Labelled(encoded["input_ids"], encoded.get("token_type_ids"), self.task.label(row))
 
     def collate(
-        self, sequences: Sequence[Labelled], *, pad_token_id: int, side: Side = "right"
+        self, sequences: Sequence[Labelled], *, pad_token_id: int, side: Side = "right", multiple: int = 1
     ) -> dict[str, torch.Tensor]:
         columns = {
             "input_ids": ([s.input_ids for s in sequences], pad_token_id),
@@ -74,7 +74,10 @@ class HeadTask(LabelledTask):
         if sequences[0].token_type_ids is not None:
             columns["token_type_ids"] = ([s.token_type_ids or [] for s in sequences], 0)
         dtype = torch.float32 if self.num_labels == 1 else torch.long
-        return {**pad(columns, side=side), "labels": torch.tensor([s.label for s in sequences], dtype=dtype)}
+        return {
+            **pad(columns, side=side, multiple=multiple),
+            "labels": torch.tensor([s.label for s in sequences], dtype=dtype),
+        }
 
     def predict(
         self, evaluator: Evaluator, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int

@@ -79,6 +79,8 @@ def test_collate_pads_on_the_right_without_labels() -> None:
     assert torch.equal(batch["input_ids"], torch.tensor([[5, 6, 7], [8, 3, 3]]))
     assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 1], [1, 0, 0]]))
     assert torch.equal(batch["labels"], torch.tensor([[IGNORED, 6, 7], [8, IGNORED, IGNORED]]))
+    longer = collate([Encoded([5, 6, 7], [5, 6, 7])], pad_token_id=3, multiple=4)
+    assert longer["input_ids"].tolist() == [[5, 6, 7, 3]] and longer["labels"].tolist() == [[5, 6, 7, IGNORED]]
 
 
 def test_collate_pads_on_the_left_and_positions_start_at_the_first_token() -> None:
