@@ -8,6 +8,7 @@ returns a `PluginEngine` when the JSON names one of our backends. Python then ca
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import inspect
 import logging
@@ -460,6 +461,11 @@ class PluginEngine(CheckpointingEngine):
             backend.close()
         super().destroy()
         self._background.raise_error()
+
+    def __del__(self) -> None:
+        """In a context of its own: leaving the module whole sets context variables (numpy's error state), and before
+        Python 3.12 the collector may call this in the middle of `ContextVar.set`, whose context must not change."""
+        contextvars.copy_context().run(super().__del__)
 
 
 def _show(text: str) -> None:

@@ -6,7 +6,9 @@ against DeepSpeed's own engine with torch's SGD.
 
 from __future__ import annotations
 
+import contextvars
 import csv
+import gc
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -527,6 +529,17 @@ def test_save_16bit_model_writes_what_the_module_holds(sgd_backend, tmp_path):
     saved = torch.load(tmp_path / "model.bin")
     for name, p in weights(engine).items():
         assert torch.equal(saved[name].to(p.device), p)
+
+
+def test_a_collected_engine_leaves_its_callers_context_alone():
+    """Before Python 3.12 a collection may come inside `ContextVar.set`, which crashes if its context changes."""
+    closed: contextvars.ContextVar[bool] = contextvars.ContextVar("closed", default=False)
+    seen: list[Any] = []
+    engine = start(zo_config())
+    engine.backend.close = lambda: seen.append(closed.set(True))
+    del engine
+    gc.collect()
+    assert len(seen) == 1 and not closed.get()
 
 
 # ZeRO's own ways in.
