@@ -4,6 +4,9 @@
 [Note: a table of addresses] A program finds its matrix in a small table on the device: one row of int64 for each, with
 addresses, sizes and the first program that is its own. A table is a pure function of the numbers in it, so it is made
 once and found again by them; whatever memory an address meant before or will mean later, the table says what was asked.
+
+[Note: hints] Wide loads need to know that addresses and row lengths are multiples of 16. `tl.multiple_of` marks the
+operation that made a value, so it has to be said where a kernel loads it: what a helper function returns keeps no mark.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import triton.language as tl
 
 from ds_zo.ops import triton_projectors as single
 from ds_zo.ops.formats import storage_format
-from ds_zo.ops.triton_formats import BF16, FP8, FP16
 from ds_zo.ops.triton_ops import _as_int32
 from ds_zo.ops.triton_projectors import gather_tile, update_rows
 
@@ -28,6 +30,13 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 ALIGNMENT = 16
 MAX_TABLES = 2048
 
+_ELEMENTS = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.int16,
+    torch.float8_e4m3fn: tl.uint8,
+}
+"""What `triton_formats` reads each dtype as."""
 _GATHER_FIELDS: tl.constexpr = tl.constexpr(10)
 _UPDATE_FIELDS: tl.constexpr = tl.constexpr(9)
 _MAX_BATCH: tl.constexpr = tl.constexpr(MAX_BATCH)
@@ -36,28 +45,6 @@ _NEVER: tl.constexpr = tl.constexpr(1 << 62)
 
 Table = tuple[int, int, int, int, bool]
 """A projector's entries: addresses of indices and values, depth and count of the gather, whether indices are int32."""
-
-
-@triton.jit
-def _stored(address, DROPPED: tl.constexpr):
-    if DROPPED == BF16:
-        pointer = address.to(tl.pointer_type(tl.int16))
-    elif DROPPED == FP16:
-        pointer = address.to(tl.pointer_type(tl.float16))
-    elif DROPPED == FP8:
-        pointer = address.to(tl.pointer_type(tl.uint8))
-    else:
-        pointer = address.to(tl.pointer_type(tl.float32))
-    return pointer
-
-
-@triton.jit
-def _indices(address, WIDE: tl.constexpr):
-    if WIDE:
-        pointer = address.to(tl.pointer_type(tl.int32))
-    else:
-        pointer = address.to(tl.pointer_type(tl.int16))
-    return pointer
 
 
 @triton.jit
@@ -72,7 +59,8 @@ def _own_row(table_ptr, num, FIELDS: tl.constexpr):
 def _gather_batch_kernel(
     table_ptr,
     num,
-    WIDE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    INDEX: tl.constexpr,
     BY_ROW: tl.constexpr,
     OUT_BY_COLUMN: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -84,12 +72,13 @@ def _gather_batch_kernel(
 ):
     at = _own_row(table_ptr, num, _GATHER_FIELDS)
     own = tl.program_id(0) - tl.load(at).to(tl.int32)
-    out, source = _stored(tl.load(at + 1), 0), _stored(tl.load(at + 2), DROPPED)
-    rows = _indices(tl.load(at + 3), WIDE)
-    values = _stored(tl.load(at + 4), 0)
+    out = tl.load(at + 1).to(tl.pointer_type(tl.float32))
+    source = tl.load(at + 2).to(tl.pointer_type(ELEMENT))
+    rows = tl.load(at + 3).to(tl.pointer_type(INDEX))
+    values = tl.load(at + 4).to(tl.pointer_type(tl.float32))
     depth, count = tl.load(at + 5).to(tl.int32), tl.load(at + 6).to(tl.int32)
     num_cols, out_pitch, source_pitch = tl.load(at + 7).to(tl.int32), tl.load(at + 8), tl.load(at + 9)
-    if ALIGNED:  # said here, since a hint on a function's argument is lost
+    if ALIGNED:  # see [Note: hints]
         out, source = tl.multiple_of(out, 16), tl.multiple_of(source, 16)
         num_cols = tl.multiple_of(num_cols, 16)
         out_pitch, source_pitch = tl.multiple_of(out_pitch, 16), tl.multiple_of(source_pitch, 16)
@@ -136,7 +125,8 @@ def _update_batch_kernel(
     k0,
     k1,
     step,
-    WIDE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIGNED: tl.constexpr,
     NONZEROS: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -148,12 +138,13 @@ def _update_batch_kernel(
 ):
     at = _own_row(table_ptr, num, _UPDATE_FIELDS)
     own = tl.program_id(0) - tl.load(at).to(tl.int32)
-    W, U = _stored(tl.load(at + 1), DROPPED), _stored(tl.load(at + 2), 0)
-    indices = _indices(tl.load(at + 3), WIDE)
-    values = _stored(tl.load(at + 4), 0)
+    W = tl.load(at + 1).to(tl.pointer_type(ELEMENT))
+    U = tl.load(at + 2).to(tl.pointer_type(tl.float32))
+    indices = tl.load(at + 3).to(tl.pointer_type(INDEX))
+    values = tl.load(at + 4).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(at + 5).to(tl.int32)
     num_cols = tl.load(at + 6).to(tl.int32)
-    if ALIGNED:
+    if ALIGNED:  # see [Note: hints]
         W, U, num_cols = tl.multiple_of(W, 16), tl.multiple_of(U, 16), tl.multiple_of(num_cols, 16)
     rows_per_program = tl.load(at + 7).to(tl.int32)
     offset = tl.load(at + 8)
@@ -261,7 +252,8 @@ def _launch_gathers(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: 
     _gather_batch_kernel[(num_programs,)](
         _table(tuple(fields), device),
         len(rows),
-        WIDE=wide,
+        ELEMENT=_ELEMENTS[dtype],
+        INDEX=tl.int32 if wide else tl.int16,
         BY_ROW=by_row,
         OUT_BY_COLUMN=out_by_column,
         ALIGNED=is_aligned,
@@ -296,7 +288,8 @@ def _launch_updates(
         lr,
         decay,
         *words,
-        WIDE=wide,
+        ELEMENT=_ELEMENTS[dtype],
+        INDEX=tl.int32 if wide else tl.int16,
         ALIGNED=is_aligned,
         NONZEROS=nonzeros,
         UNROLL=single.unroll(nonzeros),
