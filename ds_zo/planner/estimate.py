@@ -23,6 +23,26 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """What ZeRO stage 3 makes of weights on the devices: blocks in pieces, gathered one by one, the rest whole."""
+
+    blocks_nbytes: int
+    edges_nbytes: int
+    gathered_nbytes: int
+    """Slots: the block that is computed, and the one that arrives."""
+    reduced_nbytes: int
+    """Gradients on their way to other ranks, and those around blocks, which wait for the end of the pass."""
+
+    def device_nbytes(self, *, ranks: int) -> int:
+        return self.edges_nbytes + self.blocks_nbytes // ranks + self.gathered_nbytes + self.reduced_nbytes
+
+    def wire_nbytes(self, *, ranks: int) -> int:
+        """Sent by each rank: blocks gathered in the forward and in the backward pass, their gradients scattered; the
+        others' reduced."""
+        return (3 * self.blocks_nbytes + 2 * self.edges_nbytes) * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Bytes and seconds of one step, once training has settled."""
 
@@ -42,6 +62,8 @@ class Estimate:
     """Parts of `host` that data-parallel ranks divide among them instead of each having its own."""
     divided_s: float = 0.0
     """Seconds of the step that machines divide among them: the host's update of states that are sharded."""
+    shards: Shards | None = None
+    """At ZeRO stage 3 without `offload_param`, for those that then divide weights among devices."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The JSON to use."""
     notes: tuple[str, ...] = ()
@@ -70,7 +92,7 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         shown = asdict(self)
-        del shown["limits"], shown["sharded"]
+        del shown["limits"], shown["sharded"], shown["shards"]
         return shown | {
             "device_nbytes": self.device_nbytes,
             "host_nbytes": self.host_nbytes,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
-from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
+from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.trace import Cost, Trace
 from ds_zo.streaming.budget import device_bytes, most_resident
@@ -51,6 +51,7 @@ def _resident(model: Model, limits: Limits, backend: str, *, checkpointing: bool
         host=parts(process=PROCESS_NBYTES),
         step_s=step_s,
         reduced_nbytes=model.weights_nbytes,
+        shards=_shards(model, backend),
         config=_config(model, backend, {"stage": 0}),
         notes=("activations include the largest gradient that is alive",),
         limits=limits,
@@ -110,9 +111,27 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig) 
         up_nbytes=2 * store - still_there,
         down_nbytes=store,
         reduced_nbytes=model.weights_nbytes,
+        shards=_shards(model, backend),
         config=config,
         notes=("activations include the largest gradient that is alive",),
         limits=limits,
+    )
+
+
+def _shards(model: Model, backend: str) -> Shards:
+    """Two buckets of gradients at once: AdaLOMO's of whole blocks, LOMO's of a matrix (ds_zo/engines/lomo_ranks.py)."""
+    in_blocks = [list(block.parameters()) for block in model.blocks]
+    itemsize = model.weights_nbytes / model.numel
+    numels = [sum(p.numel() for p in block) for block in in_blocks]
+    inside = {id(p) for block in in_blocks for p in block}
+    around = [p.numel() for p in model.module.parameters() if id(p) not in inside]
+    largest = max((p.numel() for block in in_blocks for p in block), default=0)
+    bucket = max(numels, default=0) if backend == "adalomo" else largest
+    return Shards(
+        blocks_nbytes=int(itemsize * sum(numels)),
+        edges_nbytes=int(itemsize * sum(around)),
+        gathered_nbytes=int(itemsize * 2 * max(numels, default=0)),
+        reduced_nbytes=int(itemsize * (2 * bucket + max(around, default=0))),
     )
 
 

@@ -24,7 +24,7 @@ SHARED_STORES = {
 }
 """Parts of the host's memory that `zero_optimization.stage: 3` divides among the ranks of a machine."""
 
-_GATHERING = frozenset({"lomo", "adalomo", "zero-3-gpu-params"})
+_GATHERING = frozenset({"zero-3-gpu-params"})
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -42,9 +42,11 @@ class Scaled:
     device_nbytes: int
     """Of each GPU."""
     sharded_device_nbytes: int
-    """The same at ZeRO stage 3, for those whose weights then are divided among the GPUs of a machine."""
+    """The same at ZeRO stage 3 without `offload_param`, for those whose weights then are divided among all GPUs."""
     wire_nbytes: int
     """Sent by each rank a step."""
+    sharded_wire_nbytes: int
+    """The same at ZeRO stage 3 without `offload_param`."""
     reduce_s: float
     step_s: float
     tokens_per_s: float
@@ -75,8 +77,11 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         host_nbytes=_host_nbytes(e, gpus=gpus, ranks=ranks),
         sharded_host_nbytes=_host_nbytes(at_stage_3, gpus=gpus, ranks=ranks),
         device_nbytes=e.device_nbytes,
-        sharded_device_nbytes=_sharded_device_nbytes(plan, e, gpus=gpus),
+        sharded_device_nbytes=_sharded_device_nbytes(plan, e, ranks=ranks),
         wire_nbytes=2 * (ranks - 1) * e.reduced_nbytes // ranks,
+        sharded_wire_nbytes=(
+            2 * (ranks - 1) * e.reduced_nbytes // ranks if e.shards is None else e.shards.wire_nbytes(ranks=ranks)
+        ),
         reduce_s=reduce_s,
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -97,13 +102,15 @@ def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
     return total
 
 
-def _sharded_device_nbytes(plan: Plan, e: Estimate, *, gpus: int) -> int:
+def _sharded_device_nbytes(plan: Plan, e: Estimate, *, ranks: int) -> int:
     """A GPU's share of the weights, and two blocks gathered: one computing, one arriving."""
+    rest = e.device_nbytes - e.device.get("weights", 0) - e.device.get("slots", 0)
+    if e.shards is not None:
+        return rest + e.shards.device_nbytes(ranks=ranks)
     if e.contender not in _GATHERING:
         return e.device_nbytes
     weights = plan.num_parameters * _ITEMSIZE[plan.dtype]
-    rest = e.device_nbytes - e.device["weights"] - e.device.get("slots", 0)
-    return rest + weights // gpus + 2 * weights // max(1, plan.num_blocks)
+    return rest + weights // ranks + 2 * weights // max(1, plan.num_blocks)
 
 
 def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
@@ -114,11 +121,23 @@ def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
 
 def render_scaling(scaled: Sequence[Scaled]) -> str:
     first = scaled[0]
-    header = ["backend", "wire", "GPU GB", "stage 3", "host GB", "stage 3", "ms/step", "tokens/s", "efficiency"]
+    header = [
+        "backend",
+        "wire",
+        "stage 3",
+        "GPU GB",
+        "stage 3",
+        "host GB",
+        "stage 3",
+        "ms/step",
+        "tokens/s",
+        "efficiency",
+    ]
     rows = [
         [
             s.contender,
             _size(s.wire_nbytes),
+            _size(s.sharded_wire_nbytes),
             f"{s.device_nbytes / 1e9:,.1f}",
             f"{s.sharded_device_nbytes / 1e9:,.1f}",
             f"{s.host_nbytes / 1e9:,.1f}",
@@ -131,8 +150,8 @@ def render_scaling(scaled: Sequence[Scaled]) -> str:
     ]
     title = (
         f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel. wire: what a rank sends a step; GPU: of "
-        "each; host: of each machine; stage 3: weights divided among a machine's GPUs (ds_zo: host stores; not yet "
-        "weights on the GPU)"
+        "each; host: of each machine; stage 3: weights divided, those on GPUs among all of them (lomo without "
+        "offload_param), host stores among a machine's (zo, lomo with it)"
     )
     return "\n".join([title, "", *grid(header, rows)])
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planned_models import planned
 
+from ds_zo import planner
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import CONTENDERS, Limits, Plan, Rates, load_rates, plan, pricing, render, scale
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import lsp_step_s
+from ds_zo.planner.scaling import render_scaling
 from ds_zo.planner.stock import zero_step_s
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.budget import MARGIN_NBYTES
@@ -142,11 +145,26 @@ def test_machines_share_the_update_of_divided_states() -> None:
     assert scaled.step_s == pytest.approx(found["zero-offload"].step_s - 0.75 * update_s + scaled.reduce_s)
 
 
-def test_stage_3_divides_weights_that_stay_on_gpus() -> None:
-    found = plan(planned("llama", num_hidden_layers=8), backends=["lomo"], offload=False)
-    whole, halves = (scale(found, gpus=gpus)[0] for gpus in (1, 2))
-    assert whole.sharded_device_nbytes - halves.sharded_device_nbytes == found["lomo"].device["weights"] // 2
+def test_stage_3_divides_blocks_that_stay_on_gpus() -> None:
+    model = planned("llama", num_hidden_layers=8)
+    found = plan(model, backends=["lomo"], offload=False)
+    whole, halves = (scale(found, gpus=1, nodes=nodes)[0] for nodes in (1, 2))
+    blocks = 4 * sum(p.numel() for block in model.blocks for p in block.parameters())
+    around = 4 * model.numel - blocks
+    assert whole.sharded_device_nbytes - halves.sharded_device_nbytes == blocks // 2
     assert halves.device_nbytes == found["lomo"].device_nbytes
+    assert halves.sharded_wire_nbytes == (3 * blocks + 2 * around) // 2
+
+
+@pytest.mark.slow
+def test_the_papers_65b_on_8_gpus_of_24_gb_is_planned_as_documented() -> None:
+    page = (Path(planner.__file__).parent / "SCALING.md").read_text()
+    section = page[page.index("## LOMO's 65B") :]
+    command = re.search("`ds-zo plan (.*?)`", section)
+    assert command is not None and "--gpus 8" in command[1] and "--device-memory-gb 24" in command[1]
+    (scaled,) = scale(plan("random:llama-65b", device_memory_gb=24, seq=1024, backends=["lomo"]), gpus=8)
+    assert scaled.sharded_device_nbytes < 24e9
+    assert render_scaling([scaled]).splitlines()[-1] in section
 
 
 def test_rates_come_from_a_file(tmp_path: Path) -> None:
