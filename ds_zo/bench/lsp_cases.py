@@ -58,17 +58,19 @@ def speed(
     steps: int = 12,
     take_apart: bool = False,
     cap_gb: float | None = None,
+    streams: bool = False,
     overrides: Mapping[str, Any] | None = None,
     device: str = "cuda",
 ) -> Row:
     """One method on random weights and one random batch, checkpointed. `method` is `forward_backward` or a contender's
-    name; `params` changes its optimizer's."""
+    name; `params` changes its optimizer's. `streams`: weights on the host, within `cap_gb` of the device."""
     where = _device(device, cap_gb)
-    model = _model(shape, length=length, overrides=overrides, device=where)
+    model = _model(shape, length=length, overrides=overrides, device=where, lazy=streams)
     numel = sum(p.numel() for p in model.parameters())
     host_before_gb = host_peak_gb()
     begin = time.perf_counter()
-    trainer = _trainer(method, model, batch=batch, params=params or {}, clipping=clipping)
+    stream: dict[str, Any] | None = {"device_memory_gb": cap_gb} if streams else None
+    trainer = _trainer(method, model, batch=batch, params=params or {}, clipping=clipping, stream=stream)
     ids = _batch(model, batch, length, where)
     synchronize(where)
     load_s = time.perf_counter() - begin
@@ -179,7 +181,15 @@ def _no_zero_adam(engine: Any) -> Iterator[None]:
 # Who trains
 
 
-def _trainer(method: str, model: Any, *, batch: int, params: Mapping[str, Any], clipping: float) -> Trainer:
+def _trainer(
+    method: str,
+    model: Any,
+    *,
+    batch: int,
+    params: Mapping[str, Any],
+    clipping: float,
+    stream: dict[str, Any] | None = None,
+) -> Trainer:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     if method == "forward_backward":
@@ -192,6 +202,9 @@ def _trainer(method: str, model: Any, *, batch: int, params: Mapping[str, Any], 
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[next(model.parameters()).dtype]
     config = config_of(contender, shared_config(batch=batch, dtype=dtype, gradient_clipping=clipping))
     config["optimizer"]["params"] |= params
+    if stream is not None:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+        config["ds_zo"] = {"stream": stream}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
     facts: Row = {"config": config}
@@ -229,13 +242,17 @@ def _device(device: str, cap_gb: float | None) -> torch.device:
     return where
 
 
-def _model(shape: str, *, length: int, overrides: Mapping[str, Any] | None, device: torch.device) -> nn.Module:
+def _model(
+    shape: str, *, length: int, overrides: Mapping[str, Any] | None, device: torch.device, lazy: bool = False
+) -> nn.Module:
+    """`lazy`: on the meta device, drawn block by block when a streaming engine reads it."""
     config = shape_config(shape, max_length=max(length, 2048))
     for name, value in (overrides or {}).items():
         setattr(config, name, value)
     config._attn_implementation = "sdpa"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return materialise(random_model(config, dtype=dtype, device=device), device)
+    model = random_model(config, dtype=dtype, device=device)
+    return model if lazy else materialise(model, device)
 
 
 def _batch(model: Any, batch: int, length: int, where: torch.device) -> Batch:
