@@ -30,7 +30,7 @@ def run(model, *, poison=None, accumulation=1, offload=True, params=None, **more
     config = {
         "train_micro_batch_size_per_gpu": 4 // world_size,
         "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": 1e-3, **(params or {})}},
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": 1e-2, **(params or {})}},
         "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu" if offload else "none"}},
         "ds_zo": {"stream": {"writeback_interval": 3}},
         **more,
@@ -117,7 +117,7 @@ def test_two_ranks_make_the_run_of_one(case: str, results: dict[str, Results]) -
     """Bound: a loss of about 4.2 is rounded to 1e-6 of itself in each pass, which g divides by 2 zo_eps; a weight moves
     by lr * g * z with |z| < 5, and later steps start from weights that differ by so much."""
     two, one = results["0-of-2"][case], results["0-of-1"][case]
-    g_error = 2 * 4.2e-6 / 2e-3
+    g_error = 2 * 4.2e-6 / 2e-2
     for ours, theirs in zip(two["norms"], one["norms"], strict=True):
         if case != "poisoned" or theirs == theirs:
             assert abs(ours - theirs) <= 2 * g_error
@@ -125,8 +125,7 @@ def test_two_ranks_make_the_run_of_one(case: str, results: dict[str, Results]) -
     start = tiny_model("llama", num_hidden_layers=2).state_dict()
     for name, value in two["state"].items():
         assert (value - one["state"][name]).abs().max() <= bound, name
-    moved = max((value - start[name]).abs().max() for name, value in two["state"].items())
-    assert moved > 5 * bound, "hardly moved: nothing was compared"
+        assert (value - start[name]).abs().max() > 10 * bound, f"{name} hardly moved: nothing was compared"
 
 
 def test_a_batch_that_is_bad_on_one_rank_is_skipped_on_both(results: dict[str, Results]) -> None:
