@@ -7,29 +7,17 @@ python -m ds_zo.bench.lomo_speed report rows.jsonl --plan
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from ds_zo.bench import presets
 from ds_zo.bench.lomo_plans import planned
 from ds_zo.bench.lomo_report import markdown
-from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
-
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 97,
-}
-"""Of a rehearsal: every case as it is, on a model that a CPU trains in no time."""
+from ds_zo.bench.runner import Case
 
 _CASES = "ds_zo.bench.lomo_cases"
-WARM = ("torch", "transformers", "deepspeed", "ds_zo", "transformers.models.llama.modeling_llama", _CASES)
+WARM = (*presets.WARM, _CASES)
 
 
 def _speed(name: str, method: str, shape: str, *, timeout_s: float = 90, host_gb: float = 8, **params: Any) -> Case:
@@ -127,7 +115,7 @@ def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[C
         if case.target.endswith(":accumulation"):
             params |= {"steps": 3, "length": 32, "batch": 4, "micro_batches": 2} if tiny else {}
         elif tiny:
-            params |= {"overrides": TINY, "batch": 2, "length": 16}
+            params |= {"overrides": presets.TINY, "batch": 2, "length": 16}
             if "stream" in params:
                 params |= {"stream": {"resident_blocks": 0}, "cap_gb": None}
             if case.target.endswith(":speed"):
@@ -138,35 +126,8 @@ def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[C
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
-    run.add_argument("--preset", choices=PRESETS, default="speed")
-    run.add_argument("--out", type=Path, required=True, help="rows are appended here as they come")
-    run.add_argument("--only", help="a glob or a part of case names")
-    run.add_argument("--resume", action="store_true", help="go on with the last run in --out")
-    run.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
-    run.add_argument("--device", default="cuda")
-    run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
-    report = commands.add_parser("report", help="rows as Markdown")
-    report.add_argument("rows", type=Path)
-    report.add_argument(
-        "--plan", action="store_true", help="what the planner expects, beside (seconds a model, no GPU)"
-    )
-    report.add_argument("--out", type=Path, help="a file to write instead of printing")
-    args = parser.parse_args(arguments)
-    if args.command == "report":
-        text = markdown(read_rows(args.rows), plan=planned if args.plan else None)
-        if args.out is None:
-            print(text)
-        else:
-            args.out.write_text(text, encoding="utf-8")
-        return
-    if arguments is None:
-        prepare_to_fork()
-    cases = cases_of(args.preset, device=args.device, tiny=args.tiny)
-    options = {"only": args.only, "resume": args.resume, "device": args.device, "spawn": args.spawn}
-    print(markdown(run_cases(cases, out=args.out, warm=WARM, **options)))
+    cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": WARM}
+    presets.main(arguments, description=__doc__, markdown=markdown, plan=planned, **cases)
 
 
 if __name__ == "__main__":

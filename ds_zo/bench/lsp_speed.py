@@ -7,28 +7,18 @@ python -m ds_zo.bench.lsp_speed report rows.jsonl
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import Case, read_rows, run_cases
+from ds_zo.bench import presets
+from ds_zo.bench.runner import Case
 
 Row = dict[str, Any]
 
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 97,
-}
-"""Of a rehearsal: every case as it is, on a model that a CPU trains in no time."""
+TINY = {**presets.TINY, "num_hidden_layers": 2}
 
 _CASES = "ds_zo.bench.lsp_cases"
-WARM = ("torch", "transformers", "deepspeed", "ds_zo", "transformers.models.llama.modeling_llama", _CASES)
+WARM = (*presets.WARM, _CASES)
 
 Contenders = dict[str, tuple[str, Mapping[str, Any]]]
 """Case name: method, and what it changes of the optimizer's parameters."""
@@ -197,25 +187,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
-    run.add_argument("--preset", choices=PRESETS, default="speed")
-    run.add_argument("--out", type=Path, required=True, help="rows are appended here as they come")
-    run.add_argument("--only", help="a glob or a part of case names")
-    run.add_argument("--resume", action="store_true", help="go on with the last run in --out")
-    run.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
-    run.add_argument("--device", default="cuda")
-    run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
-    report = commands.add_parser("report", help="rows as Markdown")
-    report.add_argument("rows", type=Path)
-    args = parser.parse_args(arguments)
-    if args.command == "report":
-        print(markdown(read_rows(args.rows)))
-        return
-    cases = cases_of(args.preset, device=args.device, tiny=args.tiny)
-    options = {"only": args.only, "resume": args.resume, "device": args.device, "spawn": args.spawn}
-    print(markdown(run_cases(cases, out=args.out, warm=WARM, **options)))
+    cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": WARM}
+    presets.main(arguments, description=__doc__, markdown=markdown, **cases)
 
 
 if __name__ == "__main__":
