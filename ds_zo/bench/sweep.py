@@ -212,13 +212,13 @@ def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[Cas
 
 
 def next_case(sweep: Sweep, waiting: Sequence[Case], seconds: Sequence[float | None], left_s: float) -> Case | None:
-    """The first that fits into what is left of this piece; else one that no piece is long enough for, which checkpoints
-    bring to its end."""
+    """The first that fits into what is left of this piece; else, in its first half, one that no piece is long enough
+    for, which checkpoints bring to its end."""
     too_long = None
     for case, expected_s in zip(waiting, seconds, strict=True):
         if expected_s is None or expected_s <= left_s or sweep.checkpoint(case).is_file():
             return case
-        if expected_s > sweep.span_s and too_long is None:
+        if too_long is None and expected_s > sweep.span_s < 2 * left_s:
             too_long = case
     return too_long
 

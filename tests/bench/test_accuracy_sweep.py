@@ -133,8 +133,8 @@ def test_a_piece_is_filled_with_what_fits() -> None:
     assert sweep.span_s == 435
     assert next_case(sweep, cases, expected, 435).task == "300"
     assert next_case(sweep, cases, expected, 200).task == "100"
-    assert next_case(sweep, cases, expected, 50).task == "900", "no piece is long enough: checkpoints bring it on"
-    assert next_case(sweep, cases[1:], expected[1:], 50) is None
+    assert next_case(sweep, cases, expected, 50) is None, "the machine is given back"
+    assert next_case(sweep, cases[:1], expected[:1], 400).task == "900", "checkpoints bring it on"
 
 
 def test_rows_keep_a_short_curve() -> None:
