@@ -331,6 +331,8 @@ class DeviceGroup:
         self._settings = settings
         self._max_norm = max_norm
         self.moments = [Moments.zeros(slot.shape, device) for slot in slots]
+        self._sizes: tuple[list[int], torch.Tensor] | None = None
+        """Of the last step's vectors, also on the device."""
         for slot in slots:
             if slot.subspace is not None:
                 slot.total = torch.empty(slot.shape, device=device)
@@ -341,8 +343,14 @@ class DeviceGroup:
         active = [i for i, slot in enumerate(self.slots) if slot.has_total]
         if not active:
             return None
-        grads, out = self._side_by_side([self.slots[i].gradient for i in active])
-        norms = clip_(grads, self._max_norm)
+        grads = [self.slots[i].gradient for i in active]
+        if any(grad.ndim > 1 for grad in grads):
+            grads = [grad.float() for grad in grads]
+            out = [torch.empty_like(grad) for grad in grads]
+            norms = clip_(grads, self._max_norm)
+        else:
+            grads, out, together = self._side_by_side(grads)
+            norms = clip_(grads, self._max_norm, together=together)
         moments = [self.moments[i] for i in active]
         directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
         pairs = ((i, direction, rates[i]) for i, direction in zip(active, out, strict=True))
@@ -351,15 +359,16 @@ class DeviceGroup:
             self.slots[i].forget()
         return norms
 
-    @staticmethod
-    def _side_by_side(grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """In float32, with room for their directions; vectors, of which there are many, by one copy."""
-        if any(grad.ndim > 1 for grad in grads):
-            return [grad.float() for grad in grads], [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).float()
-        sizes = [grad.numel() for grad in grads]
-        found = [
-            [part.view(grad.shape) for part, grad in zip(side.split(sizes), grads, strict=True)]
+    def _side_by_side(
+        self, vectors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Vectors, of which there are many, in float32 by one copy, with room for their directions."""
+        flat = torch.cat([vector.reshape(-1) for vector in vectors]).float()
+        sizes = [vector.numel() for vector in vectors]
+        if self._sizes is None or self._sizes[0] != sizes:
+            self._sizes = sizes, torch.tensor(sizes).to(flat.device, non_blocking=True)
+        grads, out = (
+            [part.view(vector.shape) for part, vector in zip(side.split(sizes), vectors, strict=True)]
             for side in (flat, torch.empty_like(flat))
-        ]
-        return found[0], found[1]
+        )
+        return grads, out, (flat, self._sizes[1])

@@ -46,13 +46,20 @@ class Moments:
 
 
 @torch.no_grad()
-def clip_(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scales each tensor to a norm of at most `max_norm` (0: no limit); returns their norms as they came."""
+def clip_(
+    grads: list[torch.Tensor], max_norm: float, *, together: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Scales each tensor to a norm of at most `max_norm` (0: no limit); returns their norms as they came. `together`:
+    where they stand one behind the other, and the sizes of each, so that many small ones take one launch."""
     norms = torch.stack(torch._foreach_norm(grads))
     if max_norm > 0:
         coefs = (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
         if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU to look is free, and most steps clip nothing
-            torch._foreach_mul_(grads, list(coefs.unbind()))
+            if together is None:
+                torch._foreach_mul_(grads, list(coefs.unbind()))
+            else:
+                flat, sizes = together
+                flat.mul_(coefs.repeat_interleave(sizes, output_size=flat.numel()))
     return norms
 
 
