@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ds_zo import ops
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
-from ds_zo.engines.tempo import Tempo, measure_link, total_s
+from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_link
 from ds_zo.engines.visits import Noise, Visits
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
@@ -90,6 +90,7 @@ class Homes:
         """The interval is still to be chosen; see `tempo`."""
         self.tempo: str | None = None
         """Why it was chosen so."""
+        self._rehearsals: list[Rehearsal] = []
         self._computing_sets_pace = False
         if config.stream:
             self._check_budget(num_resident)
@@ -182,20 +183,37 @@ class Homes:
         yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
         shared.node.barrier()
 
+    def rehearse(self, forward: Callable[[], object]) -> None:
+        """Times forwards as training will make them, before the first update: with updates to replay, all neutral, of
+        which nothing stays."""
+        if self.log.length:
+            return
+        self.log.rows[:, 1 : 1 + self.log.num_groups] = 1.0
+        try:
+            for num_updates in REHEARSED:
+                self.visits.rehearsal = rehearsal = Rehearsal(num_updates, self.device)
+                with rehearsal.running():
+                    forward()
+                self._rehearsals.append(rehearsal)
+        finally:
+            self.visits.rehearsal = None
+            self.log.rows.zero_()
+            self.runtime.forget()
+
     @torch.no_grad()
-    def choose_interval(
-        self, spans: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], *, agree: Callable[[int], int]
-    ) -> None:
+    def choose_interval(self, *, agree: Callable[[int], int]) -> None:
         """After the first step, when it is settled which blocks stay: nothing has been folded yet. `agree` makes every
         rank take the same."""
         blocks = self.placement.blocks
         streamed = [u for u in blocks if u.streamed]
-        if not spans or not streamed:
+        if not self._rehearsals or not streamed:
             self.set_interval(agree(self.interval if streamed else 1))
             return
-        up, down, both = measure_link(self.runtime, streamed[0], streamed[-1])
-        draw_s = self.visits.replay_s(streamed[0]) * sum(u.nbytes for u in blocks) / max(streamed[0].nbytes, 1)
-        tempo = Tempo(up, down, both, total_s(spans), draw_s)
+        compute_s, draw_s = compute_and_draw_s(self._rehearsals)
+        self._rehearsals = []
+        edges_numel = self.placement.numel - sum(_numel(u) for u in blocks)
+        compute_s += draw_s * edges_numel / max(self.placement.numel - edges_numel, 1)  # folded each step
+        tempo = Tempo(*measure_link(self.runtime, streamed[0], streamed[-1]), compute_s, draw_s)
         sizes = {
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
@@ -294,3 +312,7 @@ class Homes:
             for unit in self.placement.units:
                 self.runtime.host_wait(unit)
         self.store.close()
+
+
+def _numel(unit: Unit) -> int:
+    return sum(placed.numel for placed in unit.placed)

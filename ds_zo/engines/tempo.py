@@ -6,8 +6,9 @@ best when the link is the bottleneck, short when computing is.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,12 @@ _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _ALIKE = 1.002
 """Intervals whose steps take this much longer at most count as equally fast: then the longest, which rounds least."""
 _FRICTION = 0.05
-"""Of the shorter of computing and copying, which share the device's memory, this part is not hidden by the longer: 4%
-for OPT-6.7B on an H200."""
+"""Copying takes longer by this part of the computing beside it: 8 of 160 ms for OPT-6.7B on an H200."""
+_FOLD_DRAWS = 0.4
+"""What a fold costs beyond a replay, in draws: its dither and the store."""
+REHEARSED = (5, 1, 5)
+"""Updates to replay in the forwards that are timed. The first counts for nothing: it brings the device to the clock
+that it keeps under load, which is up to a tenth lower than that of a first step."""
 _REPEATS = 4
 
 
@@ -33,7 +38,7 @@ class Tempo:
     both_nbytes_per_s: float
     """Up and down together, while both are busy."""
     compute_s: float
-    """A step with nothing pending, on the compute stream, without its waits for blocks."""
+    """A step with nothing pending, on the compute stream, without its waits for blocks but beside their uploads."""
     draw_s: float
     """Replaying one pending update in all blocks."""
 
@@ -45,12 +50,12 @@ class Tempo:
         return max(up / self.up_nbytes_per_s + min(up, down) * slower, down / self.down_nbytes_per_s)
 
     def busy_s(self, interval: int) -> float:
-        return self.compute_s + self.draw_s * (interval + 1) / 2
+        return self.compute_s + self.draw_s * ((interval + 1) / 2 + _FOLD_DRAWS / interval)
 
     def step_s(self, interval: int, **nbytes: int) -> float:
-        """What a step is expected to take: computing and copying overlap."""
-        link_s, busy_s = self.link_s(interval, **nbytes), self.busy_s(interval)
-        return max(link_s, busy_s) + _FRICTION * min(link_s, busy_s)
+        """What a step is expected to take: computing and copying overlap, and share the device's memory."""
+        busy_s = self.busy_s(interval)
+        return max(self.link_s(interval, **nbytes) + _FRICTION * busy_s, busy_s)
 
     def best_interval(self, **nbytes: int) -> int:
         seconds = {k: self.step_s(k, **nbytes) for k in _CANDIDATES}
@@ -98,20 +103,55 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
     return rates
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """The fastest of a few runs on the compute stream."""
-    call()
-    best = math.inf
-    for _ in range(_REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record(torch.cuda.current_stream(device))
-        call()
-        end.record(torch.cuda.current_stream(device))
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3)
-    return best
+class Rehearsal:
+    """A forward whose blocks replay updates that change nothing, timed on the compute stream: all of it, less what it
+    waits for blocks. (On a CPU the same by the host's clock, for tests.)"""
+
+    def __init__(self, num_updates: int, device: torch.device) -> None:
+        self.num_updates = num_updates
+        self._device = device
+        self._whole: _Span | None = None
+        self._waits: list[_Span] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        begin = self._mark()
+        yield
+        self._whole = (begin, self._mark())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin = self._mark()
+        yield
+        self._waits.append((begin, self._mark()))
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @property
+    def busy_s(self) -> float:
+        """Waits for the forward to end."""
+        assert self._whole is not None
+        return _seconds(self._whole) - sum(map(_seconds, self._waits))
 
 
-def total_s(spans: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-    """Of spans between events that have passed."""
-    return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+_Span = tuple[torch.cuda.Event | float, torch.cuda.Event | float]
+
+
+def _seconds(span: _Span) -> float:
+    begin, end = span
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def compute_and_draw_s(rehearsals: Sequence[Rehearsal]) -> tuple[float, float]:
+    """(a step with nothing pending, replaying one update in all blocks), from forwards with few and with many."""
+    few, many = sorted(rehearsals[1:], key=lambda r: r.num_updates)
+    draw_s = max(0.0, many.busy_s - few.busy_s) / (many.num_updates - few.num_updates)
+    return few.busy_s - few.num_updates * draw_s, draw_s

@@ -12,8 +12,8 @@ and one draw less, and with one direction nothing to store but folds. The copies
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from ds_zo import ops
 from ds_zo.checkpoint.replay import due
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
-from ds_zo.engines.tempo import seconds_of
+from ds_zo.engines.tempo import Rehearsal
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -82,8 +82,8 @@ class Visits:
         self._open: tuple[Unit, Slot | None] | None = None
         """The unit that is being visited, and its slot until that may be filled again."""
         self._folding: set[int] = set()
-        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
-        """When not None: the time of each visit on the compute stream, from the unit's arrival on."""
+        self.rehearsal: Rehearsal | None = None
+        """When not None: blocks replay what it says instead of what is pending, and their waits are timed."""
         self._kept_planes: dict[Any, list[Planes]] = {}
         self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
         self._kept_views: dict[Any, list[torch.Tensor]] = {}
@@ -115,6 +115,11 @@ class Visits:
     def pending(self, unit: Unit) -> int:
         """Updates that its stored weights do not include yet."""
         return self.log.length - unit.version if unit.trainable else 0
+
+    def _to_replay(self, unit: Unit) -> int:
+        if self.rehearsal is not None and unit.is_block and unit.trainable:
+            return self.rehearsal.num_updates
+        return self.pending(unit)
 
     def folds(self, unit: Unit, *, step: int) -> bool:
         """A pure function of step and unit, staggered over blocks, the same for resident and streamed ones."""
@@ -148,16 +153,6 @@ class Visits:
         finally:
             self._folding = set()
 
-    @torch.no_grad()
-    def replay_s(self, unit: Unit) -> float:
-        """Seconds for replaying one pending update of a unit whose planes are in a slot or at home on the device."""
-        base = self.runtime.slots[0].buffer if unit.streamed else unit.home
-        planes, outs = self._planes(unit, base), self._outs(unit, self.scratch)
-        few, many = (
-            seconds_of(partial(self._apply, unit, planes, outs=outs, index=0, pending=n), self.device) for n in (1, 9)
-        )
-        return max(0.0, many - few) / 8
-
     # Training visits
 
     def perturb_block(self, unit: Unit, *, index: int, last: bool) -> list[torch.Tensor] | None:
@@ -165,10 +160,8 @@ class Visits:
         already. `last`: no further pass of this visit follows, so the slot may go as soon as it has been read."""
         first = self._open is None or self._open[0] is not unit
         if first:
-            self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
-            if self.spans is not None:
-                self.spans.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-                self.spans[-1][0].record(torch.cuda.current_stream(self.device))
+            with nullcontext() if self.rehearsal is None else self.rehearsal.waiting():
+                self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
         assert self._open is not None
         slot = self._open[1]
         pair = None if first and last else self._pair
@@ -191,8 +184,6 @@ class Visits:
         """The last pass has run the block."""
         if self._open is not None and self._open[0] is unit:
             self._depart(unit)
-        if self.spans:
-            self.spans[-1][1].record(torch.cuda.current_stream(self.device))
         unit.bind_home()
 
     def perturb_edge(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:
@@ -212,7 +203,7 @@ class Visits:
     ) -> None:
         """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy in
         `scratch` on the way. Where no other pass starts from it and no fold is due, nothing is stored."""
-        pending = self.pending(unit)
+        pending = self._to_replay(unit)
         source = unit.home if slot is None else slot.buffer
         outs = None if scratch is None else self._outs(unit, scratch)
         if slot is None and unit.is_block:  # an edge may come between two passes' visits of the block on the bench

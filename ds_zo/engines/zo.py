@@ -83,8 +83,6 @@ class ZOBackend(Backend):
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """How long each block's visit, and what came after the last, took in a forward made to measure it."""
         self._signature = self._groups_and_flags()
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
@@ -188,14 +186,12 @@ class ZOBackend(Backend):
                 )
                 return apart
         if self.homes.measures:
-            self._lockstep.set_snapshot(randomness)
-            self._spans = self.homes.visits.spans = []
-            self._run(calls)
-            if self._spans:  # what follows the last block: the head and the loss
-                end = torch.cuda.Event(enable_timing=True)
-                end.record(torch.cuda.current_stream(self.device))
-                self._spans.append((self._spans[-1][1], end))
-            self.homes.visits.spans = None
+
+            def again() -> None:
+                self._lockstep.set_snapshot(randomness)
+                self._run(calls)
+
+            self.homes.rehearse(again)
         return results
 
     @contextmanager
@@ -244,8 +240,7 @@ class ZOBackend(Backend):
         if self.homes.may_fill_device:
             self.homes.fill_device()
         if self.homes.measures:
-            self.homes.choose_interval(self._spans, agree=self.ranks.first_decides)
-            self._spans = []
+            self.homes.choose_interval(agree=self.ranks.first_decides)
         return StepOutcome(applied=Late(finite), grad_norm=Late(norm))
 
     def _fold_everything(self) -> None:

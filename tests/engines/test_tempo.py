@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_zo.engines.tempo import Tempo
+import pytest
+import torch
+from zo_runs import assert_equal, engine_for, one_step, weights, zo_json
+from zoo import CASES
+
+from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s
 
 GB = 10**9
 TEMPO = Tempo(
@@ -35,3 +40,39 @@ def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
             sizes = {"streamed_nbytes": int(streamed_gb * GB), "low_nbytes": 0}
             chosen = tempo.step_s(tempo.best_interval(**sizes), **sizes)
             assert all(chosen <= 1.0021 * tempo.step_s(k, **sizes) for k in (1, 2, 4, 8, 16, 32))
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1}, {"wire_dtype": "fp8"}], ids=str)
+def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
+    case = CASES["opt"]
+
+    def run(rehearse: bool) -> dict[str, torch.Tensor]:
+        engine = engine_for(case.make(), zo_json(interval=8, **stream))
+        homes = engine.backend.homes
+        seen: list[int] = []
+        replay = homes.visits._apply
+        homes.visits._apply = lambda unit, *args, **more: (
+            seen.append(more.get("pending", 0)) if unit.is_block else None,
+            replay(unit, *args, **more),
+        )
+        homes.measures = rehearse
+        engine(**case.batch(0))
+        homes.measures = False
+        assert (set(seen) - {0} == set(REHEARSED)) == rehearse
+        if rehearse:
+            assert all(seconds > 0 for seconds in compute_and_draw_s(homes._rehearsals)[:1])
+        for step in range(3):
+            one_step(engine, case.batch(step))
+        return weights(engine.module)
+
+    assert_equal(run(True), run(False))
+
+
+def test_waits_for_blocks_are_no_computing() -> None:
+    first, few, many = (Rehearsal(n, torch.device("cpu")) for n in (5, 1, 5))
+    first._whole, few._whole, many._whole = (0.0, 9.0), (10.0, 13.0), (20.0, 24.0)
+    few._waits, many._waits = [(10.5, 11.0), (12.0, 12.5)], [(21.0, 21.2)]
+    compute_s, draw_s = compute_and_draw_s([first, few, many])
+    assert draw_s == pytest.approx((3.8 - 2.0) / 4)
+    assert compute_s == pytest.approx(2.0 - draw_s)
