@@ -369,7 +369,7 @@ class LOMOBackend(Backend):
     def begin_visit(self, call: Call) -> bool:
         if self._phase is Phase.IDLE:
             raise RuntimeError(_BARE_STREAMED)
-        call.last_pass = self._pass
+        call.last_pass = call.block.last_visit = self._pass
         call.spent = self._phase is not Phase.MEASURE and not self._retains
         if self._phase is Phase.DISCARD:
             return False
@@ -478,12 +478,15 @@ class LOMOBackend(Backend):
             return nullcontext()
         if self._phase is Phase.MEASURE and not self._homes.is_sharded:
             return nullcontext()
+        if bucket.in_pieces and block.last_visit == self._pass:
+            return nullcontext()  # it needs no weights; the visit was to bring blocks in step with the other ranks
         return None if self._homes.is_visiting else self._visit(block)
 
     @contextmanager
     def _visit(self, block: RecomputedBlock) -> Iterator[None]:
         """For gradients that came late, or from other ranks alone."""
         assert self._homes is not None
+        block.last_visit = self._pass
         with self._homes.visit(block.unit) as visit:
             yield
             visit.changed = self._has_changed(block)

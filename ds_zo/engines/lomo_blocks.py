@@ -141,6 +141,8 @@ class RecomputedBlock:
         """Owners and names, inside the block, of parameters that are used outside it too."""
         self.slots: list[Any] = []
         """What the consumer keeps of its other parameters."""
+        self.last_visit = 0
+        """The backward pass that last visited it."""
         self._homes = homes
         self._consumer = weakref.ref(consumer)
         self._calls: list[weakref.ref[Call]] = []

@@ -37,7 +37,7 @@ from ds_zo.streaming.node import one_may_be_gone, waiting_time
 
 _ALIGN = 16
 """Bytes: where a gradient begins in its bucket, which kernels like."""
-
+_PIECES_NBYTES = 128 * 2**20
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -286,7 +286,7 @@ class GradientReducer:
         bucket.fill(self._device)
         bucket.put(slot, grad)
         self.most_alive = max(self.most_alive, sum(b.alive for b in self._buckets))
-        if len(bucket.arrived) == len(bucket.trained) and bucket.block is None:
+        if len(bucket.arrived) == len(bucket.trained) and (bucket.block is None or bucket.in_pieces):
             self.close(bucket)
 
     def close(self, bucket: Bucket) -> None:
@@ -422,8 +422,11 @@ class GradientReducer:
         self._order_is_known = True
 
     def _set_order(self, order: Sequence[Bucket]) -> None:
-        """Blocks that stream come in the order that they are planned to be brought in."""
-        blocks = [bucket for bucket in reversed(self._buckets) if bucket.block is not None]
+        """Blocks that stream come in the order that they are planned to be brought in, a block's buckets as given."""
+        place = {id(bucket): i for i, bucket in enumerate(order)}
+        turn = {id(bucket.block): i for i, bucket in enumerate(self._buckets)}
+        blocks = [bucket for bucket in self._buckets if bucket.block is not None]
+        blocks.sort(key=lambda bucket: (-turn[id(bucket.block)], place[id(bucket)]))
         if self._blocks_first:
             self._order = blocks + [bucket for bucket in order if bucket.block is None]
         else:
@@ -453,13 +456,27 @@ def buckets_of(
     found: dict[int | str, list[Slot]] = {}
     for slot in slots:
         found.setdefault(block_of.get(id(slot.parameter), slot.name.rpartition(".")[0]), []).append(slot)
-    return [_bucket(members, shards) for members in found.values()]
+    return [bucket for members in found.values() for bucket in _buckets_for(members, shards)]
 
 
-def _bucket(members: Sequence[Slot], shards: DeviceShards | None) -> Bucket:
+def _buckets_for(members: Sequence[Slot], shards: DeviceShards | None) -> list[Bucket]:
+    """One, or where ranks need pieces alone, several of no more than `_PIECES_NBYTES`, if parameters allow: each goes
+    as soon as it is full, and two are alive at once. Vectors, such as the norm that a block begins with, would keep
+    matrices waiting."""
     block = members[0].block
-    if shards is not None and block is not None and block.unit.is_cut:
-        segments = shards.segments(block.unit)
-        if all(id(slot.parameter) in segments and not slot.is_adapter for slot in members):
-            return PiecesBucket(members, block, segments)
-    return Bucket(members, block)
+    if shards is None or block is None or not block.unit.is_cut:
+        return [Bucket(members, block)]
+    segments = shards.segments(block.unit)
+    if any(id(slot.parameter) not in segments or slot.is_adapter for slot in members):
+        return [Bucket(members, block)]
+    groups: list[list[Slot]] = []
+    room = 0
+    for slot in sorted(members, key=lambda slot: slot.parameter.dim() >= 2):
+        nbytes = slot.parameter.numel() * slot.parameter.element_size()
+        begins = bool(groups) and slot.parameter.dim() >= 2 > groups[-1][-1].parameter.dim()
+        if not groups or begins or nbytes > room:
+            groups.append([])
+            room = _PIECES_NBYTES
+        groups[-1].append(slot)
+        room -= nbytes
+    return [PiecesBucket(group, block, segments) for group in groups]

@@ -80,6 +80,9 @@ class ShardedRuntime(Runtime):
         gathered = self._ahead if joined else set()
         for number in sorted(gathered):
             self._bring_again(number)
+        for slot in self.slots:  # what this rank alone may have kept would let it gather later than the others
+            if slot.unit is not None and self._number[id(slot.unit)] not in gathered:
+                slot.give_up()
         self._to_gather = deque(_Gather(n, n in folding) for n in numbers if n not in gathered)
         if joined:
             self._ahead = set()

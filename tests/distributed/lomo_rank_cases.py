@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # whose helpers these tests share
 
-from lomo_runs import config_for, lively, start, streamed, weights_of
+from lomo_runs import config_for, lively, start, streamed
 from tiny_models import tiny_batch
 from zo_rank_cases import counted, digest, mine
 
@@ -38,6 +38,13 @@ if torch.cuda.is_available():
     CASES["streamed, then filled"] = streamed(clipping=0.5)  # blocks come to stay after the first step
 
 
+def small_buckets() -> None:
+    """So that a tiny block takes several, where ranks have pieces."""
+    from ds_zo.engines import lomo_ranks
+
+    lomo_ranks._PIECES_NBYTES = 2048
+
+
 def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
     return {**config, "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage}}
 
@@ -47,7 +54,46 @@ def batch_of(size: int, *, seed: int, on: Any) -> dict[str, torch.Tensor]:
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.cpu() for name, value in weights_of(engine.module).items()}
+    return {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
+
+
+def stored_nbytes(engine: Any) -> dict[str, int]:
+    """What this rank keeps of streamed or sharded blocks, and how large they are."""
+    homes = engine.backend._homes
+    if homes is None:
+        return {"kept": 0, "blocks": 0}
+    cut = [p for block in homes.placement.blocks if block.is_cut for p in block.module.parameters()]
+    assert all(p.untyped_storage().nbytes() <= 8 for p in cut), "parameters take memory beside the pieces"
+    return {"kept": homes.store.nbytes, "blocks": sum(b.nbytes for b in homes.placement.blocks if b.streamed)}
+
+
+def watch(backend: Any) -> list[tuple[str, int]]:
+    """What a reducer does with which bucket from now on: `came` a gradient, `sent`, `taken`."""
+    reducer, events = backend._reducer, []
+    if reducer is None:
+        return events
+    bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.slots}
+    add, launch, consume, consume_pieces = reducer.add, reducer._launch, backend.consume, backend.consume_pieces
+
+    def watched_add(slot: Any, grad: torch.Tensor) -> None:
+        events.append(("came", bucket_of[id(slot)]))
+        add(slot, grad)
+
+    def watched_launch(bucket: Any) -> None:
+        events.append(("sent", bucket_of[id(bucket.slots[0])]))
+        launch(bucket)
+
+    def watched_consume(gradients: Any) -> None:
+        events.append(("taken", bucket_of[id(gradients[0][0])]))
+        consume(gradients)
+
+    def watched_consume_pieces(block: Any, pieces: Any) -> None:
+        events.extend(("taken", bucket) for bucket in {bucket_of[id(slot)] for slot, _, _ in pieces})
+        consume_pieces(block, pieces)
+
+    reducer.add, reducer._launch = watched_add, watched_launch
+    backend.consume, backend.consume_pieces = watched_consume, watched_consume_pieces
+    return events
 
 
 def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
@@ -56,6 +102,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
     num_ranks = dist.get_world_size()
+    small_buckets()
     found = {}
     for name in names:
         engine = start(
@@ -63,7 +110,10 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             lively("llama", seed=rank),
         )
         digests = []
+        events: list[Any] = []
         for step in range(3):
+            if step == 2:
+                events = watch(engine.backend)
             batch = mine(batch_of(4, seed=step, on=engine), index=rank, of=num_ranks)
             loss = engine(**batch).loss
             if name == "poisoned" and step == 1 and rank == num_ranks - 1:
@@ -81,7 +131,8 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             "skipped": engine.skipped_steps,
             "digests": digests,
             "most_alive": None if reducer is None else reducer.most_alive,
-            "host_nbytes": None if engine.backend._homes is None else engine.backend._homes.store.nbytes,
+            "events": events,
+            **stored_nbytes(engine),
         }
         engine.destroy()
     return found
@@ -137,10 +188,11 @@ STREAMED = {
 
 
 def uneven(rank: int, stage: int | None) -> dict[str, Any]:
-    """Both halves of a batch on one rank, one on each of two. With a stage: what streams, with blocks in order."""
+    """Both halves of a batch on one rank, one on each of two. With a stage: with blocks in order."""
     found = {}
     num_ranks = dist.get_world_size()
-    for name, config in {**STREAMED, **(EVERYWHERE if stage is None else {})}.items():
+    small_buckets()
+    for name, config in {**STREAMED, **EVERYWHERE}.items():
         model = Uneven()
         model.blocks[2].requires_grad_(name != "frozen")
         engine = start(with_stage(config, stage or 0), model)
@@ -160,10 +212,13 @@ def uneven(rank: int, stage: int | None) -> dict[str, Any]:
 def wire(rank: int) -> dict[str, Any]:
     """Bytes reduced in one step, and the trained model's."""
     found = {}
-    for name in ("one pass", "clipped", "bf16", "streamed"):
-        engine = start(CASES[name], lively("llama"))
+    sharded = {f"sharded {name}": with_stage(CASES[name], 3) for name in ("one pass", "clipped", "adalomo")}
+    whole = {name: CASES[name] for name in ("one pass", "clipped", "bf16", "streamed")}
+    for name, config in {**whole, **sharded}.items():
+        engine = start(config, lively("llama"))
         _step(engine, 0)  # agrees on the order of buckets
-        before = engine.backend._reducer.bytes_reduced
+        before, homes = engine.backend._reducer.bytes_reduced, engine.backend._homes
+        gathered = 0 if homes is None else getattr(homes.runtime, "bytes_wire", 0)
         with counted() as counts:
             _step(engine, 1)
         parameters = list(engine.module.parameters())
@@ -173,6 +228,9 @@ def wire(rank: int) -> dict[str, Any]:
             "gradient": sum(p.numel() * p.element_size() for p in parameters),
             "num_parameters": len(parameters),
             "num_buckets": len(engine.backend._reducer._buckets),
+            "in_blocks": sum(p.numel() * p.element_size() for p in engine.module.model.layers.parameters()),
+            "gathered": 0 if homes is None else getattr(homes.runtime, "bytes_wire", 0) - gathered,
+            **stored_nbytes(engine),
         }
     return found
 
@@ -181,6 +239,8 @@ SAVED = {
     "adalomo": CASES["adalomo"],
     "streamed": CASES["streamed"],
     "sharded": with_stage(CASES["streamed adalomo"], 3),
+    "on devices": with_stage(CASES["bf16"], 3),
+    "adalomo on devices": with_stage(CASES["adalomo"], 3),
 }
 
 
@@ -190,14 +250,41 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         engine = start(config, lively("llama"))
         _step(engine, 0)
         engine.save_checkpoint(str(folder / name))
-        if rank == 0:
+        on_devices = "on devices" in name and dist.get_world_size() > 1
+        if rank == 0 or on_devices:
             engine.eval()
             with torch.no_grad():
-                engine(**batch_of(2, seed=0, on=engine))  # by this rank alone
+                engine(**batch_of(2, seed=0, on=engine))  # by this rank alone, but where it has pieces alone
             engine.train()
         _step(engine, 1)
         found[name] = weights(engine)
+        if on_devices:
+            _read_and_write(engine, folder / "whole")
     return found
+
+
+def _read_and_write(engine: Any, folder: Path) -> None:
+    """What DeepSpeed and users do with the weights of a model whose ranks have pieces."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    now = weights(engine)
+    engine.save_16bit_model(str(folder), "whole.bin")
+    consolidated = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        for written in (torch.load(folder / "whole.bin"), consolidated):
+            assert all(torch.equal(value, now[name]) for name, value in written.items())
+            assert written.keys() == now.keys()
+    name, p = next((name, p) for name, p in engine.module.named_parameters() if "layers.1" in name and p.dim() == 2)
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+        assert torch.equal(p.detach().cpu(), now[name])
+        if dist.get_rank() == 0:
+            p.data.fill_(0.5)
+    assert (safe_get_full_fp32_param(p) == 0.5).all()
+    safe_set_full_fp32_param(p, torch.full(p.shape, 0.25, device=engine.device))
+    assert (weights(engine)[name] == 0.25).all()
+    engine.module.load_state_dict(now)
+    assert all(torch.equal(value, now[name]) for name, value in weights(engine).items())
 
 
 def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
@@ -207,6 +294,12 @@ def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
             engine = start(config, lively("llama", seed=5))
             engine.load_checkpoint(str(folder / name))
             _step(engine, 1)
+            if "on devices" in name:
+                found[f"{folder.name} {name}"] = weights(engine)
+                engine.destroy()
+                if dist.get_world_size() > 1:
+                    assert not any(p.numel() for p in engine.module.model.layers.parameters())
+                continue
             engine.destroy()
             found[f"{folder.name} {name}"] = weights(engine)
     return found

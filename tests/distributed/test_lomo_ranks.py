@@ -53,6 +53,20 @@ def test_ranks_make_the_run_of_one(num_ranks: int, found: dict[int, list[Any]]) 
 def test_one_bucket_is_filled_while_one_is_on_its_way(found: dict[int, list[Any]]) -> None:
     for case, mine in found[2][0].items():
         assert mine["most_alive"] == 2 if "streamed" not in case else mine["most_alive"] <= 2, case
+        if "streamed" not in case and case != "poisoned":
+            assert_overlapped(mine["events"])
+
+
+def assert_overlapped(events: list[tuple[str, int]]) -> None:
+    """Between a bucket's sending and its taking, gradients of another came; but for the last, which nothing follows (but
+    those around blocks that are sharded, which wait for the end)."""
+    last = max(i for i, (what, _) in enumerate(events) if what == "came")
+    sent = [(i, b) for i, (what, b) in enumerate(events[:last]) if what == "sent" and events[i - 1] == ("came", b)]
+    assert len(sent) >= 4
+    for i, bucket in sent[:-1]:
+        if ("taken", bucket) in events[i:]:
+            meanwhile = events[i : events.index(("taken", bucket), i)]
+            assert any(what == "came" and other != bucket for what, other in meanwhile), (bucket, events)
 
 
 def test_ranks_may_lack_gradients_that_others_have() -> None:
@@ -68,14 +82,31 @@ def test_ranks_may_lack_gradients_that_others_have() -> None:
 
 
 def test_one_gradient_is_reduced_a_pass() -> None:
-    """And a mark for each parameter, rounded up for each bucket to equal pieces that begin aligned."""
+    """And a mark for each parameter, rounded up for each bucket to equal pieces that begin aligned. Where devices have
+    pieces of blocks, these are gathered once in the forward pass and once in each backward pass, and reduce-scattered
+    in each; whole gradients are reduced only where the rule needs them."""
     for counted in job(wire, 2):
         for case, counts in counted.items():
+            if case.startswith("sharded"):
+                check_sharded_wire(case, counts)
+                continue
             num_passes = 1 if case == "one pass" else 2
             over = counts["reduced"] - num_passes * counts["gradient"]
             norm = 8 if num_passes == 2 else 0
             assert counts["by_all_reduce"] == counts["reduced"] / num_passes + norm, case
             assert 0 <= over <= num_passes * (4 * counts["num_parameters"] + 2 * 16 * counts["num_buckets"]), case
+
+
+def check_sharded_wire(case: str, counts: dict[str, int]) -> None:
+    num_ranks, num_passes = 2, 1 if "one pass" in case else 2
+    assert counts["gathered"] == (1 + num_passes) * counts["kept"] * (num_ranks - 1), case
+    in_blocks, around = counts["in_blocks"], counts["gradient"] - counts["in_blocks"]
+    scattered = {"sharded one pass": in_blocks, "sharded clipped": 2 * in_blocks + around}.get(case, in_blocks + around)
+    reduced = around if "adalomo" not in case else in_blocks + around
+    slack = num_passes * num_ranks * (20 * counts["num_parameters"] + 32 * counts["num_buckets"])
+    padding = num_ranks * counts["kept"] - in_blocks  # of parameters to 256 elements, as they are stored
+    assert 0 <= counts["reduced"] - counts["by_all_reduce"] - scattered <= slack + num_passes * padding, case
+    assert 0 <= counts["by_all_reduce"] - reduced <= slack, case
 
 
 def test_checkpoints_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -85,11 +116,12 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
         for resumed in job(resume, num_ranks, list(folders.values())):
             for n in folders:
                 for case, weights in saved[n].items():
-                    assert_close(resumed[f"{n} {case}"], weights)
+                    atol = 0.02 if case == "on devices" else 1e-6  # in bf16, one rank's gradient is not two ranks' mean
+                    assert_close(resumed[f"{n} {case}"], weights, atol=atol)
 
 
 def test_a_rank_that_dies_ends_the_others() -> None:
-    for config in (CASES["clipped"], with_stage(CASES["streamed"], 3)):
+    for config in (CASES["clipped"], with_stage(CASES["streamed"], 3), with_stage(CASES["one pass"], 3)):
         survivor, dead = run_job(death, 2, config, wait=5)
         assert dead is None and isinstance(survivor, dict), survivor
         assert "died or stopped" in survivor["message"] and "load_checkpoint" in survivor["message"]
@@ -100,12 +132,23 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sharded_blocks_change_no_bit(num_ranks: int, found: dict[int, list[Any]]) -> None:
-    cases = [case for case in found[num_ranks][0] if "streamed" in case]
-    for whole, sharded in zip(found[num_ranks], job(runs, num_ranks, cases, 3), strict=True):
+    """Whether ranks have pieces of them in host memory or, without `offload_param`, on their devices. (In pieces, four
+    ranks' gradients are added in another order.)"""
+    cases = [case for case in found[num_ranks][0] if case != "bare"]
+    shards = job(runs, num_ranks, cases, 3)
+    for whole, sharded in zip(found[num_ranks], shards, strict=True):
         for case in cases:
-            assert whole[case]["digests"] == sharded[case]["digests"], case
-            assert whole[case]["norm"] == sharded[case]["norm"], case
-            assert 0 < sharded[case]["host_nbytes"] * num_ranks <= whole[case]["host_nbytes"] + 2 * 256 * num_ranks
+            mine = sharded[case]
+            assert mine["digests"] == shards[0][case]["digests"], case
+            assert mine["norm"] == (whole[case]["norm"] and pytest.approx(whole[case]["norm"], rel=1e-6)), case
+            assert mine["skipped"] == whole[case]["skipped"]
+            assert 0 < mine["kept"] * num_ranks <= mine["blocks"] + 2 * 256 * num_ranks, case
+            if num_ranks == 2 or "streamed" in case:
+                assert whole[case]["digests"] == mine["digests"], case
+            else:
+                assert_close(mine["weights"], whole[case]["weights"])
+            if case in ("one pass", "clipped"):
+                assert_overlapped(mine["events"])
 
 
 def test_ranks_that_share_blocks_may_lack_gradients_that_others_have() -> None:
