@@ -26,7 +26,8 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases
-from ds_zo.bench.grids import GRIDS, Case, Grid, GridError, read_grid
+from ds_zo.bench.grid import Case, Grid, GridError
+from ds_zo.bench.grids import GRIDS, read_grid
 from ds_zo.bench.sweep import Row, Start, Sweep, read_rows, remaining, run
 from ds_zo.bench.sweep_cost import expectation
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_zo.bench.accuracy_claims import claims_table
-from ds_zo.bench.grids import Case, Grid, GridError, read_grid
+from ds_zo.bench.grid import Case, Grid, GridError
+from ds_zo.bench.grids import read_grid
 from ds_zo.bench.sweep import Row, read_rows, remaining
 from ds_zo.tasks.score import LOWER_IS_BETTER
 

@@ -38,7 +38,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from ds_zo.bench.grids import Case
+from ds_zo.bench.grid import Case
 from ds_zo.bench.run_summary import append_row
 
 Row = dict[str, Any]

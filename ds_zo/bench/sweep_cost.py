@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.grids import Case
+from ds_zo.bench.grid import Case
 from ds_zo.config import backend_of
 from ds_zo.planner.rates import Rates
 from ds_zo.tasks.data import read_jsonl

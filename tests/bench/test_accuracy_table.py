@@ -9,7 +9,8 @@ import pytest
 from ds_zo.bench import accuracy
 from ds_zo.bench.accuracy import best_rates, staged_cases, table, tuning_cases
 from ds_zo.bench.accuracy_claims import verdict
-from ds_zo.bench.grids import GRIDS, Case
+from ds_zo.bench.grid import Case
+from ds_zo.bench.grids import GRIDS
 from ds_zo.bench.run_summary import append_row
 from ds_zo.bench.sweep import Row, remaining
 from ds_zo.bench.sweep_cost import Cost, cost, expectation, model_size

@@ -16,7 +16,8 @@ from clean_process import in_clean_process
 
 from ds_zo.bench import curves
 from ds_zo.bench.accuracy import table
-from ds_zo.bench.grids import GRIDS, Case, Grid, lsp_glue
+from ds_zo.bench.grid import Case, Grid
+from ds_zo.bench.grids import GRIDS, lsp_glue
 from ds_zo.bench.sweep import Row, Sweep, read_rows, remaining, run
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "launch" / "sweep.py"
