@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -143,6 +144,24 @@ def overlap(rank: int) -> dict[str, Any]:
     weights = settled(engine)
     engine.destroy()
     return {"moments": moments, "due": due, "alone": alone, "weights": weights}
+
+
+def death(rank: int, folder: Path) -> Any:
+    """The last batch of the last rank is shorter; then that rank dies, and the other says what it learns, and when."""
+    engine = start(json_of({"stage": 2}, 2), small())
+    short = {name: value[:, : 8 - 3 * rank] for name, value in batch_of(rank, 0, 2).items()}
+    train(engine, [batch_of(rank, 0, 2), short])
+    weights = settled(engine)
+    if rank == 1:
+        torch.save(weights, folder / "weights.pt")
+        os._exit(9)
+    began = time.monotonic()
+    try:
+        train(engine, [batch_of(rank, 1, 2)])
+        settled(engine)
+    except RuntimeError as error:
+        return weights, str(error), time.monotonic() - began
+    return weights, "went on", 0.0
 
 
 RESUMED: dict[str, dict[str, Any]] = {

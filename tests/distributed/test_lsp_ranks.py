@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lsp_rank_cases import CASES, ON_FOUR, choose, compare, overlap, resume, save
+from lsp_rank_cases import CASES, ON_FOUR, choose, compare, death, overlap, resume, save
 from zo_rank_cases import run_job
 
 Results = dict[int, list[dict[str, Any]]]
@@ -88,11 +88,20 @@ def test_a_layer_that_a_batch_leaves_out_holds_nobody_up(stage: int) -> None:
                 torch.testing.assert_close(value, alone[projector]["weights"][name], rtol=0, atol=atol)
 
 
+def test_a_short_last_batch_keeps_ranks_together_and_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """At once where its connections close, within the group's timeout (5 s here) where they don't."""
+    (weights, message, seconds), dead = run_job(death, 2, tmp_path, wait=5)
+    assert dead is None
+    equal(weights, torch.load(tmp_path / "weights.pt"))
+    assert "died or stopped" in message and "load_checkpoint" in message, message
+    assert seconds < 15
+
+
 def test_checkpoints_of_n_ranks_resume_on_m(tmp_path: Path) -> None:
-    folders = {n: tmp_path / str(n) for n in (1, 2)}
+    folders = {n: tmp_path / str(n) for n in (1, 4)}
     saved = {n: run_job(save, n, folder) for n, folder in folders.items()}
-    for num_ranks in (1, 2):
-        for mine in run_job(resume, num_ranks, list(folders.values())):
+    for num_ranks, of in {1: [4], 2: [1, 4], 4: [1]}.items():
+        for mine in run_job(resume, num_ranks, [folders[n] for n in of]):
             assert isinstance(mine, dict), mine
             for case, weights in mine.items():
                 folder, name = case.split(", ")
