@@ -144,10 +144,11 @@ _Span = tuple[torch.cuda.Event | float, torch.cuda.Event | float]
 
 def _seconds(span: _Span) -> float:
     begin, end = span
-    if isinstance(begin, float) or isinstance(end, float):
-        return float(end) - float(begin)
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    assert isinstance(begin, float) and isinstance(end, float)
+    return end - begin
 
 
 def compute_and_draw_s(rehearsals: Sequence[Rehearsal]) -> tuple[float, float]:

@@ -57,8 +57,9 @@ def load_values(ptr, index, mask, FORMAT: tl.constexpr):
     if FORMAT == BF16:
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == FP8:
-        code = raw.to(tl.uint32)
-        x = unbias(((code & 0x80) << 24) | ((code & 0x7F) << 20), FORMAT)
+        # The sign, extended, comes to float32's place by the shift that brings the magnitude to its own.
+        code = raw.to(tl.int8, bitcast=True).to(tl.int32).to(tl.uint32, bitcast=True)
+        x = unbias((code << 20) & 0x87F00000, FORMAT)
     else:
         x = raw.to(tl.float32)
     return x
@@ -185,6 +186,18 @@ def round_to(x, addend, FORMAT: tl.constexpr):
     else:
         rounded = float_bits(_truncate(bits & 0x7FFFFFFF, addend, FORMAT)) | (bits & 0x80000000)
     return tl.where(x == x, bits_float(rounded), bits_float(bits * 0 + _NAN_BITS))
+
+
+@triton.jit
+def round_sum(x, addend, number, FORMAT: tl.constexpr):
+    """`round_to` for the result of a fused multiply-add, for a store that takes bfloat16's half of it. NaNs of such are
+    quiet, that is they are NaNs by their upper half, whichever: so they need but be left alone, for both signs by one
+    select."""
+    if FORMAT == BF16:
+        rounded = bits_float(float_bits(x) + tl.where(number, addend, 0))
+    else:
+        rounded = round_to(x, addend, FORMAT)
+    return rounded
 
 
 @triton.jit

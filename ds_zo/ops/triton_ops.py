@@ -28,6 +28,7 @@ from ds_zo.ops.triton_formats import (
     nearest_addend,
     power_of_two,
     round_pattern,
+    round_sum,
     round_to,
     split,
     split_pattern,
@@ -51,7 +52,7 @@ _KEEP, _NEAREST, _COPY, _FOLD, _SPLIT = (tl.constexpr(i) for i in range(5))
 
 @triton.jit(
     do_not_specialize=[
-        "first_chunk", "num_entries", "first_entry", "capacity", "num_groups", "k0", "k1", "step", "direction", "scale",
+        "first_chunk", "num_entries", "first_entry", "capacity", "k0", "k1", "step", "direction", "scale",
     ]
 )  # fmt: skip
 def _replay_perturb_kernel(
@@ -69,12 +70,12 @@ def _replay_perturb_kernel(
     num_entries,
     first_entry,
     capacity,
-    num_groups,
     k0,
     k1,
     step,
     direction,
     scale,
+    NUM_GROUPS: tl.constexpr,
     Q: tl.constexpr,
     FORMAT: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
@@ -96,7 +97,7 @@ def _replay_perturb_kernel(
     start = tl.multiple_of(tl.load(row), 256)
     first_offset = tl.load(row + 1)
     numel = tl.load(row + 2).to(tl.int32)
-    group = tl.load(row + 3).to(tl.int32)
+    group = tl.load(row + 3).to(tl.int32) if NUM_GROUPS > 1 else 0
     k0 = k0.to(tl.uint32)
     k1 = k1.to(tl.uint32)
     step = step.to(tl.uint32)
@@ -131,12 +132,14 @@ def _replay_perturb_kernel(
             x = x * power_of_two(exponent)[:, None]
 
         if TRAINABLE and REPLAY:
-            for i in range(num_entries):
-                entry = log_ptr + ((first_entry + i) % capacity) * (1 + num_groups * (1 + Q))
+            index = first_entry
+            for _ in range(num_entries):
+                entry = log_ptr + index * (1 + NUM_GROUPS * (1 + Q))
+                index = tl.where(index + 1 == capacity, 0, index + 1)
                 then = tl.load(entry).to(tl.uint32, bitcast=True)
                 x = x * tl.load(entry + 1 + group)
                 for d in tl.static_range(Q):
-                    coefficient = tl.load(entry + 1 + num_groups + group * Q + d)
+                    coefficient = tl.load(entry + 1 + NUM_GROUPS + group * Q + d)
                     if VECTOR:
                         z, _ = draw_lanes(offset, then, tl.full((), d, tl.uint32), k0, k1, LANES, NORMAL)
                     else:
@@ -197,6 +200,7 @@ def _replay_perturb_kernel(
 
         if HAS_OUT:
             y = x
+            number = x == x  # and so are x + scale * z and x - scale * z
             if TRAINABLE and PERTURB:
                 y = tl.fma(tl.full(x.shape, scale, tl.float32), z, x)
             if OUT_FORMAT > 0:
@@ -204,7 +208,10 @@ def _replay_perturb_kernel(
                     addend = dither_addend(dither, COPY_BITS, OUT_FORMAT)
                 else:
                     addend = nearest_addend(y, OUT_FORMAT)
-                y = round_to(y, addend, OUT_FORMAT)
+                if TRAINABLE and PERTURB:
+                    y = round_sum(y, addend, number, OUT_FORMAT)
+                else:
+                    y = round_to(y, addend, OUT_FORMAT)
             store_values(out_ptr + at, within, mask, y, OUT_FORMAT)
             if HAS_PAIR:
                 y = x
@@ -213,7 +220,10 @@ def _replay_perturb_kernel(
                 if OUT_FORMAT > 0:
                     if not (TRAINABLE and DITHER_OUT):
                         addend = nearest_addend(y, OUT_FORMAT)
-                    y = round_to(y, addend, OUT_FORMAT)
+                    if TRAINABLE:
+                        y = round_sum(y, addend, number, OUT_FORMAT)
+                    else:
+                        y = round_to(y, addend, OUT_FORMAT)
                 store_values(pair_ptr + at, within, mask, y, OUT_FORMAT)
 
 
@@ -250,12 +260,12 @@ def replay_perturb_triton(call: Call) -> None:
             call.num_entries,
             0 if call.log is None else call.first_entry % call.log.shape[0],
             1 if call.log is None else call.log.shape[0],
-            call.num_log_groups,
             low,
             high,
             _as_int32(call.step),
             call.direction,
             float(call.scale),
+            NUM_GROUPS=call.num_log_groups if call.num_entries else 0,
             Q=call.num_directions,
             FORMAT=format_id(call.format),
             OUT_FORMAT=0 if call.out is None else format_id(storage_format(call.out.dtype)),
