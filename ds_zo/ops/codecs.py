@@ -73,6 +73,13 @@ def encode_(
         exponents.copy_(staged_scales)
 
 
+def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
+    """`copy_` into memory that may be pinned in part (a rank's piece of what it shares), to which CUDA copies nothing."""
+    begins_pinned = values.is_cuda and target.numel() > 0 and target.view(-1)[:1].is_pinned()
+    staged = begins_pinned and not target.view(-1)[-1:].is_pinned()
+    target.copy_(values.cpu() if staged else values)
+
+
 def encode_on_device_(
     storage: torch.Tensor, x: torch.Tensor, *, low: torch.Tensor | None, exponents: torch.Tensor | None
 ) -> None:
@@ -83,11 +90,11 @@ def encode_on_device_(
         fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
         if not fmt.has_lanes:
-            exponents.copy_(fitted)
+            bring_(exponents, fitted)
         x = (x.view(-1, SEGMENT_ALIGNMENT) * torch.exp2(-fitted.float())[:, None]).view(-1)
     if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
         largest = fmt.largest if fmt.scaled else float("inf")
-        storage.copy_(x.clamp(-largest, largest).to(fmt.dtype))
+        bring_(storage, x.clamp(-largest, largest).to(fmt.dtype))
         return
     magnitude = x.abs()
     lift = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0)
@@ -103,13 +110,13 @@ def encode_on_device_(
             exponent = high.clamp(min=fmt.tiny).view(torch.int32) >> 23
             scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
             residual = ((magnitude - high) * scale).round()
-        low.copy_(residual.clamp(-32768, 32767).to(torch.int16))
+        bring_(low, residual.clamp(-32768, 32767).to(torch.int16))
     if exponents is not None and fmt.has_lanes:
         code = (high * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
-        exponents.copy_(torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
-        storage.copy_(((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
+        bring_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
+        bring_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:
-        storage.copy_(torch.copysign(high, x).to(fmt.dtype))
+        bring_(storage, torch.copysign(high, x).to(fmt.dtype))
 
 
 def _lane_words(fmt: Format, code: torch.Tensor) -> torch.Tensor:

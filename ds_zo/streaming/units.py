@@ -263,7 +263,7 @@ class Unit:
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         value = value.detach()
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
-            placed.view(planes.storage).copy_(value)
+            ops.bring_(placed.view(planes.storage), value)
             if planes.low is not None:
                 placed.view(planes.low).zero_()
             return
