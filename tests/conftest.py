@@ -112,3 +112,13 @@ def run_ranks() -> Callable[..., list[str]]:
         return run_ranks_of(script, *arguments, num_ranks=num_ranks, timeout_s=timeout_s, **environment)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_script() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs a script file as `python SCRIPT ARGUMENTS` would, less the time that importing the libraries takes."""
+    from warm_interpreter import WarmInterpreter
+
+    interpreter = WarmInterpreter(REPO)
+    yield interpreter.run
+    interpreter.close()

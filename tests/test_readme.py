@@ -9,7 +9,7 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,10 @@ def fences(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def run_script(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run_source(source: str, folder: Path, run_script: Run) -> subprocess.CompletedProcess[str]:
     """As one rank, in the environment that the deepspeed launcher gives it, in a folder holding `ds_configs`."""
     shutil.copytree(REPO / "ds_configs", folder / "ds_configs")
     script = folder / "finetune.py"
@@ -35,9 +38,7 @@ def run_script(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
         port = str(probe.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     env = {**os.environ, **ranks, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, script.name], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_script(script, cwd=folder, env=env)
 
 
 SCRIPTS = dict(zip(["deepspeed", "streamed", "accelerate", "trainer"], fences("python"), strict=True))
@@ -50,20 +51,20 @@ assert any(type(thing) is PluginEngine for thing in gc.get_objects())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_trains_offline(name: str, tmp_path: Path) -> None:
-    done = run_script(SCRIPTS[name] + USED_OUR_ENGINE, tmp_path)
+def test_script_trains_offline(name: str, tmp_path: Path, run_script: Run) -> None:
+    done = run_source(SCRIPTS[name] + USED_OUR_ENGINE, tmp_path, run_script)
     assert done.returncode == 0, done.stderr[-3000:]
     loss = re.findall(r"(?:^loss )?(\d+\.\d+)$", done.stdout, flags=re.MULTILINE)[-1]
     assert 0 < float(loss) < 8, "a pretrained model predicts better than a uniform choice among a few thousand tokens"
 
 
 @pytest.mark.slow
-def test_without_the_import_deepspeed_says_what_the_readme_quotes(tmp_path: Path) -> None:
+def test_without_the_import_deepspeed_says_what_the_readme_quotes(tmp_path: Path, run_script: Run) -> None:
     script = SCRIPTS["deepspeed"]
     folder = str(REPO / "ds_zo" / "tasks" / "embedded")
     bare = re.sub(r"^(import|from) ds_zo.*\n", "", script, flags=re.MULTILINE).replace("FOLDER", repr(folder))
     assert "ds_zo" not in bare.replace(folder, "")
-    done = run_script(bare, tmp_path)
+    done = run_source(bare, tmp_path, run_script)
     quoted = re.search(r"stops with\s+`([^`]+)`", README)
     assert quoted is not None
     assert done.returncode != 0

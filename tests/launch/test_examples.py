@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ SAVED_IN = {"accelerate_loop": ".", "trainer": "model", "peft_lora": "adapter", 
 NEEDS = {"peft_lora": "peft", "sft_trainer": "trl"}
 
 
-def run(*command: str, folder: Path = REPO) -> str:
+def environment() -> dict[str, str]:
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in launchers and "ACCELERATE" not in name}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return {name: value for name, value in os.environ.items() if name not in launchers and "ACCELERATE" not in name}
+
+
+def printed_by(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -30,7 +33,8 @@ def run(*command: str, folder: Path = REPO) -> str:
 def launch(*options: str, port: int, output: Path) -> str:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port)]
     script = [str(EXAMPLES / "accelerate_loop.py"), "--steps", "2", "--output-dir", str(output)]
-    return run(*launcher, *options, *script)
+    command = [*launcher, *options, *script]
+    return printed_by(subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300))
 
 
 def check_trained(printed: str) -> None:
@@ -40,11 +44,13 @@ def check_trained(printed: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED_IN)
-def test_example_trains_and_saves(name: str, tmp_path: Path) -> None:
+def test_example_trains_and_saves(
+    name: str, tmp_path: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
-    printed = run(sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "2", "--output-dir", str(tmp_path))
-    check_trained(printed)
+    arguments = ("--steps", 2, "--output-dir", tmp_path)
+    check_trained(printed_by(run_script(EXAMPLES / f"{name}.py", *arguments, cwd=REPO, env=environment())))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / SAVED_IN[name])
     assert sum(p.numel() for p in model.parameters()) >= 984_192
 

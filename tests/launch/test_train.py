@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -41,16 +42,24 @@ def write_config(folder: Path, optimizer: dict, **more: object) -> Path:
     return path
 
 
-def train(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    command = [*launcher, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Succeed = Callable[..., str]
 
 
-def succeed(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)) -> str:
-    done = train(*arguments, launcher=launcher)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+
+
+@pytest.fixture
+def succeed(run_script: Run) -> Succeed:
+    """What the script printed, run with these arguments."""
+
+    def run(*arguments: object) -> str:
+        done = run_script(SCRIPT, *arguments, cwd=REPO, env=environment())
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
@@ -59,7 +68,7 @@ def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD, ZO, ADALOMO], ids=["SGD", "ZO", "AdaLOMO"])
-def test_resume_equals_uninterrupted(tmp_path: Path, optimizer: dict) -> None:
+def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer: dict) -> None:
     output = tmp_path / "out"
     config = write_config(tmp_path, optimizer, gradient_accumulation_steps=2)
     arguments = ["--deepspeed", config, "--num-eval", 4, "--steps", 6, "--save-every", 3, "--output-dir", output]
@@ -75,28 +84,14 @@ def test_resume_equals_uninterrupted(tmp_path: Path, optimizer: dict) -> None:
 
 
 def test_launcher_and_summary(tmp_path: Path, free_port: int) -> None:
-    config = write_config(tmp_path, ZO)
-    launcher = (
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_accelerators",
-        "1",
-        "--master_port",
-        str(free_port),
-    )
+    """In fresh interpreters, as the launcher starts them."""
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "1", "--master_port", free_port]
     output = tmp_path / "out"
-    text = succeed(
-        "--deepspeed",
-        config,
-        "--steps",
-        3,
-        "--eval-every",
-        2,
-        "--num-eval",
-        8,
-        "--output-dir",
-        output,
-        launcher=launcher,
-    )
+    arguments = ["--deepspeed", write_config(tmp_path, ZO), "--steps", 3, "--eval-every", 2, "--num-eval", 8]
+    command = list(map(str, [*launcher, SCRIPT, *arguments, "--output-dir", output]))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    text = done.stdout
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["tokens_per_s"] > 0 and summary["metric"] == "accuracy"
     assert summary["peak_host_gb"] > 0.1
@@ -104,7 +99,7 @@ def test_launcher_and_summary(tmp_path: Path, free_port: int) -> None:
     assert AutoTokenizer.from_pretrained(output / "model").eos_token == "<eos>"
 
 
-def test_text_file_with_own_model(tmp_path: Path) -> None:
+def test_text_file_with_own_model(tmp_path: Path, succeed: Succeed) -> None:
     """A user's file and folder; ten steps of SGD on one repeated sentence lower its perplexity."""
     notes = tmp_path / "notes.txt"
     notes.write_text("\n\n".join(["The lazy dog sleeps under the warm yellow sun."] * 60))
@@ -150,8 +145,9 @@ def test_mistakes_say_what_was_looked_for(
         script.run(script.parse_args([*config, *arguments, "--output-dir", str(tmp_path / "out")]))
 
 
-def test_a_mistake_is_one_line_without_traceback(tmp_path: Path) -> None:
-    done = train("--deepspeed", write_config(tmp_path, SGD), "--task", "nope")
+def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run) -> None:
+    arguments = ("--deepspeed", write_config(tmp_path, SGD), "--task", "nope")
+    done = run_script(SCRIPT, *arguments, cwd=REPO, env=environment())
     assert done.returncode != 0
     assert "error: looked for a task named 'nope'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -178,7 +174,7 @@ def test_counts_must_be_positive(script: ModuleType, capsys: pytest.CaptureFixtu
     assert "--epochs must be positive, got 0" in capsys.readouterr().err
 
 
-def test_regression_by_the_clock_with_a_row(tmp_path: Path) -> None:
+def test_regression_by_the_clock_with_a_row(tmp_path: Path, succeed: Succeed) -> None:
     """STS-B with a new head, padded on the left: training ends by time, and the best by dev is what is reported."""
     words = ["sun", "rain", "snow", "wind"]
     rows = [
