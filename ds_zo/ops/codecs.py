@@ -74,7 +74,7 @@ def encode_(
 
 
 def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`copy_` into memory that may be pinned in part (a rank's piece of what it shares), to which CUDA copies nothing."""
+    """`copy_` into memory that may be pinned in part, as a rank's piece of what it shares is: CUDA refuses that."""
     begins_pinned = values.is_cuda and target.numel() > 0 and target.view(-1)[:1].is_pinned()
     staged = begins_pinned and not target.view(-1)[-1:].is_pinned()
     target.copy_(values.cpu() if staged else values)
