@@ -12,7 +12,10 @@ SEGMENT_ALIGNMENT = 256
 """Elements. Every parameter starts at a multiple of it in its flat tensor; also the length of a scale group."""
 
 CHUNK_NUMEL = 8192
-"""Elements that one kernel program handles: long enough that the table stays under 0.3% of the bytes it describes."""
+"""Elements that one kernel program handles at least: then the table has under 0.3% of the bytes that it describes."""
+
+_MOST_CHUNKS = 1 << 15
+"""Of a flat tensor, about: more programs do not balance a GPU any better, and tables stay on the device."""
 
 LANE_NUMEL = 8
 """Elements that one GPU thread loads, draws for and stores together."""
@@ -62,16 +65,25 @@ class SegmentTable:
         return self.chunks.device
 
 
+def chunk_numel(numel: int) -> int:
+    """Elements that one kernel program handles, for a flat tensor of so many."""
+    chunk = CHUNK_NUMEL
+    while chunk * _MOST_CHUNKS < numel:
+        chunk *= 2
+    return chunk
+
+
 def build_table(segments: Sequence[Segment], device: torch.device | str) -> SegmentTable:
     """Check the segments and lay their chunks out on the device. Once a flat tensor, not once a step."""
     ordered = tuple(sorted((s for s in segments if s.numel > 0), key=lambda s: s.start))
     _check(ordered)
     pieces = [piece for segment in ordered for piece in _split(segment)]
+    chunk = chunk_numel(sum(segment.numel for segment in ordered))
     rows: list[torch.Tensor] = []
     ranges: list[ChunkRange] = []
     first = 0
     for trainable, vector in ((True, True), (True, False), (False, True), (False, False)):
-        of_kind = [_chunk_rows(s) for s, is_vector in pieces if s.trainable is trainable and is_vector is vector]
+        of_kind = [_chunk_rows(s, chunk) for s, is_vector in pieces if s.trainable is trainable and is_vector is vector]
         if of_kind:
             count = sum(len(r) for r in of_kind)
             ranges.append(ChunkRange(first, count, trainable, vector))
@@ -119,13 +131,13 @@ def _split(segment: Segment) -> list[tuple[Segment, bool]]:
     ]
 
 
-def _chunk_rows(segment: Segment) -> torch.Tensor:
-    skip = torch.arange(0, segment.numel, CHUNK_NUMEL, dtype=torch.int64)
+def _chunk_rows(segment: Segment, chunk: int) -> torch.Tensor:
+    skip = torch.arange(0, segment.numel, chunk, dtype=torch.int64)
     return torch.stack(
         [
             segment.start + skip,
             segment.offset + skip,
-            (segment.numel - skip).clamp(max=CHUNK_NUMEL),
+            (segment.numel - skip).clamp(max=chunk),
             torch.full_like(skip, segment.group),
         ],
         dim=1,

@@ -10,7 +10,7 @@ import torch
 
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
-from ds_zo.ops.segments import CHUNK_NUMEL
+from ds_zo.ops.segments import chunk_numel
 from ds_zo.planner import pricing
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
@@ -184,7 +184,12 @@ def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: 
 
 
 def _table_nbytes(placement: Placement) -> int:
-    return sum(-(-p.numel // CHUNK_NUMEL) * _CHUNK_ROW_NBYTES for u in placement.units for p in u.placed)
+    return sum(
+        -(-placed.numel // chunk_numel(sum(p.numel for p in part.placed))) * _CHUNK_ROW_NBYTES
+        for unit in placement.units
+        for part in unit.parts
+        for placed in part.placed
+    )
 
 
 def _seconds(

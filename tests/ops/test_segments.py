@@ -38,6 +38,14 @@ def test_vector_chunks_are_whole_aligned_lanes_within_one_high_word() -> None:
                 assert not chunks.trainable or offset // CARRY_NUMEL == (offset + numel - 1) // CARRY_NUMEL
 
 
+def test_the_table_of_a_large_block_stays_small() -> None:
+    numel = 6 * 10**8  # a block of OPT-30B
+    chunks = ops.build_table([ops.Segment(0, numel, 0)], "cpu").chunks
+    assert 2**14 <= len(chunks) <= 2**15
+    assert torch.equal(chunks[:-1, 0] + chunks[:-1, 2], chunks[1:, 0])
+    assert int(chunks[:, 2].sum()) == numel
+
+
 def test_a_regular_model_takes_one_launch() -> None:
     table = ops.build_table([ops.Segment(0, 4096 * 11, 0), ops.Segment(4096 * 11, 768, 4096 * 11)], "cpu")
     assert [(r.trainable, r.vector) for r in table.ranges] == [(True, True)]
