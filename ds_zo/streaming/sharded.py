@@ -87,8 +87,8 @@ class ShardedRuntime(Runtime):
         if joined:
             self._ahead = set()
             self._to_gather_ahead = deque(numbers[: len(self.slots)] if self._overlap else ())
-        self._together = True
         self._meet(numbers)
+        self._together = True
         for number in numbers:
             if number in gathered and number in folding:
                 self._gather_low(self.units[number])

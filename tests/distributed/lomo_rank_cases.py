@@ -329,3 +329,19 @@ def death(rank: int, config: dict[str, Any]) -> Any:
     except RuntimeError as error:
         return {"message": str(error)}
     return {"message": "went on"}
+
+
+def apart(rank: int) -> dict[str, Any]:
+    """One rank evaluates where the other trains, and weights are in pieces on both."""
+    engine = start(with_stage(CASES["one pass"], 3), lively("llama"))
+    _step(engine, 0)
+    try:
+        if rank == 0:
+            _step(engine, 1)
+        else:
+            engine.eval()
+            with torch.no_grad():
+                engine(**batch_of(2, seed=1, on=engine))
+    except RuntimeError as error:
+        return {"message": str(error)}
+    return {"message": "went on"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_rank_cases import CASES, death, resume, runs, save, uneven, wire, with_stage
+from lomo_rank_cases import CASES, apart, death, resume, runs, save, uneven, wire, with_stage
 from zo_rank_cases import run_job
 
 
@@ -130,13 +130,19 @@ def test_a_rank_that_dies_ends_the_others() -> None:
         assert "died or stopped" in survivor["message"] and "load_checkpoint" in survivor["message"]
 
 
+def test_ranks_that_do_different_things_with_pieces_are_told() -> None:
+    for rank, answer in enumerate(job(apart, 2)):
+        assert f"rank {1 - rank} did something else" in answer["message"], answer
+        assert "every rank makes the same calls" in answer["message"] and "zero_optimization.stage" in answer["message"]
+
+
 # Sharded: ZeRO stage 3, where the ranks of a machine keep the streamed blocks together
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sharded_blocks_change_no_bit(num_ranks: int, found: dict[int, list[Any]]) -> None:
-    """Whether ranks have pieces of them in host memory or, without `offload_param`, on their devices. (In pieces, four
-    ranks' gradients are added in another order.)"""
+    """Whether ranks have pieces of them in host memory or, without `offload_param`, on their devices. (There,
+    squares of gradients, and four ranks' gradients, are added in another order.)"""
     cases = [case for case in found[num_ranks][0] if case != "bare"]
     shards = job(runs, num_ranks, cases, 3)
     for whole, sharded in zip(found[num_ranks], shards, strict=True):
@@ -146,10 +152,11 @@ def test_sharded_blocks_change_no_bit(num_ranks: int, found: dict[int, list[Any]
             assert mine["norm"] == (whole[case]["norm"] and pytest.approx(whole[case]["norm"], rel=1e-6)), case
             assert mine["skipped"] == whole[case]["skipped"]
             assert 0 < mine["kept"] * num_ranks <= mine["blocks"] + 2 * 256 * num_ranks, case
-            if num_ranks == 2 or "streamed" in case:
+            if "streamed" in case or (num_ranks == 2 and case in ("one pass", "grouped")):
                 assert whole[case]["digests"] == mine["digests"], case
             else:
-                assert_close(mine["weights"], whole[case]["weights"])
+                atol = 0.02 if case in ("bf16", "fp16") else 1e-6
+                assert_close(mine["weights"], whole[case]["weights"], atol=atol)
             if case in ("one pass", "clipped"):
                 assert_overlapped(mine["events"])
 

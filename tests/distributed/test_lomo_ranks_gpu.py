@@ -16,12 +16,18 @@ def test_ranks_stay_identical_and_sharded_blocks_change_no_bit_on_cuda() -> None
     for case, mine in first.items():
         assert mine["digests"] == second[case]["digests"], case
         assert mine["norm"] == second[case]["norm"], case
-    streamed = [case for case in CASES if "streamed" in case]
-    for sharded in job(runs, 2, streamed, 3):
-        for case in streamed:
-            assert sharded[case]["digests"] == first[case]["digests"], case
-            filled = case == "streamed, then filled"
-            assert sharded[case]["host_nbytes"] < first[case]["host_nbytes"] or filled, case
+    cases = [case for case in CASES if case != "bare"]
+    shards = job(runs, 2, cases, 3)
+    for sharded in shards:
+        for case in cases:
+            assert sharded[case]["digests"] == shards[0][case]["digests"], case
+            if "streamed" in case:
+                assert sharded[case]["digests"] == first[case]["digests"], case
+                assert sharded[case]["kept"] < first[case]["kept"] or case == "streamed, then filled", case
+            else:  # in pieces on the devices: squares of gradients are added in another order
+                assert 2 * sharded[case]["kept"] <= sharded[case]["blocks"] + 1024, case
+                atol = 0.02 if case in ("bf16", "fp16") else 1e-5
+                assert_close(sharded[case]["weights"], first[case]["weights"], atol=atol)
 
 
 def test_ranks_may_lack_gradients_that_others_have_on_cuda() -> None:
