@@ -46,4 +46,5 @@ def test_checkpoints_resume_on_another_number_of_ranks_on_cuda(tmp_path: Path) -
     for num_ranks in (1, 2):
         for resumed in job(resume, num_ranks, [tmp_path / "2"]):
             for case, weights in saved.items():
-                assert_close(resumed[f"2 {case}"], weights, atol=1e-5)
+                atol = 0.02 if case == "on devices" else 1e-5  # the first is in bf16
+                assert_close(resumed[f"2 {case}"], weights, atol=atol)
