@@ -25,6 +25,9 @@ from ds_zo.streaming.units import Unit
 MOST_FLOPS = 0.5e12
 """A block's forward of less work than this takes an H200 less time than launching its kernels takes Python."""
 
+MOST_KINDS = 16
+"""Shapes of inputs that are recorded: each keeps a graph a block and pass."""
+
 Key = tuple[Any, ...]
 
 
@@ -56,6 +59,7 @@ class BlockGraphs:
         self._outputs: dict[Key, list[torch.Tensor]] = {}
         """Where the replayable put their outputs."""
         self._statics: dict[Key, list[torch.Tensor]] = {}
+        self._kinds: set[Key] = set()
         self._made_for: object = None
         self._pool: Any = None
         self._gave_up = False
@@ -92,6 +96,8 @@ class BlockGraphs:
         shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         same = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
+        if not self._is_one_of_few(same):
+            return forward(*args, **kwargs)
         key = (id(unit), self._lockstep.current, *same)
         if key in self._recordings:
             recording = self._recordings[key]
@@ -107,6 +113,19 @@ class BlockGraphs:
         )
         on_device = all(t.device == self._device for t in tensors)
         return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_FLOPS
+
+    def _is_one_of_few(self, same: Key) -> bool:
+        if same in self._kinds:
+            return True
+        if len(self._kinds) > MOST_KINDS:
+            return False
+        self._kinds.add(same)
+        if len(self._kinds) > MOST_KINDS:
+            logger.warning(
+                f"ds_zo: inputs came in more than {MOST_KINDS} shapes; further ones run without CUDA graphs: pad batches "
+                "to a multiple of some length, or set ds_zo.cuda_graphs to false"
+            )
+        return len(self._kinds) <= MOST_KINDS
 
     def _watched(self, key: Key, same: Key, call: Callable[[], Any]) -> Any:
         """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same: a

@@ -81,3 +81,24 @@ def test_what_cannot_be_replayed_runs_as_usual(block: type[nn.Module]) -> None:
     found, num_recorded = run(lambda: seeded(lambda: Stack(block)), stack_batch, graphs=True)
     assert num_recorded == 0
     assert_same_weights(found, expected)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+def test_inputs_of_many_lengths_are_not_all_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_zo.engines.graphs.MOST_KINDS", 1)
+
+    def batch(seed: int) -> dict[str, Any]:
+        return {"x": torch.randn(2, 4 + seed, 16, generator=torch.Generator().manual_seed(seed))}
+
+    expected, _ = run(lambda: seeded(lambda: Stack(Plain)), batch, graphs=False)
+    found, num_recorded = run(lambda: seeded(lambda: Stack(Plain)), batch, graphs=True)
+    assert num_recorded == 3 * 2, "three blocks, two passes, one of three lengths"
+    assert_same_weights(found, expected)
