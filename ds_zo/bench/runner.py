@@ -41,6 +41,18 @@ HARNESS_KEYS = (
 )
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+WARM = (
+    "torch",
+    "transformers.modeling_utils",  # 3 s, which `transformers` puts off until a model is made
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.opt.modeling_opt",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "deepspeed",
+    "ds_zo",
+    "ds_zo.engines.zo",
+)
+"""What most cases import, and what importing leaves the driver alone."""
 _POLL_S = 0.1
 _LAST_WORDS = 2000
 _LAST_WORDS_S = 0.3
@@ -92,7 +104,7 @@ def run_cases(
     only: str | None = None,
     resume: bool = False,
     min_free_host_gib: float = 4.0,
-    warm: Sequence[str] = ("torch", "transformers", "deepspeed", "ds_zo"),
+    warm: Sequence[str] = WARM,
     device: str = "cuda",
     spawn: bool = False,
     total_s: float | None = None,

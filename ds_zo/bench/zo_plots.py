@@ -22,10 +22,12 @@ _NARROW = ("bf12", "fp8")
 
 def plot_sizes(rows: Iterable[Row], folder: Path, *, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
     """A picture a run and dtype of the model: two panels over the number of parameters; rows at B=1, T=2048 of whole
-    models."""
-    series = group_by_size(rows)
+    models, of runs with two sizes at least."""
+    series = {key: lines for key, lines in group_by_size(rows).items() if max(map(len, lines.values())) > 1}
     if not series:
-        raise ValueError("no row of a whole model at batch 1 and length 2048: run `zo_speed preset` first")
+        raise ValueError(
+            "no run has whole models of two sizes at batch 1 and length 2048: run `zo_speed preset targets` first"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for (run_id, dtype), lines in sorted(series.items()):
@@ -77,9 +79,9 @@ def _way(row: Row) -> str | None:
 def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     labels = {
         "mezo": "MeZO, in memory",
@@ -87,21 +89,36 @@ def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
         "streamed": f"ZO, all streamed ({dtype} wire)",
         **{wire: f"ZO, all streamed ({wire} wire)" for wire in _NARROW},
     }
-    sizes = sorted({row["parameters"] for rows in lines.values() for row in rows})
+    sizes = {row["parameters"]: row.get("shape", "") for rows in lines.values() for row in rows}
+    mezo = {row["parameters"]: row["tokens_per_s"] for row in lines.get("mezo", ())}
     panels = (("tokens_per_s", "tokens/s"), ("peak_gb", "peak GPU memory, GB"))
     for axes, (key, title) in zip(figure.subplots(1, 2), panels, strict=True):
         for way, (colour, marker) in _STYLES.items():
             points = [(row["parameters"], row[key]) for row in lines.get(way, ()) if row.get(key)]
-            if points:
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=labels[way])
-        axes.set(xscale="log", yscale="log", xlabel="parameters", title=title)
-        axes.set_xticks(sizes, [f"{n / 1e9:.3g}B" for n in sizes])
+            if not points:
+                continue
+            hollow = "white" if way == "streamed" else colour  # lines that coincide in memory stay apart
+            style = {"color": colour, "marker": marker, "markerfacecolor": hollow, "label": labels[way]}
+            axes.plot(*zip(*points, strict=True), **style, zorder=3 if way == "streamed" else 2)
+            for n, value in points if key == "tokens_per_s" and way != "mezo" else ():
+                if n in mezo:
+                    ratio = f"{value / mezo[n]:.2f}x"
+                    axes.annotate(ratio, (n, value), (6, 3), textcoords="offset points", fontsize=8, color=colour)
+        axes.set(xscale="log", yscale="log", xlabel="model", title=title)
+        axes.set_xticks(list(sizes), [_size_name(n, shape) for n, shape in sizes.items()])
+        axes.margins(x=0.12)
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     gpu = next((row.get("gpu") for rows in lines.values() for row in rows if row.get("gpu")), "")
-    figure.suptitle(f"{dtype}, B=1, T=2048, random weights; {gpu or 'no GPU'}, run {run_id}", fontsize=10)
+    title = f"{dtype}, B=1, T=2048, random weights; {gpu or 'no GPU'}, run {run_id}; numbers: times MeZO's speed"
+    figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _size_name(numel: int, shape: str) -> str:
+    return shape.upper() if shape else f"{numel / 1e9:.3g}B"
