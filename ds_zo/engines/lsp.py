@@ -482,6 +482,7 @@ class LSPBackend(Backend):
         for slot, moments, carries in self._groups.kept():
             if slot.refitted is not None:
                 adopt(slot, moments, list(carries.values()))
+        self._held.prepared.clear()
         self._calibration.end_check()
 
     def zero_grad(self) -> None:

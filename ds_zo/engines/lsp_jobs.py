@@ -21,7 +21,7 @@ import torch
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_payload import Carry, Codec
-from ds_zo.engines.lsp_products import Rate, apply_directions_
+from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
 from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments, clip_, directions_, take_back_
 from ds_zo.streaming.host_store import HostStore
@@ -126,6 +126,7 @@ class HostGroup:
         self._queue, self._scratch = queue, scratch
         self._max_norm = max_norm
         self._active: list[int] = []
+        self._prepared = PreparedProducts()
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """In each of the few buffers that gradients go down to and directions come up in."""
         self._rates: list[Rate | None] = []
@@ -302,8 +303,21 @@ class HostGroup:
         self.moment = Moment.SUMMING
 
     def _apply(self, source: torch.Tensor) -> None:
-        rates = ((i, self._rates[i]) for i in self._active)
-        apply_directions_((self.slots[i], self._direction(i, source), rate) for i, rate in rates if rate is not None)
+        rates = [self._rates[i] for i in self._active]
+        slots = [self.slots[i] for i in self._active]
+        rate = rates[0] if rates else None
+        key: tuple[int, ...] = ()
+        if rate is not None and not self._is_lossy and all(other is rate for other in rates):
+            key = source.data_ptr(), *[slot.parameter.data_ptr() for slot in slots]
+            prepared = self._prepared.get(key, slots)
+            if prepared is not None:
+                prepared.launch(lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, step=rate.step)
+                return
+        triples = zip(slots, self._active, rates, strict=True)
+        moves = [(slot, self._direction(i, source), rate) for slot, i, rate in triples if rate is not None]
+        prepared = apply_directions_(moves)
+        if key:
+            self._prepared.put(key, slots, prepared)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         if self._is_lossy and i < self._num_projected:

@@ -11,8 +11,8 @@ operation that made a value, so it has to be said where a kernel loads it: what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -202,18 +202,20 @@ class Gathers:
         kind = dtype, table[4], by_row, out_by_column, accumulate, is_aligned
         self._found.setdefault(kind, []).append((out, source, *table[:4], num_cols, out_pitch, source_pitch))
 
-    def launch(self) -> None:
-        for kind, rows in self._found.items():
-            for first in range(0, len(rows), MAX_BATCH):
-                _launch_gathers(kind, rows[first : first + MAX_BATCH], self._device)
+    def launches(self) -> list[Callable[[], object]]:
+        """To be called in their order, as often as the addresses hold."""
+        return [
+            _gathers_launch(kind, rows[first : first + MAX_BATCH], self._device)
+            for kind, rows in self._found.items()
+            for first in range(0, len(rows), MAX_BATCH)
+        ]
 
 
 class Updates:
     """Updates W <- round(decay * W - lr * P U) that are to be launched."""
 
-    def __init__(self, device: torch.device, *, seed: int, step: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._words = (*single.key_words(seed), _as_int32(step))
         self._found: dict[_UpdateKind, list[tuple[int, ...]]] = {}
 
     def add(self, W: torch.Tensor, U: int, table: Table, *, lr: float, decay: float, offset: int | None) -> None:
@@ -225,12 +227,19 @@ class Updates:
         by_lanes = not (num_cols | (offset or 0)) % 8
         kind = W.dtype, table[4], table[2], float(lr), float(decay), offset is not None, by_lanes, is_aligned
         self._found.setdefault(kind, []).append((address, U, *table[:2], num_rows, num_cols, offset or 0))
-        torch.autograd.graph.increment_version(W)  # a graph that still needs the old values must notice
 
-    def launch(self) -> None:
-        for kind, rows in self._found.items():
-            for first in range(0, len(rows), MAX_BATCH):
-                _launch_updates(kind, rows[first : first + MAX_BATCH], self._words, self._device)
+    def launches(self) -> list[tuple[float, float, Callable[..., object]]]:
+        """Each with the rate and the decay that its updates were added with; it is called with those, or others, and
+        `dither_words`."""
+        return [
+            (kind[3], kind[4], _updates_launch(kind, rows[first : first + MAX_BATCH], self._device))
+            for kind, rows in self._found.items()
+            for first in range(0, len(rows), MAX_BATCH)
+        ]
+
+
+def dither_words(seed: int, step: int) -> tuple[int, int, int]:
+    return (*single.key_words(seed), _as_int32(step))
 
 
 _GatherKind = tuple[torch.dtype, bool, bool, bool, bool, bool]
@@ -238,7 +247,7 @@ _UpdateKind = tuple[torch.dtype, bool, int, float, float, bool, bool, bool]
 """What all of a launch have in common."""
 
 
-def _launch_gathers(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+def _gathers_launch(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
     dtype, wide, by_row, out_by_column, accumulate, is_aligned = kind
     height, width = single.MAX_GATHER_ROWS, single.GATHER_COLUMNS
     fields: list[int] = []
@@ -249,7 +258,8 @@ def _launch_gathers(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: 
         fields += row
         num_programs += -(-count // height) * -(-num_cols // width)
         max_depth = max(max_depth, depth)
-    _gather_batch_kernel[(num_programs,)](
+    return partial(
+        _gather_batch_kernel[(num_programs,)],
         _table(tuple(fields), device),
         len(rows),
         ELEMENT=_ELEMENTS[dtype],
@@ -267,10 +277,9 @@ def _launch_gathers(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: 
     )
 
 
-def _launch_updates(
-    kind: _UpdateKind, rows: Sequence[tuple[int, ...]], words: tuple[int, int, int], device: torch.device
-) -> None:
-    dtype, wide, nonzeros, lr, decay, stochastic, by_lanes, is_aligned = kind
+def _updates_launch(kind: _UpdateKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> Callable[..., object]:
+    """To be called with lr, decay and `dither_words`."""
+    dtype, wide, nonzeros, _, _, stochastic, by_lanes, is_aligned = kind
     height, width = single.SLAB_ROWS, single.SLAB_COLUMNS
     numel = sum(row[4] * row[5] for row in rows)
     num_wanted = PROGRAMS_PER_MULTIPROCESSOR * single.num_multiprocessors(device)
@@ -282,12 +291,10 @@ def _launch_updates(
         rows_per_program = single.ceil_div(single.ceil_div(num_rows, num_chunks), height) * height
         fields += (num_programs, W, U, indices, values, num_rows, num_cols, rows_per_program, offset)
         num_programs += -(-num_rows // rows_per_program) * num_slabs
-    _update_batch_kernel[(num_programs,)](
+    return partial(
+        _update_batch_kernel[(num_programs,)],
         _table(tuple(fields), device),
         len(rows),
-        lr,
-        decay,
-        *words,
         ELEMENT=_ELEMENTS[dtype],
         INDEX=tl.int32 if wide else tl.int16,
         ALIGNED=is_aligned,

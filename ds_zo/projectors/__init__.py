@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_zo.projectors.batches import Application, Compression, Shift, apply_all_, compress_all, shift_all_
+from ds_zo.projectors.batches import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
 from ds_zo.projectors.fit import FitReport, carry_moments, choose_dims, fit
 from ds_zo.projectors.products import apply_, compress, relative_bias
 from ds_zo.projectors.sparse import SparseProjector
@@ -11,6 +11,7 @@ __all__ = [
     "Application",
     "Compression",
     "FitReport",
+    "Prepared",
     "Shift",
     "SparseProjector",
     "apply_",

@@ -6,7 +6,7 @@ views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from ds_zo.ops import Rounding
 from ds_zo.projectors import reference
 from ds_zo.projectors.products import apply_, check_shape, compress, has_kernels
 from ds_zo.projectors.sparse import SparseProjector
-from ds_zo.projectors.workspace import scratch_addresses
+from ds_zo.projectors.workspace import scratch_addresses, scratch_start
 
 BATCH_NUMEL = 1 << 25
 """Elements of scratch that one batch takes, unless a single matrix needs more."""
@@ -58,16 +58,66 @@ class Shift(NamedTuple):
 Call = TypeVar("Call", Compression, Application)
 
 
+class Prepared:
+    """Launches of products whose addresses are known, to be made again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: list[tuple[float | None, float, Callable[..., object]]] = []
+        """An update's rate and decay; None: a gather."""
+        self._weights: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._start: int | None = None
+
+    def add(
+        self,
+        gathers: Iterable[Callable[[], object]],
+        updates: Iterable[tuple[float, float, Callable[..., object]]] = (),
+        *,
+        weights: Iterable[torch.Tensor] = (),
+        copies: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """A batch; the next one uses the same scratch."""
+        self._calls += [(None, 1.0, call) for call in gathers]
+        self._calls += updates
+        self._weights += weights
+        self._copies += copies
+        self._start = scratch_start(self._device)
+
+    def holds(self) -> bool:
+        """Nothing was copied and scratch is where it was: the caller's own addresses decide."""
+        return self._start is not None and not self._copies and self._start == scratch_start(self._device)
+
+    def launch(self, *, lr: float | None = None, decay: float = 1.0, seed: int = 0, step: int = 0) -> None:
+        """`lr` and `decay` take the place of what every update was prepared with."""
+        words: tuple[int, ...] = ()
+        if self._weights:
+            from ds_zo.ops.triton_projector_batches import dither_words
+
+            words = dither_words(seed, step)
+        for own_lr, own_decay, call in self._calls:
+            if own_lr is None:
+                call()
+            elif lr is None:
+                call(own_lr, own_decay, *words)
+            else:
+                call(lr, decay, *words)
+        if self._weights:  # a graph that still needs the old values must notice
+            torch.autograd.graph.increment_version(self._weights)
+
+
 @torch.no_grad()
-def compress_all(calls: Sequence[Compression]) -> None:
+def compress_all(calls: Sequence[Compression]) -> Prepared | None:
+    """What it returns does the same again, where the addresses are the same."""
     if not calls or not has_kernels(calls[0].G):
         for G, P, Q, out, accumulate in calls:
             compress(G, P, Q, out=out, accumulate=accumulate)
-        return
+        return None
     from ds_zo.ops.triton_projector_batches import Gathers
 
+    device = calls[0].G.device
+    prepared = Prepared(device)
     for batch in _batches(calls):
-        device = batch[0].G.device
         middles = scratch_addresses([P.dim * Q.num_rows for _, P, Q, _, _ in batch], device=device)
         down, across = Gathers(device), Gathers(device)
         copies = []  # alive until they are read
@@ -90,12 +140,14 @@ def compress_all(calls: Sequence[Compression]) -> None:
                 out_by_column=by_column,
                 accumulate=accumulate,
             )
-        down.launch()
-        across.launch()
+        prepared.add([*down.launches(), *across.launches()], copies=copies)
+    prepared.launch()
+    return prepared
 
 
 @torch.no_grad()
-def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) -> None:
+def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) -> Prepared | None:
+    """What it returns does the same again, where the addresses are the same; None: that is not known."""
     alike = []
     for call in calls:
         if has_kernels(call.W) and call.W.is_contiguous():
@@ -105,13 +157,14 @@ def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) ->
         options = {"seed": seed, "step": step, "offset": offset}
         apply_(W, D, P, Q, lr=lr, weight_decay=weight_decay, rounding=rounding, **options)
     if not alike:
-        return
+        return None
     from ds_zo.ops.triton_projector_batches import Gathers, Updates
 
+    device = alike[0].W.device
+    prepared = Prepared(device)
     for batch in _batches(alike):
-        device = batch[0].W.device
         expanded = scratch_addresses([call.P.dim * call.Q.num_rows for call in batch], device=device)
-        across, updates = Gathers(device), Updates(device, seed=seed, step=step)
+        across, updates = Gathers(device), Updates(device)
         copies = []
         for (W, D, P, Q, lr, weight_decay, rounding, offset), U in zip(batch, expanded, strict=True):
             check_shape(W, P, Q, "weight")
@@ -121,8 +174,10 @@ def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) ->
             across.add(D.data_ptr(), D.stride(1), P.dim, Q.row_table, U, Q.num_rows, by_row=True, out_by_column=True)
             offset_or_none = offset if rounding == "stochastic" else None
             updates.add(W, U, P.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
-        across.launch()
-        updates.launch()
+        weights = [call.W for call in batch]
+        prepared.add(across.launches(), updates.launches(), weights=weights, copies=copies)
+    prepared.launch(seed=seed, step=step)
+    return prepared if len(alike) == len(calls) else None
 
 
 @torch.no_grad()
@@ -133,17 +188,19 @@ def shift_all_(shifts: Sequence[Shift], *, seed: int = 0, step: int = 0) -> None
             x = (w.float() * (1.0 - lr * weight_decay)).sub_(d, alpha=lr)
             reference.round_into_(w, x, (seed, step, offset) if rounding == "stochastic" else None)
         return
-    from ds_zo.ops.triton_projector_batches import Updates
+    from ds_zo.ops.triton_projector_batches import Updates, dither_words
 
     device = shifts[0].w.device
     one = _ones.get(device)
     if one is None:
         one = _ones[device] = SparseProjector.identity(1, device)
-    updates = Updates(device, seed=seed, step=step)
+    updates = Updates(device)
     for w, d, lr, weight_decay, rounding, offset in shifts:
         offset_or_none = offset if rounding == "stochastic" else None
         updates.add(w, d.data_ptr(), one.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
-    updates.launch()
+    for lr, decay, call in updates.launches():
+        call(lr, decay, *dither_words(seed, step))
+    torch.autograd.graph.increment_version([shift.w for shift in shifts])
 
 
 _ones: dict[torch.device, SparseProjector] = {}

@@ -40,6 +40,14 @@ def scratch_addresses(numels: Sequence[int], *, device: torch.device) -> list[in
     return [first + 4 * start for start in accumulate(sizes[:-1], initial=0)]
 
 
+def scratch_start(device: torch.device) -> int | None:
+    """The address that scratch begins at, where there is some already. It differs between threads and streams."""
+    if device.type != "cuda":
+        return None
+    held = _buffers.by_stream.get((device, torch.cuda.current_stream(device).cuda_stream))
+    return None if held is None else held.data_ptr()
+
+
 def release() -> None:
     """Give this thread's buffers back to the allocator."""
     _buffers.by_stream.clear()
