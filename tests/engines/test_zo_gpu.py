@@ -110,6 +110,19 @@ def test_streamed_equals_resident_after_200_steps(dtype: str | None, stream: dic
     assert_same_weights(run(stream, steps=batches(NUM_STEPS), dtype=dtype), expected)
 
 
+@pytest.mark.parametrize("stream", [{"resident_blocks": 0}, {"resident_blocks": 2}], ids=str)
+def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> None:
+    chosen: list[str | None] = []
+
+    def note(engine: Any, step: int) -> None:
+        chosen.append(engine.backend.homes.tempo)
+
+    found = run({"writeback_interval": None, **stream}, steps=batches(NUM_STEPS), after_step=note)
+    assert chosen[0] is not None
+    assert "ms a step expected" in chosen[0]
+    assert_same_weights(found, resident_run(None, 1, 0))
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_other_seeds(dtype: str | None, seed: int) -> None:
