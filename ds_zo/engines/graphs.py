@@ -122,8 +122,8 @@ class BlockGraphs:
         self._kinds.add(same)
         if len(self._kinds) > MOST_KINDS:
             logger.warning(
-                f"ds_zo: inputs came in more than {MOST_KINDS} shapes; further ones run without CUDA graphs: pad batches "
-                "to a multiple of some length, or set ds_zo.cuda_graphs to false"
+                f"ds_zo: inputs came in more than {MOST_KINDS} shapes; further ones run without CUDA graphs: pad "
+                "batches to a multiple of some length, or set ds_zo.cuda_graphs to false"
             )
         return len(self._kinds) <= MOST_KINDS
 
