@@ -6,11 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from warm_interpreter import WarmInterpreter
 
 _BIN = Path(sys.executable).parent
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_BIN.parent / "torch_extensions"))
@@ -73,52 +77,58 @@ def single_process() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def run_ranks_of(script: str, *arguments: str, num_ranks: int, timeout_s: float, **environment: Any) -> list[str]:
-    """A script in fresh interpreters as a launcher's ranks on this machine: what each printed, by rank."""
-    port = find_free_port()
-    ranks = []
-    for rank in range(num_ranks):
-        path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
-        env = {**os.environ, **rank_environment(rank=rank, world_size=num_ranks, port=port), "PYTHONPATH": path}
-        env.update({name: str(value) for name, value in environment.items()})
-        command = [sys.executable, "-c", script, *arguments]
-        pipe = subprocess.PIPE
-        ranks.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
-    try:
-        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
-    finally:
+@pytest.fixture(scope="session")
+def warm_interpreter() -> Iterator[WarmInterpreter]:
+    from warm_interpreter import WarmInterpreter
+
+    interpreter = WarmInterpreter(REPO)
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture(scope="session")
+def run_script(warm_interpreter: WarmInterpreter) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script file as `python SCRIPT ARGUMENTS` would, less the time that importing the libraries takes."""
+    return warm_interpreter.run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(warm_interpreter: WarmInterpreter) -> Callable[..., list[str]]:
+    """Runs a script's text as a launcher's ranks on this machine: what each printed, by rank. ds_zo is not imported
+    yet; `fresh`: nothing is, as where it has an environment, which interpreters and libraries read when they start."""
+    from warm_interpreter import run_fresh
+
+    def run(
+        script: str,
+        *arguments: str,
+        num_ranks: int = 2,
+        timeout_s: float = 300,
+        fresh: bool = False,
+        **environment: Any,
+    ) -> list[str]:
+        port = find_free_port()
+        more = {"PYTHONPATH": str(REPO), **{name: str(value) for name, value in environment.items()}}
+        envs = [
+            {**os.environ, **rank_environment(rank=rank, world_size=num_ranks, port=port), **more}
+            for rank in range(num_ranks)
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "script.py")
+            file.write_text(script)
+            run_all = run_fresh if fresh or environment else warm_interpreter.run_all
+            ranks = run_all(file, *arguments, cwd=Path.cwd(), envs=envs, timeout_s=timeout_s)
         for rank in ranks:
-            rank.kill()
-    for rank, (out, err) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, f"exit status {rank.returncode}\n{out[-4000:]}\n{err[-4000:]}"
-    return [out for out, _ in outputs]
-
-
-@pytest.fixture
-def run_python() -> Callable[..., str]:
-    """Runs a script in a fresh interpreter as one rank of a launcher would be, and returns what it printed."""
-
-    def run(script: str, *arguments: str, timeout_s: float = 300, **environment: Any) -> str:
-        return run_ranks_of(script, *arguments, num_ranks=1, timeout_s=timeout_s, **environment)[0]
-
-    return run
-
-
-@pytest.fixture
-def run_ranks() -> Callable[..., list[str]]:
-    """The same with several ranks on this machine: what each printed, by rank."""
-
-    def run(script: str, *arguments: str, num_ranks: int = 2, timeout_s: float = 300, **environment: Any) -> list[str]:
-        return run_ranks_of(script, *arguments, num_ranks=num_ranks, timeout_s=timeout_s, **environment)
+            assert rank.returncode == 0, f"exit status {rank.returncode}\n{rank.stdout[-4000:]}\n{rank.stderr[-4000:]}"
+        return [rank.stdout for rank in ranks]
 
     return run
 
 
 @pytest.fixture(scope="session")
-def run_script() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs a script file as `python SCRIPT ARGUMENTS` would, less the time that importing the libraries takes."""
-    from warm_interpreter import WarmInterpreter
+def run_python(run_ranks: Callable[..., list[str]]) -> Callable[..., str]:
+    """The same as the only rank."""
 
-    interpreter = WarmInterpreter(REPO)
-    yield interpreter.run
-    interpreter.close()
+    def run(script: str, *arguments: str, **options: Any) -> str:
+        return run_ranks(script, *arguments, num_ranks=1, **options)[0]
+
+    return run

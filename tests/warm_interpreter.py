@@ -5,6 +5,7 @@ ds_zo is not among what was imported: a script that forgets to import it fails h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -23,11 +24,15 @@ import accelerate, deepspeed, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
 for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child:
-        print("CHILD", child, flush=True)
-        print("STATUS", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    children = []
+    for job in json.loads(line):
+        child = os.fork()
+        if child == 0:
+            break
+        children.append(child)
+    else:
+        print("CHILDREN", *children, flush=True)
+        print("ENDED", *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
         continue
     os.setsid()
     for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
@@ -53,16 +58,28 @@ class WarmInterpreter:
         self, script: Path | str, *arguments: Any, cwd: Path, env: dict[str, str], timeout_s: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """As `python SCRIPT ARGUMENTS` in that folder and environment."""
-        command = [sys.executable, str(script), *map(str, arguments)]
-        if torch.cuda.is_available():  # whose state no child of a process that looked at it can use
-            return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
-        with tempfile.TemporaryDirectory() as folder:
-            out, err = Path(folder, "out"), Path(folder, "err")
-            job = {"script": command[1], "arguments": command[2:], "cwd": str(cwd), "env": env}
-            status = self._ask({**job, "out": str(out), "err": str(err)}, command, timeout_s)
-            return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
+        return self.run_all(script, *arguments, cwd=cwd, envs=[env], timeout_s=timeout_s)[0]
 
-    def _ask(self, job: dict[str, Any], command: list[str], timeout_s: float) -> int:
+    def run_all(
+        self, script: Path | str, *arguments: Any, cwd: Path, envs: list[dict[str, str]], timeout_s: float = 300
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """At the same time in each of the environments, as ranks are."""
+        if torch.cuda.is_available():  # whose state no child of a process that looked at it can use
+            return run_fresh(script, *arguments, cwd=cwd, envs=envs, timeout_s=timeout_s)
+        command = [sys.executable, str(script), *map(str, arguments)]
+        with tempfile.TemporaryDirectory() as folder:
+            files = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(envs))]
+            job = {"script": command[1], "arguments": command[2:], "cwd": str(cwd)}
+            jobs = [
+                {**job, "env": env, "out": str(out), "err": str(err)}
+                for env, (out, err) in zip(envs, files, strict=True)
+            ]
+            statuses = self._ask(jobs, command, timeout_s)
+            texts = [(out.read_text(), err.read_text()) for out, err in files]
+        ended = zip(statuses, texts, strict=True)
+        return [subprocess.CompletedProcess(command, status, out, err) for status, (out, err) in ended]
+
+    def _ask(self, jobs: list[dict[str, Any]], command: list[str], timeout_s: float) -> list[int]:
         if self._server is None:
             env = {**os.environ, "PYTHONPATH": self._pythonpath}
             pipe = subprocess.PIPE
@@ -70,19 +87,21 @@ class WarmInterpreter:
                 [sys.executable, "-c", SERVER], env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1
             )
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps(job), file=self._server.stdin, flush=True)
-        child = int(self._answer("CHILD "))
+        print(json.dumps(jobs), file=self._server.stdin, flush=True)
+        children = self._answer("CHILDREN")
         if not select.select([self._server.stdout], [], [], timeout_s)[0]:
-            os.killpg(child, signal.SIGKILL)
-            self._answer("STATUS ")
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+            self._answer("ENDED")
             raise subprocess.TimeoutExpired(command, timeout_s)
-        return int(self._answer("STATUS "))
+        return self._answer("ENDED")
 
-    def _answer(self, mark: str) -> str:
+    def _answer(self, mark: str) -> list[int]:
         assert self._server is not None and self._server.stdout is not None
         for line in self._server.stdout:
             if line.startswith(mark):
-                return line.removeprefix(mark)
+                return [int(word) for word in line.split()[1:]]
         raise RuntimeError("the warm interpreter ended")
 
     def close(self) -> None:
@@ -90,3 +109,19 @@ class WarmInterpreter:
             assert self._server.stdin is not None
             self._server.stdin.close()
             self._server.wait(10)
+
+
+def run_fresh(
+    script: Path | str, *arguments: Any, cwd: Path, envs: list[dict[str, str]], timeout_s: float = 300
+) -> list[subprocess.CompletedProcess[str]]:
+    """The same in interpreters that have imported nothing."""
+    command = [sys.executable, str(script), *map(str, arguments)]
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True) for env in envs]
+    try:
+        texts = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    ended = zip(ranks, texts, strict=True)
+    return [subprocess.CompletedProcess(command, rank.returncode, out, err) for rank, (out, err) in ended]

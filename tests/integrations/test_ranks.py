@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_ranks_of
 from library_runs import (
     Batch,
     batches,
@@ -55,22 +54,14 @@ for backend in sys.argv[4:]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def job(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder with what a job of two ranks ended with. One job a way: starting ranks costs more than training."""
     folders: dict[str, Path] = {}
 
     def run(way: str) -> Path:
         if way not in folders:
             folders[way] = tmp_path_factory.mktemp(way)
-            run_ranks_of(
-                SCRIPT,
-                str(Path(__file__).parent),
-                way,
-                str(folders[way]),
-                *available_backends(),
-                num_ranks=2,
-                timeout_s=300,
-            )
+            run_ranks(SCRIPT, str(Path(__file__).parent), way, str(folders[way]), *available_backends())
         return folders[way]
 
     return run
