@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import REPO, find_free_port, rank_environment
 from tiny_models import tiny_model
 
 SCRIPT = """
 import sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[2])
 import deepspeed, torch
 import transformers as hf
 import ds_zo
@@ -73,31 +71,12 @@ Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+def results(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     """What each rank of two, and the one of one, ended with."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "model")
-    path = os.pathsep.join([str(REPO), str(REPO / "tests")])
     for world_size in (2, 1):
-        port = find_free_port()
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(folder)],
-                env={
-                    **os.environ,
-                    **rank_environment(rank=rank, world_size=world_size, port=port),
-                    "PYTHONPATH": path,
-                    "OMP_NUM_THREADS": "1",
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        outputs = [process.communicate(timeout=300)[0] for process in ranks]
-        for process, output in zip(ranks, outputs, strict=True):
-            assert process.returncode == 0, output[-4000:]
+        run_ranks(SCRIPT, str(folder), str(Path(__file__).parent), num_ranks=world_size)
     return {file.stem: torch.load(file) for file in Path(folder).glob("*.pt")}
 
 
