@@ -37,7 +37,14 @@ from ds_zo.engines.lsp_queue import UpdateQueue
 from ds_zo.engines.lsp_ranks import RankLine, Turns
 from ds_zo.engines.lsp_report import BackwardClock, StepReport, describe_ranks, describe_slots
 from ds_zo.engines.lsp_shared import SharedDeviceGroup, SharedHostGroup
-from ds_zo.engines.lsp_state import check_slot_states, gather_owned, load_slot_states, slot_states
+from ds_zo.engines.lsp_state import (
+    LAYOUT,
+    check_layout,
+    check_slot_states,
+    gather_owned,
+    load_slot_states,
+    slot_states,
+)
 from ds_zo.engines.lsp_streamed import StreamedBlocks
 from ds_zo.engines.lsp_weights import SettledState
 from ds_zo.engines.weak import weakly
@@ -503,9 +510,11 @@ class LSPBackend(Backend):
         self.settle()
         self._groups.take_back()
         slots = slot_states(self._groups.kept(), gathered=self._gathered)
-        return {"step": self._num_steps, "calibration": self._calibration.state_dict(), "slots": slots}
+        calibration = self._calibration.state_dict()
+        return {"step": self._num_steps, "calibration": calibration, "layout": LAYOUT, "slots": slots}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_layout(state.get("layout", 1))
         check_slot_states(self._groups.kept(), state["slots"])
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:

@@ -16,6 +16,8 @@ from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.engines.lsp_shared import SharedHostGroup
 from ds_zo.optim.subspace_adam import Moments
 
+LAYOUT = 2
+"""How the states of a matrix are stored: 2, transposed, as the products read them."""
 _SIDES = ("down", "up")
 
 
@@ -44,6 +46,14 @@ def slot_states(kept: Iterable[Kept], *, gathered: Mapping[str, dict[str, Any]])
             "refitted": None if slot.refitted is None else slot.refitted.state_dict(),
         }
     return found
+
+
+def check_layout(layout: int) -> None:
+    if layout != LAYOUT:
+        raise CheckpointError(
+            f"LSP's states are stored in layout {LAYOUT}, the checkpoint's in {layout}: resume it with the version of "
+            "ds_zo that wrote it, or take its weights alone (load_optimizer_states=False)"
+        )
 
 
 def check_slot_states(kept: Iterable[Kept], states: Mapping[str, Any]) -> None:

@@ -139,3 +139,7 @@ def test_another_subspace_is_refused_before_anything_changes(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="subspace_dim"):
         other.load_checkpoint(str(tmp_path))
     assert_same_run(everything(other), before)
+    state = other.backend.state_dict()
+    del state["layout"]  # as version 1 wrote it
+    with pytest.raises(CheckpointError, match="layout 2, the checkpoint's in 1"):
+        other.backend.check_state(state)
