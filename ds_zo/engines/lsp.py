@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
+from ds_zo.engines.compiled_blocks import BlockCompiler
 from ds_zo.engines.lsp_calibration import Calibration, adopt
 from ds_zo.engines.lsp_groups import LSPGroups
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
@@ -45,10 +46,11 @@ from ds_zo.engines.lsp_state import (
     load_slot_states,
     slot_states,
 )
-from ds_zo.engines.lsp_streamed import StreamedBlocks
+from ds_zo.engines.lsp_streamed import StreamedBlocks, without_caches
 from ds_zo.engines.lsp_weights import SettledState
 from ds_zo.engines.weak import weakly
 from ds_zo.optim.subspace_adam import NORM_FLOOR
+from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.units import Unit
 
 _STEPS_BETWEEN_WALKS = 20
@@ -87,7 +89,10 @@ class LSPBackend(Backend):
         self._calibration = Calibration(self.settings, ranks=self.ranks)
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
+        self._compiler = BlockCompiler() if config.section.compile_blocks else None
         self._streamed = self._stream() if self.places_parameters(config) else None
+        if self._compiler is not None and self._streamed is None:
+            self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._slots = find_slots(module, self.settings, device=device)
         self._known = {id(slot.parameter) for slot in self._slots}
         self._frozen = [(name, p) for name, p in module.named_parameters() if id(p) not in self._known]
@@ -154,6 +159,7 @@ class LSPBackend(Backend):
             settle=weakly(self._settle_unit),
             settle_all=weakly(self.settle),
             ended=weakly(self._end_visit),
+            compiler=self._compiler,
         )
 
     def _hook(self, slot: Slot) -> RemovableHandle:
@@ -243,6 +249,9 @@ class LSPBackend(Backend):
             if self._streamed is not None:
                 due = [g.unit for g in self._host_groups if g.unit is not None and g.moment is Moment.DUE]
                 with self._streamed.forward_pass(due):
+                    return self.module(*args, **kwargs)
+            if self._compiler is not None:
+                with without_caches(self.module):
                     return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
 
@@ -569,6 +578,8 @@ class LSPBackend(Backend):
             self._finalizer()
             for handle in self._handles:
                 handle.remove()
+            if self._compiler is not None:
+                self._compiler.close()
             if self._streamed is not None:
                 self._streamed.close()
             if self._weights is not None:

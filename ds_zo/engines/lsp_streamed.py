@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
+from ds_zo.engines.compiled_blocks import BlockCompiler
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState, Visit
 from ds_zo.engines.pretrained import PretrainedSaving
@@ -69,6 +70,18 @@ class SettledHomesState(HomesState):
         super()._before_load(unit)
 
 
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """A block that is computed again would fill a cache twice, and no two compiled blocks would be alike."""
+    with ExitStack() as stack:
+        for m in module.modules():
+            config: Any = getattr(m, "config", None)
+            if getattr(config, "use_cache", False) is True:
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
+        yield
+
+
 class StreamedBlocks:
     """The blocks of a model: their homes, and the passes over them."""
 
@@ -82,6 +95,7 @@ class StreamedBlocks:
         settle: Callable[[Unit], bool],
         settle_all: Callable[[], None],
         ended: Callable[[Unit, bool], None],
+        compiler: BlockCompiler | None = None,
     ) -> None:
         """`ended`: all gradients of a visit have come; the flag says that the unit is visited again in this pass."""
         self.homes = SettlingHomes(module, config, settle=settle, param_groups=param_groups, device=device)
@@ -92,7 +106,7 @@ class StreamedBlocks:
         units = self.homes.placement.blocks
         refuse_shared_modules(units)
         self._blocks = [
-            RecomputedBlock(unit, self.homes, consumer=self, shared=shared)
+            RecomputedBlock(unit, self.homes, consumer=self, shared=shared, compiler=compiler)
             for unit, shared in zip(units, shared_parameters(module, [u.module for u in units]), strict=True)
         ]
         self.unit_of = {id(placed.parameter): unit for unit in units for placed in unit.placed}
@@ -106,11 +120,7 @@ class StreamedBlocks:
     def forward_pass(self, due: Sequence[Unit]) -> Iterator[None]:
         """`due`: blocks whose weights will change at their visit."""
         with ExitStack() as stack:
-            for m in self._module.modules():  # a block that is computed again would fill a cache twice
-                config: Any = getattr(m, "config", None)
-                if getattr(config, "use_cache", False) is True:
-                    config.use_cache = False
-                    stack.callback(setattr, config, "use_cache", True)
+            stack.enter_context(without_caches(self._module))
             for block in self._blocks:
                 if getattr(block.unit.module, "gradient_checkpointing", False):
                     block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]

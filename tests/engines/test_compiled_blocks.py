@@ -25,6 +25,7 @@ from lomo_runs import (
     train,
     weights_of,
 )
+from lsp_runs import CPU, lsp_json, settled
 from torch._dynamo.utils import counters
 
 from ds_zo.engines import compiled_blocks
@@ -83,6 +84,24 @@ def test_one_graph_for_all_blocks_trains_alike(name: str, settings: dict[str, An
     found = run(name, compiled=True, **settings)
     assert counters["stats"]["unique_graphs"] == num_graphs
     assert_close(found, run(name, compiled=False, **settings))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["resident", "streamed"])
+def test_lsp_trains_alike_on_one_graph(stream: bool) -> None:
+    place = {**CPU, "offload_param": {"device": "cpu"}} if stream else CPU
+
+    def trained(compiled: bool) -> dict[str, torch.Tensor]:
+        config = lsp_json(clipping=0.5, zero_optimization=place, ds_zo={"compile_blocks": compiled})
+        engine = start(config, checkpointed(lively("llama", **LAYERS["llama"]), False))
+        train(engine, batches("llama", 3))
+        found = settled(engine)
+        engine.destroy()
+        assert all(layer._compiled_call_impl is None for layer in engine.module.model.layers)
+        return found
+
+    found = trained(True)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_close(found, trained(False))
 
 
 def test_dropout_masks_are_the_same_in_both_passes_and_recomputed() -> None:
