@@ -23,6 +23,8 @@ from ds_zo.bench.contenders import ALL, config_of, shared_config
 from ds_zo.bench.measure import cap_device_memory, host_peak_gb, measure_steps, synchronize
 from ds_zo.bench.shapes import config_of as shape_config
 from ds_zo.bench.shapes import materialise, random_model
+from ds_zo.engines.compiled_blocks import BlockCompiler
+from ds_zo.streaming.blocks import find_blocks
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -37,6 +39,7 @@ class Trainer:
     update: Callable[[], Any]
     settings: str
     engine: Any = None
+    compiler: BlockCompiler | None = None
     facts: Row = field(default_factory=dict)
 
     def step(self, batch: Batch) -> torch.Tensor:
@@ -59,23 +62,29 @@ def speed(
     take_apart: bool = False,
     cap_gb: float | None = None,
     streams: bool = False,
+    compiled: bool = False,
     overrides: Mapping[str, Any] | None = None,
     device: str = "cuda",
 ) -> Row:
     """One method on random weights and one random batch, checkpointed. `method` is `forward_backward` or a contender's
-    name; `params` changes its optimizer's. `streams`: weights on the host, within `cap_gb` of the device."""
+    name; `params` changes its optimizer's. `streams`: weights on the host, within `cap_gb` of the device.
+    `compiled`: blocks are, as `ds_zo.compile_blocks` has them; a compiler that fails ends the case."""
     where = _device(device, cap_gb)
     model = _model(shape, length=length, overrides=overrides, device=where, lazy=streams)
     numel = sum(p.numel() for p in model.parameters())
     host_before_gb = host_peak_gb()
     begin = time.perf_counter()
     stream: dict[str, Any] | None = {"device_memory_gb": cap_gb} if streams else None
-    trainer = _trainer(method, model, batch=batch, params=params or {}, clipping=clipping, stream=stream)
+    trainer = _trainer(
+        method, model, batch=batch, params=params or {}, clipping=clipping, stream=stream, compiled=compiled
+    )
     ids = _batch(model, batch, length, where)
     synchronize(where)
     load_s = time.perf_counter() - begin
     first = _timed(lambda: trainer.step(ids), where)
     measured = measure_steps(lambda: trainer.step(ids), warmup=warmup - 1, steps=steps, device=where)
+    if trainer.compiler is not None and trainer.compiler.failure is not None:
+        raise RuntimeError(f"blocks were not compiled: {trainer.compiler.failure}")
     row: Row = {
         "method": method,
         "shape": shape,
@@ -84,6 +93,7 @@ def speed(
         "parameters": numel,
         "settings": trainer.settings,
         "gradient_clipping": clipping,
+        "compiled": compiled,
         "cap_gb": cap_gb,
         "tokens_per_s": batch * length / measured["step_s"],
         "load_s": load_s,
@@ -189,11 +199,13 @@ def _trainer(
     params: Mapping[str, Any],
     clipping: float,
     stream: dict[str, Any] | None = None,
+    compiled: bool = False,
 ) -> Trainer:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     if method == "forward_backward":
-        return _forward_backward(model)
+        trainer = _forward_backward(model)
+        return _compile(trainer, model) if compiled else trainer
     import deepspeed
 
     import ds_zo  # noqa: F401
@@ -205,12 +217,26 @@ def _trainer(
     if stream is not None:
         config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         config["ds_zo"] = {"stream": stream}
+    is_lsp = contender.backend == "lsp"
+    if compiled and is_lsp:
+        config["ds_zo"] = {**config.get("ds_zo", {}), "compile_blocks": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
     facts: Row = {"config": config}
-    if contender.backend == "lsp":
+    if is_lsp:
         facts |= {"described": engine.backend.describe(), **engine.backend.footprint()}
-    return Trainer(_loss_of(engine), engine.backward, engine.step, contender.settings, engine, facts)
+    trainer = Trainer(_loss_of(engine), engine.backward, engine.step, contender.settings, engine, facts=facts)
+    return _compile(trainer, model) if compiled else trainer
+
+
+def _compile(trainer: Trainer, model: nn.Module) -> Trainer:
+    """The same for everybody: LSP has done so by itself."""
+    trainer.compiler = getattr(getattr(trainer.engine, "backend", None), "_compiler", None)
+    if trainer.compiler is None:
+        trainer.compiler = BlockCompiler()
+        trainer.compiler.install(find_blocks(model).values())
+    trainer.settings += ", blocks compiled"
+    return trainer
 
 
 def _forward_backward(model: nn.Module) -> Trainer:

@@ -41,6 +41,10 @@ CONTENDERS: Contenders = {
 }
 
 
+COMPILED: Contenders = {f"{name}-compiled": CONTENDERS[name] for name in ("ceiling", "adamw", "lsp-512")}
+"""With compiled blocks, which anybody may have."""
+
+
 def _cases(shape: str, batch: int, contenders: Contenders, *, prefix: str = "", **more: Any) -> list[Case]:
     cases = []
     for name, (method, params) in contenders.items():
@@ -49,7 +53,7 @@ def _cases(shape: str, batch: int, contenders: Contenders, *, prefix: str = "", 
         host_gb = {"1.3b": 45.0, "3b": 100.0}.get(shape, 60.0) if slow else 12.0
         host_gb += 16.0 if more.get("streams") else 0.0
         case_name = f"{prefix}{shape}/{batch}/{name}"
-        timeout_s = 240 if slow else 120
+        timeout_s = 240 if slow or more.get("compiled") else 120
         cases.append(
             Case(case_name, f"{_CASES}:speed", {**wanted, **more}, timeout_s=timeout_s, planned_host_gb=host_gb)
         )
@@ -58,7 +62,13 @@ def _cases(shape: str, batch: int, contenders: Contenders, *, prefix: str = "", 
 
 def speed_cases() -> list[Case]:
     """One run for every ratio of a shape and batch size."""
-    return [case for shape in ("1.3b", "3b") for batch in (4, 1) for case in _cases(shape, batch, CONTENDERS)]
+    cases = []
+    for shape in ("1.3b", "3b"):
+        for batch in (4, 1):
+            cases += _cases(shape, batch, CONTENDERS)
+            if shape == "1.3b":
+                cases += _cases(shape, batch, COMPILED, compiled=True)
+    return cases
 
 
 def breakdown_cases() -> list[Case]:

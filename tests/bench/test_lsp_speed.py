@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from ds_zo.bench import lsp_cases
 from ds_zo.bench.lsp_speed import PRESETS, cases_of, markdown
+from ds_zo.engines import compiled_blocks
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -29,6 +32,19 @@ def test_a_case_measures_speed_memory_and_parts(name: str) -> None:
     if row["method"] == "lsp":
         assert row["host_bytes"] > 0 and row["device_bytes"] > 0
         assert "8 x 8" in row["described"]
+
+
+@pytest.mark.usefixtures("single_process")
+def test_compiled_cases_compile_whoever_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
+    cases = [case for case in cases_of("speed", device="cpu", tiny=True) if case.name.endswith("-compiled")]
+    assert {case.name.rpartition("/")[0] for case in cases} == {"1.3b/4", "1.3b/1"}
+    for case in cases[:2]:  # LSP: test_compiled_blocks
+        counters.clear()
+        row = lsp_cases.speed(**case.params)
+        assert row["compiled"] and row["settings"].endswith("blocks compiled")
+        assert counters["stats"]["calls_captured"] > 0
+        torch._dynamo.reset()
 
 
 def test_the_table_has_ratios_of_its_own_run() -> None:
