@@ -15,7 +15,7 @@ from ds_zo.ops import Rounding
 from ds_zo.projectors import reference
 from ds_zo.projectors.products import apply_, check_shape, compress, has_kernels
 from ds_zo.projectors.sparse import SparseProjector
-from ds_zo.projectors.workspace import scratch_addresses, scratch_start
+from ds_zo.projectors.workspace import scratch_addresses, scratch_place
 
 BATCH_NUMEL = 1 << 25
 """Elements of scratch that one batch takes, unless a single matrix needs more."""
@@ -67,7 +67,7 @@ class Prepared:
         """An update's rate and decay; None: a gather."""
         self._weights: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
-        self._start: int | None = None
+        self._scratch: tuple[int, int] | None = None
 
     def add(
         self,
@@ -77,16 +77,16 @@ class Prepared:
         weights: Iterable[torch.Tensor] = (),
         copies: Iterable[torch.Tensor] = (),
     ) -> None:
-        """A batch; the next one uses the same scratch."""
+        """A batch. The next one uses the same scratch, which must not have moved since the first."""
         self._calls += [(None, 1.0, call) for call in gathers]
         self._calls += updates
         self._weights += weights
         self._copies += copies
-        self._start = scratch_start(self._device)
+        self._scratch = scratch_place(self._device)
 
     def holds(self) -> bool:
         """Nothing was copied and scratch is where it was: the caller's own addresses decide."""
-        return self._start is not None and not self._copies and self._start == scratch_start(self._device)
+        return self._scratch is not None and not self._copies and self._scratch == scratch_place(self._device)
 
     def launch(self, *, lr: float | None = None, decay: float = 1.0, seed: int = 0, step: int = 0) -> None:
         """`lr` and `decay` take the place of what every update was prepared with."""
@@ -117,8 +117,7 @@ def compress_all(calls: Sequence[Compression]) -> Prepared | None:
 
     device = calls[0].G.device
     prepared = Prepared(device)
-    for batch in _batches(calls):
-        middles = scratch_addresses([P.dim * Q.num_rows for _, P, Q, _, _ in batch], device=device)
+    for batch, middles in _batches(calls, device):
         down, across = Gathers(device), Gathers(device)
         copies = []  # alive until they are read
         for (G, P, Q, out, accumulate), middle in zip(batch, middles, strict=True):
@@ -162,8 +161,7 @@ def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) ->
 
     device = alike[0].W.device
     prepared = Prepared(device)
-    for batch in _batches(alike):
-        expanded = scratch_addresses([call.P.dim * call.Q.num_rows for call in batch], device=device)
+    for batch, expanded in _batches(alike, device):
         across, updates = Gathers(device), Updates(device)
         copies = []
         for (W, D, P, Q, lr, weight_decay, rounding, offset), U in zip(batch, expanded, strict=True):
@@ -206,14 +204,24 @@ def shift_all_(shifts: Sequence[Shift], *, seed: int = 0, step: int = 0) -> None
 _ones: dict[torch.device, SparseProjector] = {}
 
 
-def _batches(calls: Sequence[Call]) -> Iterator[list[Call]]:
-    batch: list[Call] = []
+def _batches(calls: Sequence[Call], device: torch.device) -> Iterator[tuple[list[Call], list[int]]]:
+    """Each with addresses of scratch. All ask for it once beforehand: scratch that grew for a later batch would move,
+    and launches of the earlier ones, which are yet to be made, would write to memory that is no longer theirs."""
+    batches: list[list[Call]] = []
     numel = 0
     for call in calls:
-        needed = call.P.dim * call.Q.num_rows
-        if batch and numel + needed > BATCH_NUMEL:
-            yield batch
-            batch, numel = [], 0
-        batch.append(call)
+        needed = _scratch_numel(call)
+        if not batches or numel + needed > BATCH_NUMEL:
+            batches.append([])
+            numel = 0
+        batches[-1].append(call)
         numel += needed
-    yield batch
+    sizes = [[_scratch_numel(call) for call in batch] for batch in batches]
+    for needs in sizes:
+        scratch_addresses(needs, device=device)
+    for batch, needs in zip(batches, sizes, strict=True):
+        yield batch, scratch_addresses(needs, device=device)
+
+
+def _scratch_numel(call: Compression | Application) -> int:
+    return call.P.dim * call.Q.num_rows

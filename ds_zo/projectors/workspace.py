@@ -40,12 +40,12 @@ def scratch_addresses(numels: Sequence[int], *, device: torch.device) -> list[in
     return [first + 4 * start for start in accumulate(sizes[:-1], initial=0)]
 
 
-def scratch_start(device: torch.device) -> int | None:
-    """The address that scratch begins at, where there is some already. It differs between threads and streams."""
+def scratch_place(device: torch.device) -> tuple[int, int] | None:
+    """Address and length of the scratch that there is already. They differ between threads and streams."""
     if device.type != "cuda":
         return None
-    held = _buffers.by_stream.get((device, torch.cuda.current_stream(device).cuda_stream))
-    return None if held is None else held.data_ptr()
+    held = _buffers.by_stream.get(_key(device))
+    return None if held is None else (held.data_ptr(), held.numel())
 
 
 def release() -> None:
@@ -58,11 +58,13 @@ def num_bytes() -> int:
     return sum(b.numel() * b.element_size() for b in _buffers.by_stream.values())
 
 
+def _key(device: torch.device) -> tuple[torch.device, int]:
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def _buffer(numel: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return torch.empty(numel, device=device)
-    buffers = _buffers.by_stream
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    """Kept on a CPU too, where the interpreter is told addresses."""
+    buffers, key = _buffers.by_stream, _key(device)
     if key not in buffers or buffers[key].numel() < numel:
         buffers.pop(key, None)  # before its successor is allocated
         buffers[key] = torch.empty(numel, device=device)

@@ -7,7 +7,7 @@ import torch
 from projector_cases import matrix, pair
 
 from ds_zo.optim import Dither, sgd_update_
-from ds_zo.projectors import SparseProjector, apply_, compress, relative_bias
+from ds_zo.projectors import Compression, SparseProjector, apply_, batches, compress, relative_bias, workspace
 from ds_zo.projectors.products import product, transpose_product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -105,3 +105,14 @@ def test_wrong_shapes_are_refused() -> None:
         compress(G.t(), P, Q, out=torch.zeros(16, 16, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="pass out"):
         compress(G.t(), P, Q, accumulate=True)
+
+
+def test_batches_that_are_launched_together_share_scratch_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second needs more than the first, which is launched after both were given addresses."""
+    monkeypatch.setattr(batches, "BATCH_NUMEL", 1024)
+    workspace.release()
+    calls = [Compression(matrix(32, n), *pair(32, n, 16, 2), torch.empty(16, 16)) for n in (32, 32, 4096)]
+    found = list(batches._batches(calls, torch.device("cpu")))
+    assert [len(batch) for batch, _ in found] == [2, 1]
+    assert found[0][1][0] == found[1][1][0]
+    workspace.release()
