@@ -382,7 +382,8 @@ class HomesState(ModuleState):
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
         if unit.is_cut:
             return self._read_cut(unit, placed.parameter).to(self.device, torch.float32)
-        return self._stored(unit, placed).to(self.device, torch.float32, copy=True)
+        # A copy first: CUDA does not read memory that is pinned in part, as shared memory is.
+        return self._stored(unit, placed).clone().to(self.device, torch.float32)
 
     def _before_load(self, unit: Unit) -> None:
         self._homes.runtime.host_wait(unit)

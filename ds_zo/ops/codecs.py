@@ -74,9 +74,10 @@ def encode_(
 
 
 def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`copy_` into memory that may be pinned in part, as a rank's piece of what it shares is: CUDA refuses that."""
-    begins_pinned = values.is_cuda and target.numel() > 0 and target.view(-1)[:1].is_pinned()
-    staged = begins_pinned and not target.view(-1)[-1:].is_pinned()
+    """`copy_` into memory that may be pinned in part, as a rank's piece of what it shares is: CUDA refuses that. The
+    part may be the beginning, the end or the middle; what is pinned at both ends is so in between."""
+    flat = target.view(-1)
+    staged = values.is_cuda and not target.is_cuda and not (flat[:1].is_pinned() and flat[-1:].is_pinned())
     target.copy_(values.cpu() if staged else values)
 
 
