@@ -82,6 +82,9 @@ class DeviceShards(RanksStore):
             if segment.rank == self.share.index:
                 part = flat[segment.begin : segment.begin + segment.numel]
                 segment.view(unit.home, placed.parameter.dtype).copy_(part)
+        if self.device.type == "cuda":  # the next gather, on another stream, waits for it
+            unit.landed = unit.landed or torch.cuda.Event()
+            unit.landed.record(torch.cuda.current_stream(self.device))
 
     def whole(self, unit: Unit) -> list[torch.Tensor]:
         """Its parameters on the device, in `placed` order. By all ranks."""
