@@ -60,6 +60,7 @@ class BlockGraphs:
         """Where the replayable put their outputs."""
         self._statics: dict[Key, list[torch.Tensor]] = {}
         self._kinds: set[Key] = set()
+        self._has_warned = False
         self._made_for: object = None
         self._pool: Any = None
         self._gave_up = False
@@ -117,15 +118,16 @@ class BlockGraphs:
     def _is_one_of_few(self, same: Key) -> bool:
         if same in self._kinds:
             return True
-        if len(self._kinds) > MOST_KINDS:
-            return False
-        self._kinds.add(same)
-        if len(self._kinds) > MOST_KINDS:
+        if len(self._kinds) < MOST_KINDS:
+            self._kinds.add(same)
+            return True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 f"ds_zo: inputs came in more than {MOST_KINDS} shapes; further ones run without CUDA graphs: pad "
                 "batches to a multiple of some length, or set ds_zo.cuda_graphs to false"
             )
-        return len(self._kinds) <= MOST_KINDS
+        return False
 
     def _watched(self, key: Key, same: Key, call: Callable[[], Any]) -> Any:
         """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same: a

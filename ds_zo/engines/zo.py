@@ -185,6 +185,7 @@ class ZOBackend(Backend):
                     "block)"
                 )
                 return apart
+            del apart  # its outputs, before more forwards
         if self.homes.measures:
 
             def again() -> None:
