@@ -41,7 +41,7 @@ class LSPGroups:
         self.on_host: list[HostGroup] = []
         self.on_device: list[DeviceGroup] = []
         self.store = HostStore(device, pin=True)
-        self.queue = UpdateQueue(num_threads=_num_threads(device, shared=ranks is not None))
+        self.queue = UpdateQueue(num_threads=_num_threads(device, shared=ranks is not None), device=device)
         self.links: Links | None = None
         self._settings, self._ranks, self._device, self._max_norm = settings, ranks, device, max_norm
         self._owned = config.zero_stage > 0

@@ -97,10 +97,12 @@ class UpdateQueue:
     """Jobs for one thread, whose kernels use all the cores it is given: a layer is done soonest when nobody shares
     them with it."""
 
-    def __init__(self, *, num_threads: int | None = None) -> None:
+    def __init__(self, *, num_threads: int | None = None, device: torch.device | None = None) -> None:
+        """`device`: whose copies the thread waits for."""
         self.last_first = False
         """Serve what came last; else what came first."""
         self._num_threads = num_threads
+        self._device = device
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -132,6 +134,8 @@ class UpdateQueue:
             return self._jobs.pop() if self.last_first else self._jobs.popleft()
 
     def _serve(self) -> None:
+        if self._device is not None and self._device.index is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins with the first, and would make a context there
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # of this thread
         while (job := self.take()) is not None:
