@@ -47,17 +47,19 @@ def _init(
 
 def _enter(self: Any) -> Any:
     entered = _stock_enter(self)
-    for parameter in self._ds_zo_lent:
-        parameter.data = parameter._hp_mapping.read(parameter).clone()
+    # All values first, here and below: to read or write one binds its whole unit to where it is stored.
+    values = [parameter._hp_mapping.read(parameter).clone() for parameter in self._ds_zo_lent]
+    for parameter, value in zip(self._ds_zo_lent, values, strict=True):
+        parameter.data = value
     return entered
 
 
 def _exit(self: Any, *exception: Any) -> Any:
-    for parameter in self._ds_zo_lent:
+    values = [parameter.data for parameter in self._ds_zo_lent]
+    for parameter, value in zip(self._ds_zo_lent, values, strict=True):
         if self._ds_zo_modifier_rank is None or exception[0] is not None:
             parameter._hp_mapping.return_home(parameter)
             continue
-        value = parameter.data
         if dist.is_initialized() and dist.get_world_size() > 1:
             value = value.to(parameter._hp_mapping.device)
             dist.broadcast(value, self._ds_zo_modifier_rank)

@@ -38,13 +38,15 @@ def test_what_the_modifier_rank_writes_is_kept_and_only_that() -> None:
     for _ in range(3):
         one_step(engine, tiny_batch("llama"))
     before = weights(model)
-    touched = "model.layers.1.mlp.up_proj.weight"
-    parameter = dict(model.named_parameters())[touched]
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        parameter.data.fill_(0.25)
-    with deepspeed.zero.GatheredParameters([parameter]):
-        parameter.data.fill_(9.0)  # nobody is to keep this
+    touched = {f"model.layers.1.mlp.{name}_proj.weight": 0.25 * i for i, name in enumerate(("up", "gate", "down"), 1)}
+    parameters = [dict(model.named_parameters())[name] for name in touched]
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        for parameter, value in zip(parameters, touched.values(), strict=True):
+            parameter.data.fill_(value)
+    with deepspeed.zero.GatheredParameters(parameters):
+        parameters[0].data.fill_(9.0)  # nobody is to keep this
     after = weights(model)
-    assert torch.equal(after.pop(touched), torch.full_like(before.pop(touched), 0.25))
+    for name, value in touched.items():
+        assert torch.equal(after.pop(name), torch.full_like(before.pop(name), value)), name
     for name, value in before.items():
         assert torch.equal(after[name], value), name
