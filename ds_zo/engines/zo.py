@@ -341,6 +341,7 @@ class ZOBackend(Backend):
                 value.copy_(weights[names[name]])
 
     def rank_state(self) -> dict[str, Any]:
+        self.homes.measures = False  # as in `snapshot`, which the first rank alone makes: all must agree or none
         return {"projected": self._projected.cpu()}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
