@@ -311,6 +311,7 @@ class Homes:
         if self.store.pinned_nbytes:
             for unit in self.placement.units:
                 self.runtime.host_wait(unit)
+            self.runtime.end_copies()
         self.store.close()
 
 

@@ -309,6 +309,7 @@ class BlockHomes:
                 if unit.streamed:
                     unit.settle(self.shared.private(unit.home), None, streamed=False, low_streamed=False)
                     unit.bind_home()
+        self.runtime.end_copies()
         self._let_go()
         self.store.close()
 

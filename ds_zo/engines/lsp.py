@@ -584,7 +584,7 @@ class LSPBackend(Backend):
                 self._streamed.close()
             if self._weights is not None:
                 self._weights.close()
-            self._groups.store.close()
+            self._groups.close()
 
 
 def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:

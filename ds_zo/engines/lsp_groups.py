@@ -99,6 +99,13 @@ class LSPGroups:
             if group.moment is Moment.UPDATING:
                 group.take_back()
 
+    def close(self) -> None:
+        """Unpins host memory, after the last copy. (Of several ranks one may be gone, and its copies never end.)"""
+        if self.links is not None and self._ranks is None:
+            for stream in (self.links.down, self.links.up):
+                stream.synchronize()
+        self.store.close()
+
     def kept(self) -> list[Kept]:
         found: list[Kept] = []
         for group in self.on_host:

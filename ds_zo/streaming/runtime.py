@@ -180,6 +180,13 @@ class Runtime:
         if unit.landed is not None:
             unit.landed.synchronize()
 
+    def end_copies(self) -> None:
+        """Blocks the host until none is under way, before memory at either end goes."""
+        for slot in (*self.slots, *self._low_of.values(), *self._low_pool):
+            for event in (slot.filled, *slot.saved):
+                if event is not None:
+                    event.synchronize()
+
     def _plan(self, order: Sequence[int]) -> None:
         loaded = {
             self._number[id(slot.unit)]: i

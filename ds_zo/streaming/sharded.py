@@ -115,6 +115,10 @@ class ShardedRuntime(Runtime):
         if unit.streamed:
             self._store.wait(self._number[id(unit)])
 
+    def end_copies(self) -> None:
+        """Not here: a gather whose other ranks are gone never ends. What the current stream does next follows them."""
+        self.forget()
+
     # Uploads
 
     def _upload(self, number: int, slot: Slot) -> None:
