@@ -9,7 +9,17 @@ import torch
 from projector_cases import gradient, matrix, pair
 from projector_checks import CHECKS, compare_rounded, moved, updated
 
-from ds_zo.projectors import Application, Compression, apply_all_, carry_moments, compress, compress_all, fit, workspace
+from ds_zo.projectors import (
+    Application,
+    Compression,
+    apply_all_,
+    batches,
+    carry_moments,
+    compress,
+    compress_all,
+    fit,
+    workspace,
+)
 from ds_zo.projectors.sparse import SparseProjector
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +56,23 @@ def test_products_give_the_same_bits_every_time() -> None:
     for _ in range(5):
         assert torch.equal(compress(G, P, Q), S)
         assert torch.equal(updated(G, S, P, Q, lr=0.1), W)
+
+
+def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_NUMEL", 1 << 18)
+    workspace.release()
+    shapes = [(256, 512), (256, 4096), (256, 16384)]
+    pairs = [[moved(x, "cuda") for x in pair(*shape, 128, 4, seed=i)] for i, shape in enumerate(shapes)]
+    grads = [matrix(*shape, torch.bfloat16, seed=i).cuda() for i, shape in enumerate(shapes)]
+    outs = [torch.zeros(128, 128, device="cuda").t() for _ in shapes]
+    prepared = compress_all([Compression(G, *both, out) for G, both, out in zip(grads, pairs, outs, strict=True)])
+    assert prepared is not None and prepared.holds()
+    others = [torch.full((numel,), 7.0, device="cuda") for numel in (1 << 15, 1 << 16, 1 << 19, 1 << 20) * 4]
+    for out in outs:
+        out.zero_()
+    prepared.launch()
+    assert all(bool((other == 7.0).all()) for other in others)
+    assert all(torch.equal(out, compress(G, *both)) for G, both, out in zip(grads, pairs, outs, strict=True))
 
 
 def test_a_layers_products_together_are_the_same_bits() -> None:
