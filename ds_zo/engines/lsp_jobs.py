@@ -23,7 +23,16 @@ from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_payload import Carry, Codec
 from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
-from ds_zo.optim.subspace_adam import NORM_FLOOR, Moments, clip_, directions_, take_back_
+from ds_zo.optim.subspace_adam import (
+    NORM_FLOOR,
+    Moments,
+    chunk_scratch,
+    chunks_pay,
+    clip_,
+    directions_,
+    host_directions_,
+    take_back_,
+)
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.units import Unit
 
@@ -81,6 +90,11 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+
+    def chunk(self) -> torch.Tensor:
+        if "chunk" not in self._buffers:
+            self._buffers["chunk"] = chunk_scratch()
+        return self._buffers["chunk"]
 
     def get(self, name: str, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
         if not shapes:
@@ -209,6 +223,8 @@ class HostGroup:
         if not active:
             return torch.zeros(0)
         converted = [i for i in active if codec.dtypes[i] is not torch.float32]
+        if chunks_pay():  # then whole parameters are converted on their way through Adam
+            converted = [i for i in converted if i < self._num_projected]
         shapes = [codec.shapes[i] for i in converted]
         decoded, to_encode = (
             dict(zip(converted, self._scratch.get(name, shapes), strict=True)) for name in ("in", "out")
@@ -217,9 +233,15 @@ class HostGroup:
             codec.decode(i, self.h_down, out=decoded[i])
         grads = [decoded[i] if i in decoded else self._view(i, self.h_down) for i in active]
         out = [to_encode[i] if i in decoded else self._view(i, self.h_up) for i in active]
-        norms = clip_(grads, self._max_norm)
-        moments = [self.moments[i] for i in active]
-        directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
+        norms = host_directions_(
+            out,
+            grads,
+            [self.moments[i] for i in active],
+            max_norm=self._max_norm,
+            betas=self._settings.betas,
+            eps=self._settings.eps,
+            scratch=self._scratch.chunk,
+        )
         for i in converted:
             if i < self._num_projected:
                 self.carry_up.encode(codec, i, to_encode[i], self.h_up)

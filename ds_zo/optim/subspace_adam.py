@@ -2,17 +2,32 @@
 
 One fused kernel for a list of tensors, the same on the CPU (all threads of the caller) and on CUDA; nothing is built
 and nothing is read by the host.
+
+[Note: once through memory] On many cores Adam takes as long as its bytes take to come from memory. What arrives in 16
+bits is widened, and directions start as zeros and are narrowed; over whole matrices each of these is a trip of its own,
+52 bytes a parameter in all. In chunks that stay in the cores' caches, what is left is to read gradients (twice: Adam
+needs their norm), to write directions, and to do both for the moments: 24 bytes. Elements don't depend on one another,
+so chunks change no bit of a direction; norms add up in another order. What is float32 to begin with, the d x d sums
+above all, is small enough as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 NORM_FLOOR = 1e-6
+
+_CHUNK_NUMEL = 1 << 17
+"""Of one core: its gradients and directions in float32 take 1 MiB, which its own cache holds. Less, and the threads
+would meet too often."""
+_ALIGNMENT = 64
+"""Elements."""
+MANY_THREADS = 8
+"""From here on memory is what they wait for. One or two wait for arithmetic, and lose a third by chunks."""
 
 
 @dataclass
@@ -63,6 +78,88 @@ def clip_(
     return norms
 
 
+def chunks_pay() -> bool:
+    """In this thread; see [Note: once through memory]."""
+    return torch.get_num_threads() >= MANY_THREADS
+
+
+def chunk_scratch() -> torch.Tensor:
+    """For `host_directions_` in this thread."""
+    return torch.empty(2, _CHUNK_NUMEL * torch.get_num_threads())
+
+
+@torch.no_grad()
+def host_directions_(
+    out: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    moments: Sequence[Moments],
+    *,
+    max_norm: float,
+    betas: tuple[float, float],
+    eps: float,
+    scratch: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """`clip_` and `directions_` on the CPU, of contiguous tensors that may have 16 bits (in and out alike); returns
+    their norms. Those in float32 are clipped where they stand, the others are left as they are."""
+    wide = [k for k, grad in enumerate(grads) if grad.dtype is torch.float32]
+    if len(wide) == len(grads):
+        norms = clip_(grads, max_norm)
+        directions_(out, grads, moments, norms=norms, betas=betas, eps=eps)
+        return norms
+    narrow = [k for k in range(len(grads)) if k not in wide]
+    chunk = scratch()
+    norms = torch.empty(len(grads))
+    norms[narrow] = torch.stack([_narrow_norm(grads[k], chunk[0]) for k in narrow])
+    if wide:
+        norms[wide] = clip_([grads[k] for k in wide], max_norm)
+        wide_out, wide_grads = ([side[k] for k in wide] for side in (out, grads))
+        directions_(wide_out, wide_grads, [moments[k] for k in wide], norms=norms, betas=betas, eps=eps)
+    coefs = (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0).tolist() if max_norm > 0 else [1.0] * len(grads)
+    for k in narrow:
+        _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], norms=norms, betas=betas, eps=eps, chunk=chunk)
+    return norms
+
+
+def _narrow_norm(grad: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+    """In float32, which torch would make a whole copy for."""
+    parts = grad.view(-1).split(_part_numel(grad, chunk))
+    return torch.stack([torch.linalg.vector_norm(chunk[: part.numel()].copy_(part)) for part in parts]).norm()
+
+
+def _narrow_directions_(
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Moments,
+    *,
+    coef: float,
+    norms: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    chunk: torch.Tensor,
+) -> None:
+    """See [Note: once through memory]."""
+    overflow = _count_step([moments.num_steps], norms)
+    numel = _part_numel(grad, chunk[0])
+    sides = (side.view(-1).split(numel) for side in (out, grad, moments.mean, moments.mean_square))
+    wide, direction = chunk[:, :numel].unbind()
+    for o, g, mean, mean_square in zip(*sides, strict=True):
+        if g.numel() < numel:
+            wide, direction = wide[: g.numel()], direction[: g.numel()]
+        wide.copy_(g)
+        direction.zero_()
+        if coef != 1.0:
+            wide.mul_(coef)
+        states = [mean], [mean_square], [moments.num_steps]
+        _adam_([direction], [wide], *states, overflow=overflow, betas=betas, eps=eps)
+        o.copy_(direction)
+
+
+def _part_numel(tensor: torch.Tensor, chunk: torch.Tensor) -> int:
+    """Of parts that are alike, full vectors but for the tensor's own last one."""
+    num_parts = -(-tensor.numel() // chunk.numel())
+    return -(-tensor.numel() // (num_parts * _ALIGNMENT)) * _ALIGNMENT
+
+
 @torch.no_grad()
 def directions_(
     out: list[torch.Tensor],
@@ -77,15 +174,36 @@ def directions_(
 
     Where one of `norms` is not finite, nothing happens: moments stay, directions are zero.
     """
-    overflow = (~norms.isfinite().all()).to(torch.float32)
     steps = [m.num_steps for m in moments]
-    torch._foreach_add_(steps, 1.0 - overflow)
+    overflow = _count_step(steps, norms)
     torch._foreach_zero_(out)
+    means, mean_squares = [m.mean for m in moments], [m.mean_square for m in moments]
+    _adam_(out, grads, means, mean_squares, steps, overflow=overflow, betas=betas, eps=eps)
+
+
+def _count_step(steps: list[torch.Tensor], norms: torch.Tensor) -> torch.Tensor:
+    """1 where the step is skipped, which does not count."""
+    overflow = (~norms.isfinite().all()).to(torch.float32)
+    torch._foreach_add_(steps, 1.0 - overflow)
+    return overflow
+
+
+def _adam_(
+    zeros: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    means: list[torch.Tensor],
+    mean_squares: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    overflow: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
     torch._fused_adamw_(
-        out,
+        zeros,
         grads,
-        [m.mean for m in moments],
-        [m.mean_square for m in moments],
+        means,
+        mean_squares,
         [],
         steps,
         lr=-1.0,  # from zero, by +1: the direction itself

@@ -16,6 +16,7 @@ from lsp_runs import lsp_json, settled, small
 
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
 from ds_zo.engines.lsp_queue import Job, UpdateQueue, transition_layer
+from ds_zo.optim import subspace_adam
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -42,6 +43,20 @@ def test_layerwise_equals_synchronous(name: str) -> None:
     losses, weights = run("layerwise", **SETTINGS[name])
     expected_losses, expected = run("sync", **SETTINGS[name])
     assert losses == expected_losses
+    assert_equal(weights, expected)
+
+
+def test_whole_matrices_in_chunks_train_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Adam does with many threads. Not clipped: norms are equal to rounding."""
+    json: dict[str, Any] = {"params": {"projector": "none"}, "bf16": {"enabled": True}, "lr": 1e-3}
+    losses, expected = run("sync", num_batches=3, **json)
+    monkeypatch.setattr(subspace_adam, "MANY_THREADS", 1)
+    monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", 128)
+    parts: list[int] = []
+    adam = subspace_adam._adam_
+    monkeypatch.setattr(subspace_adam, "_adam_", lambda *a, **k: (parts.append(a[0][0].numel()), adam(*a, **k)))
+    chunked_losses, weights = run("layerwise", num_batches=3, **json)
+    assert chunked_losses == losses and parts.count(128) > 10
     assert_equal(weights, expected)
 
 
