@@ -27,7 +27,8 @@ would meet too often."""
 _ALIGNMENT = 64
 """Elements."""
 MANY_THREADS = 8
-"""From here on memory is what they wait for. One or two wait for arithmetic, and lose a third by chunks."""
+"""Enough to wait for memory, by a count of bytes. One or two wait for arithmetic: measured (`bench/lsp_adam`), chunks
+cost them a third."""
 
 
 @dataclass
