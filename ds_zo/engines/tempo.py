@@ -77,13 +77,13 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
     device = runtime.device
     streams = [torch.cuda.Stream(device) for _ in slots]
     runtime.forget()
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
     there = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
     for buffer, u in zip(there, (unit, other), strict=True):
         buffer.copy_(u.home)
 
     def rate(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for stream, (to, source) in zip(streams, copies, strict=False):
