@@ -62,7 +62,6 @@ class BlockGraphs:
         self._kinds: set[Key] = set()
         self._has_warned = False
         self._made_for: object = None
-        self._pool: Any = None
         self._gave_up = False
         self._stream = torch.cuda.Stream(device)
         self._wrapped: list[Unit] = []
@@ -74,15 +73,27 @@ class BlockGraphs:
                 self._wrapped.append(unit)
 
     def close(self) -> None:
-        self._recordings.clear()
-        self._outputs.clear()
+        self._forget()
         self._statics.clear()
         while self._wrapped:
             self._wrapped.pop().module.__dict__.pop("forward", None)
 
+    def _forget(self) -> None:
+        self._recordings.clear()
+        self._outputs.clear()
+
+    @property
+    def _pool(self) -> Any:
+        """Memory that recordings share, since they run one after the other; None: one of its own for the first. It
+        goes with the last of them, and its name with it, so those that live are asked."""
+        return next((r.graph.pool() for r in self._recordings.values() if r is not None), None)
+
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if self._made_for is not self._homes.visits:  # working copies have moved
+            self._forget()
+            self._made_for = self._homes.visits
         if self._gave_up or not (self._lockstep.inside and self._homes.visits.in_one_launch):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -90,10 +101,6 @@ class BlockGraphs:
         others = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         if not self._pays(unit, tensors) or not all(_is_plain(leaf) for leaf in others):
             return forward(*args, **kwargs)
-        if self._made_for is not self._homes.visits:  # working copies have moved
-            self._recordings.clear()
-            self._outputs.clear()
-            self._made_for = self._homes.visits
         shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         same = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
@@ -163,7 +170,6 @@ class BlockGraphs:
         rest = iter(inputs)
         args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         error: Exception | None = None

@@ -37,6 +37,21 @@ def test_graphs_change_nothing(name: str, dtype: str | None) -> None:
     assert_same_weights(found, expected)
 
 
+def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
+    """Working copies move when the interval is chosen. The allocator frees the memory that the recordings had."""
+    case = CASES["opt"]
+    expected, _ = run(case.make, case.batch, graphs=False)
+    with zo_engine(case.make(), zo_config(lr=1e-4, offload=False)) as engine:
+        recordings = engine.backend._graphs._recordings
+        for step in range(8):
+            if step in (3, 6):
+                assert any(recordings.values())
+                engine.backend.homes.set_interval(engine.backend.homes.interval)
+            one_step(engine, case.batch(step % 3))
+        assert any(recordings.values())
+        assert_same_weights(masters_of(engine), expected)
+
+
 class Sighted(nn.Module):
     """A block whose forward reads a number back, which no recording can."""
 
