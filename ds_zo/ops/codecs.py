@@ -74,11 +74,11 @@ def encode_(
 
 
 def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`copy_` into memory that may be pinned in part, as a rank's piece of what it shares is: CUDA refuses that. The
-    part may be the beginning, the end or the middle; what is pinned at both ends is so in between."""
-    flat = target.view(-1)
-    staged = values.is_cuda and not target.is_cuda and not (flat[:1].is_pinned() and flat[-1:].is_pinned())
-    target.copy_(values.cpu() if staged else values)
+    """`copy_`, from a device to the host by way of memory of its own: of a buffer that ranks share each has pinned its
+    piece, and CUDA refuses to copy to what is pinned in part. (`is_pinned` can't tell: of a view it answers for the
+    first byte of the storage.)"""
+    crosses = values.is_cuda and not target.is_cuda
+    target.copy_(values.cpu() if crosses else values)
 
 
 def encode_on_device_(
