@@ -454,7 +454,7 @@ class LSPBackend(Backend):
         """Starts what the backward pass did not; the norm, where it is clipped globally."""
         norm = None
         if self._clips_globally:
-            norm = self._clip_globally([slot.gradient for slot in self._slots if slot.has_total])
+            norm = self._clip_globally({id(slot): slot.gradient for slot in self._slots if slot.has_total})
         for group in self._host_groups:  # in the order of the next forward pass
             if group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
                 group.start()
@@ -471,26 +471,29 @@ class LSPBackend(Backend):
             if group.moment is Moment.SUMMING and any(self._trains(slot) for slot in group.slots):
                 self._start(group, goes_on=not self._clips_globally)
                 late.append(group)
-        grads: list[torch.Tensor] = []
+        grads: dict[int, torch.Tensor] = {}
         for device_group in self._device_groups:
             assert isinstance(device_group, SharedDeviceGroup)
             device_group.finish()
-            grads += [slot.gradient for slot in device_group.slots if slot.has_total]
+            grads |= {id(slot): slot.gradient for slot in device_group.slots if slot.has_total}
         if not self._clips_globally:
             return None
-        norm = self._clip_globally(grads + [average for group in late for average in group.averages()])
+        for group in late:
+            grads |= group.averages()
+        norm = self._clip_globally(grads)
         for group in late:
             group.update()
         return norm
 
     @torch.no_grad()
-    def _clip_globally(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+    def _clip_globally(self, found: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        """Gradients by slot. A norm each, in the model's order: so any number of ranks adds up the same numbers."""
+        grads = [found[id(slot)] for slot in self._slots if id(slot) in found]
         if not grads:
             return None
-        norm = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).norm()
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).norm()
         coef = (self.config.gradient_clipping / (norm + NORM_FLOOR)).clamp_(max=1.0)
-        for grad in grads:
-            grad.mul_(coef)
+        torch._foreach_mul_(grads, coef)
         return norm
 
     def _adopt(self) -> None:

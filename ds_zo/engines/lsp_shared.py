@@ -99,11 +99,11 @@ class SharedHostGroup(HostGroup):
             job.fail(error)
             raise
 
-    def averages(self) -> list[torch.Tensor]:
-        """Of all ranks' gradients, to be changed in place before `update`."""
+    def averages(self) -> dict[int, torch.Tensor]:
+        """Of all ranks' gradients, by slot, to be changed in place before `update`; those that some rank had."""
         assert self._averaged is not None
         self._averaged.wait()
-        return [self._sums[: self._sums.numel() - len(self.slots)], *self._whole.values()]
+        return {id(self.slots[i]): self._whole[i] if i in self._whole else self.slots[i].gradient for i in self._active}
 
     def update(self) -> None:
         assert self.job is not None

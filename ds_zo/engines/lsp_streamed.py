@@ -40,10 +40,20 @@ class SettlingHomes(BlockHomes):
 
     @contextmanager
     def visit(self, unit: Unit) -> Iterator[Visit]:
+        """A direction that was applied goes home whatever the visit was for, and however it ends: it is spent."""
+        error: BaseException | None = None
         with super().visit(unit) as visit:
             with torch.inference_mode(False), torch.no_grad():
-                visit.changed = self._settle(unit)
-            yield visit
+                settled = self._settle(unit)
+            try:
+                yield visit
+            except BaseException as raised:
+                if not settled:
+                    raise
+                error = raised
+            visit.changed = visit.changed or settled
+        if error is not None:
+            raise error
 
 
 class SettledHomesState(HomesState):

@@ -164,8 +164,10 @@ def death(rank: int, folder: Path) -> Any:
     return weights, "went on", 0.0
 
 
+CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8", "clip_scope": "global"}}
+NUM_RESUMED = 11
 RESUMED: dict[str, dict[str, Any]] = {
-    "owned int8 learned": {"stage": 2, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8"}},
+    "owned int8 learned": {"stage": 2, **CLIPPED},
     "owned whole": {"stage": 1, "params": {"projector": "none"}},
 }
 
@@ -177,10 +179,18 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         engine = start(json_of(case, GLOBAL_BATCH), small())
         train(engine, [batch_of(0, step, GLOBAL_BATCH) for step in range(3)])
         engine.save_checkpoint(str(folder / name))
-        train(engine, [batch_of(0, step, GLOBAL_BATCH) for step in range(3, 5)])
-        found[name] = settled(engine)
+        found[name] = _ended(engine, first=3)
         engine.destroy()
     return found
+
+
+def _ended(engine: Any, *, first: int) -> dict[str, torch.Tensor]:
+    """Weights after the last step, and the norms on the way, which ranks must not add up in an order of their own."""
+    norms = []
+    for step in range(first, NUM_RESUMED):
+        train(engine, [batch_of(0, step, GLOBAL_BATCH)])
+        norms.append(engine.get_global_grad_norm())
+    return {**settled(engine), "norms": torch.tensor(norms)}
 
 
 def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
@@ -189,7 +199,6 @@ def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
         for name, case in RESUMED.items():
             engine = start(json_of(case, GLOBAL_BATCH), small(seed=3))
             engine.load_checkpoint(str(folder / name))
-            train(engine, [batch_of(0, step, GLOBAL_BATCH) for step in range(3, 5)])
-            found[f"{folder.name}, {name}"] = settled(engine)
+            found[f"{folder.name}, {name}"] = _ended(engine, first=3)
             engine.destroy()
     return found

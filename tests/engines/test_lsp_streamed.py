@@ -45,8 +45,17 @@ def test_streamed_equals_resident(case: str) -> None:
     assert num_streamed == 2 - stream.get("resident_blocks", 0)
 
 
+class Interrupted(Exception):
+    pass
+
+
+def fail(*hooked: Any) -> None:
+    raise Interrupted
+
+
 def test_readers_and_a_resumed_run_see_the_step_that_was_made(tmp_path: Path) -> None:
-    """An evaluation, a state dict and a checkpoint each find directions that wait, and none is applied twice."""
+    """An evaluation, one that fails in a block, a state dict and a checkpoint each find directions that wait, and none
+    is lost or applied twice."""
     config = lsp_json(params=LEARNED)
     resident, streamed = start(config, small()), start(on_host(config), small())
     data = list(batches("llama", 6))
@@ -59,6 +68,10 @@ def test_readers_and_a_resumed_run_see_the_step_that_was_made(tmp_path: Path) ->
     assert_equal(dict(streamed.module.state_dict()), dict(resident.module.state_dict()))
     for engine in (resident, streamed):
         train(engine, data[3:4])
+        handle = engine.module.model.layers[1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(Interrupted), torch.no_grad():
+            engine.module(**data[0])
+        handle.remove()
     streamed.save_checkpoint(str(tmp_path))
     resumed = start(on_host(config), small())
     resumed.load_checkpoint(str(tmp_path))
