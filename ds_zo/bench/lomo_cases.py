@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,14 +49,24 @@ def speed(
     if stream is None:
         model = materialise(model).to(where)  # buffers
     _set_checkpointing(model, checkpointing)
+    said = _Progress(where)
     trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream, compiled=compiled)
+    load_s = said("weights are in place")
     ids = _batch(model, batch, length, where)
-    begun = time.perf_counter()
     first = [float(trainer.step(ids))]
-    first_step_s = time.perf_counter() - begun
-    first += [float(trainer.step(ids)) for _ in range(warmup - 1)]
+    first_step_s = said("step 1 done")
+    for number in range(2, warmup + 1):
+        first.append(float(trainer.step(ids)))
+        said(f"step {number} done")
     before = _moved(trainer)  # a streaming engine settles where blocks live in its first step
-    measured = measure_steps(lambda: trainer.step(ids), warmup=0, steps=steps, device=where)
+    retries = _alloc_retries(where)
+
+    def step() -> torch.Tensor:
+        loss = trainer.step(ids)
+        said("a step issued")
+        return loss
+
+    measured = measure_steps(step, warmup=0, steps=steps, device=where)
     return {
         **about,
         "fits": True,
@@ -64,7 +75,9 @@ def speed(
         "attention": attention,
         "compiled": compiled,
         "cap_gb": cap_gb,
+        "load_s": load_s,
         "first_step_s": first_step_s,
+        "alloc_retries": _alloc_retries(where) - retries,
         "tokens_per_s": batch * length / measured["step_s"],
         **measured,
         **trainer.facts,
@@ -302,6 +315,31 @@ def _batch(model: Any, batch: int, length: int, where: torch.device) -> Batch:
     generator = torch.Generator(device=where).manual_seed(1)
     ids = torch.randint(0, model.config.vocab_size, (batch, length), device=where, generator=generator)
     return {"input_ids": ids, "labels": ids}
+
+
+class _Progress:
+    """Says into the case's log how far it is: what a case that is cut off leaves behind."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._begun = self._last = time.perf_counter()
+
+    def __call__(self, what: str) -> float:
+        """Seconds since it last spoke. Waits for nothing: of steps that are not read, what is timed is their launch,
+        which a device that falls behind holds up."""
+        now = time.perf_counter()
+        passed_s, self._last = now - self._last, now
+        memory = ""
+        if self._where.type == "cuda":
+            stats = torch.cuda.memory_stats(self._where)
+            memory = f", {stats['reserved_bytes.all.current'] / 1e9:.2f} GB, retries {stats['num_alloc_retries']}"
+        print(f"{now - self._begun:.2f} s: {what} (+{passed_s:.2f}){memory}", file=sys.stderr, flush=True)
+        return passed_s
+
+
+def _alloc_retries(where: torch.device) -> int:
+    """How often the allocator found no room within the card, or the cap, and waited for the device to give some up."""
+    return int(torch.cuda.memory_stats(where)["num_alloc_retries"]) if where.type == "cuda" else 0
 
 
 def _numel(model: nn.Module) -> int:

@@ -40,6 +40,21 @@ def speed_cases() -> list[Case]:
     ]
 
 
+def _under_24gb(name: str, size: str, *, timeout_s: float, host_gb: float, steps: int = 18, **params: Any) -> Case:
+    return _speed(
+        name,
+        "lomo",
+        f"llama-{size}",
+        checkpointing=False,
+        cap_gb=24,
+        stream={"device_memory_gb": 22},
+        steps=steps,
+        timeout_s=timeout_s,
+        host_gb=host_gb,
+        **params,
+    )
+
+
 def streamed_cases() -> list[Case]:
     """Streamed LOMO recomputes each block itself, so its cases ask for no checkpointing."""
     all_on_host = {"resident_blocks": 0}
@@ -57,21 +72,26 @@ def streamed_cases() -> list[Case]:
             timeout_s=120,
             host_gb=24,
         ),
-        *(
-            _speed(
-                f"streamed/{size}-24gb",
-                "lomo",
-                f"llama-{size}",
-                checkpointing=False,
-                cap_gb=24,
-                stream={"device_memory_gb": 22},
-                steps=18,
-                timeout_s=timeout_s,
-                host_gb=host_gb,
-            )
-            for size, timeout_s, host_gb in (("13b", 150, 38), ("30b", 300, 78))
-        ),
+        _under_24gb("streamed/13b-24gb", "13b", timeout_s=150, host_gb=38),
+        _under_24gb("streamed/30b-24gb", "30b", timeout_s=300, host_gb=78),
     ]
+
+
+def probe_cases() -> list[Case]:
+    """Where 30B's time goes, in 150 s: by the same budget cut in depth, so that the allocator is as full with a quarter
+    and a half of the host memory, then whole. Each leaves a row within its own limit."""
+    cut = [
+        _under_24gb(
+            f"probe/30b-{layers}",
+            "30b",
+            steps=4,
+            timeout_s=timeout_s,
+            host_gb=8 + 1.2 * layers,
+            overrides={"num_hidden_layers": layers},
+        )
+        for layers, timeout_s in ((16, 25), (32, 35))
+    ]
+    return [*cut, _under_24gb("streamed/30b-24gb", "30b", timeout_s=100, host_gb=78)]
 
 
 def paper_cases() -> list[Case]:
@@ -102,6 +122,7 @@ def paper_cases() -> list[Case]:
 PRESETS: dict[str, Callable[[], list[Case]]] = {
     "speed": speed_cases,
     "streamed": streamed_cases,
+    "probe": probe_cases,
     "paper": paper_cases,
     "all": lambda: [*speed_cases(), *streamed_cases(), *paper_cases()],
 }

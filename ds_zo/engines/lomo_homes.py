@@ -96,6 +96,10 @@ class BlockHomes:
         self.runtime = self._make_runtime()
         self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+        self._retries: int | None = None
+        """The allocator's count when blocks were chosen to stay, until the step after that has shown if they may."""
+        if self._may_fill:
+            torch.cuda.empty_cache()  # what loading left is not to be taken for activations
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         return {
@@ -211,12 +215,16 @@ class BlockHomes:
 
     def fill_device(self) -> None:
         """After the first step: what its activations and gradients leave of the budget is filled with blocks that never
-        leave again."""
+        leave again. What the allocator holds counts, not what tensors fill of it: in a budget filled to the last block
+        it would give up and take back memory all the time."""
+        if self._retries is not None:
+            self._check_room(self._retries)
+            self._retries = None
         if not self._may_fill:
             return
         self._may_fill = False
         blocks = self.placement.blocks
-        peak = torch.cuda.max_memory_allocated(self.device)
+        peak = max(torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_reserved(self.device))
         activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
         budget = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
         num_resident = most_resident(
@@ -228,14 +236,25 @@ class BlockHomes:
             return
         self.runtime.forget()
         self._let_go()
+        torch.cuda.empty_cache()  # blocks that stay are not to stand among pieces that activations fitted in
         for index in sorted(spread(len(blocks), num_resident)):
             self.runtime.host_wait(blocks[index])
             keep_on_device(blocks[index], self.store, self.device, low=False)
         self.runtime = self._make_runtime()
+        self._retries = _alloc_retries(self.device)
         logger.info(
             f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
             f"GB, peak of the first step {peak / 1e9:.2f} GB)"
         )
+
+    def _check_room(self, retries: int) -> None:
+        """A step that waited for memory goes on doing so: slow, and nothing else tells why."""
+        num_retries = _alloc_retries(self.device) - retries
+        if num_retries:
+            logger.warning(
+                f"ds_zo: the device's memory is so full that the allocator had to stop {num_retries} times in a step "
+                "to find some: lower ds_zo.stream.device_memory_gb"
+            )
 
     def _let_go(self) -> None:
         self._views.clear()
@@ -312,6 +331,10 @@ class BlockHomes:
         self.runtime.end_copies()
         self._let_go()
         self.store.close()
+
+
+def _alloc_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
 
 
 class HomesState(ModuleState):
