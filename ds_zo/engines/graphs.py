@@ -20,10 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.twins import Lockstep
+from ds_zo.planner.choices import MOST_RECORDED_FLOPS
 from ds_zo.streaming.units import Unit
-
-MOST_FLOPS = 0.5e12
-"""A block's forward of less work than this takes an H200 less time than launching its kernels takes Python."""
 
 MOST_KINDS = 16
 """Shapes of inputs that are recorded: each keeps a graph a block and pass."""
@@ -120,7 +118,7 @@ class BlockGraphs:
             (t.shape[0] * t.shape[1] for t in tensors if t.dim() == 3 and t.is_floating_point()), default=0
         )
         on_device = all(t.device == self._device for t in tensors)
-        return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_FLOPS
+        return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_RECORDED_FLOPS
 
     def _is_one_of_few(self, same: Key) -> bool:
         if same in self._kinds:

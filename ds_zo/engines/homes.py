@@ -19,24 +19,17 @@ from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_link
 from ds_zo.engines.visits import Noise, Visits
 from ds_zo.engines.zo_ranks import Ranks
-from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
+from ds_zo.planner.choices import WIRE
+from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes, zo_sizes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.node import Node
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.sharing import share_store
 from ds_zo.streaming.units import Unit
 
-_WIRE = {
-    "auto": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "bf12": torch.uint8,
-}
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
 """`writeback_interval` where the user left it out and blocks stream, by master, until it is chosen by measurement, and
 where nothing can be measured. A fold of split storage also brings the low plane up."""
@@ -66,7 +59,7 @@ class Homes:
             module,
             param_groups,
             block_paths=self._stream.blocks,
-            wire=_WIRE[self._stream.wire_dtype],
+            wire=WIRE[self._stream.wire_dtype],
             split=self._stream.master == "split",
         )
         num_blocks = len(self.placement.blocks)
@@ -78,7 +71,13 @@ class Homes:
         self.shared: SharedStore | None = None
         """The host store, where ranks of a machine keep it together."""
         if config.stream and config.zero_stage == 3 and num_resident < num_blocks and ranks.size > 1:
-            self._share_store(ranks, num_resident, pin=config.pin_memory)
+            self.shared = share_store(
+                self.placement,
+                num_resident=num_resident,
+                process_group=ranks.process_group,
+                device=device,
+                pin=config.pin_memory,
+            )
         streams_on_cuda = config.stream and device.type == "cuda" and num_resident < num_blocks
         self.measures = (
             streams_on_cuda
@@ -105,36 +104,16 @@ class Homes:
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
 
-    def _share_store(self, ranks: Ranks, num_resident: int, *, pin: bool) -> None:
-        """See [Note: shared host memory]."""
-        blocks = self.placement.blocks
-        node = Node(ranks.process_group, device=self.device)
-        stays = spread(len(blocks), num_resident)
-        sizes = [n for i, u in enumerate(blocks) if i not in stays for n in (u.nbytes, u.low_nbytes)]
-        needed = SharedStore.capacity_nbytes(sizes, num_units=len(blocks), num_ranks=node.size)
-        memory = node.map_shared(needed) if node.size > 1 else None
-        if memory is not None:
-            self.shared = SharedStore(node, memory, num_units=len(blocks), device=self.device, pin=pin)
-        elif node.size > 1:
-            logger.warning(
-                "ds_zo: the ranks of this machine can't share memory, so each keeps the whole model in its own: run "
-                "them in one container (zero_optimization.stage)"
-            )
-
     def _sizes(self, num_resident: int) -> dict[str, Any]:
-        """Of the shared buffers. Copies are made in pairs where blocks stay on the device, for then memory is not what
-        is scarce, and where computing and not the link sets the pace."""
-        num_slots = self._stream.device_slots if self._stream.overlap else 1
-        blocks = self.placement.blocks
-        pairs = bool(blocks) and (num_resident > 0 or self.placement.narrow or self._computing_sets_pace)
-        return {
-            "num_slots": num_slots,
-            "num_low_slots": 1 if self.interval > num_slots and self.shared is None else num_slots,
-            "low_stays": self.shared is not None,
-            "num_passes": self._num_passes,
-            "num_benches": int(self.interval > 1 and not (pairs and self._num_passes == 2)),
-            "pairs": pairs,
-        }
+        return zo_sizes(
+            self._stream,
+            num_blocks=len(self.placement.blocks),
+            num_resident=num_resident,
+            num_passes=self._num_passes,
+            interval=self.interval,
+            in_pairs=self.placement.narrow or self._computing_sets_pace,
+            shared=self.shared is not None,
+        )
 
     def _check_budget(self, num_resident: int) -> None:
         """Before memory is taken."""
@@ -201,9 +180,9 @@ class Homes:
             self.runtime.forget()
 
     @torch.no_grad()
-    def choose_interval(self, *, agree: Callable[[int], int]) -> None:
-        """After the first step, when it is settled which blocks stay: nothing has been folded yet. `agree` makes every
-        rank take the same."""
+    def choose_interval(self, *, num_visits: int, agree: Callable[[int], int]) -> None:
+        """After the first step, when it is settled which blocks stay: nothing has been folded yet. `num_visits`: how
+        often a step brings each block; `agree` makes every rank take the same."""
         blocks = self.placement.blocks
         streamed = [u for u in blocks if u.streamed]
         if not self._rehearsals or not streamed:
@@ -217,6 +196,7 @@ class Homes:
         sizes = {
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
+            "num_visits": num_visits,
         }
         interval = agree(tempo.best_interval(**sizes))
         computing_sets_pace = tempo.busy_s(interval) > tempo.link_s(interval, **sizes)

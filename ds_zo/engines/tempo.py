@@ -13,16 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_zo.planner.choices import FOLD_DRAWS, best_interval, lags
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.units import Unit
 
-_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_ALIKE = 1.002
-"""Intervals whose steps take this much longer at most count as equally fast: then the longest, which rounds least."""
 _FRICTION = 0.05
 """Copying takes longer by this part of the computing beside it: 8 of 160 ms for OPT-6.7B on an H200."""
-_FOLD_DRAWS = 0.4
-"""What a fold costs beyond a replay, in draws: its dither and the store."""
 REHEARSED = (5, 1, 5)
 """Updates to replay in the forwards that are timed. The first counts for nothing: it brings the device to the clock
 that it keeps under load, which is up to a tenth lower than that of a first step."""
@@ -42,25 +38,29 @@ class Tempo:
     draw_s: float
     """Replaying one pending update in all blocks."""
 
-    def link_s(self, interval: int, *, streamed_nbytes: int, low_nbytes: int) -> float:
-        """Uploads, slower while something comes down."""
-        up = streamed_nbytes + low_nbytes / interval
+    def link_s(self, interval: int, *, streamed_nbytes: int, low_nbytes: int, num_visits: int = 1) -> float:
+        """Uploads, slower while something comes down. `num_visits`: how often a step brings each block."""
+        up = num_visits * streamed_nbytes + low_nbytes / interval
         down = (streamed_nbytes + low_nbytes) / interval
         slower = max(0.0, 2 / self.both_nbytes_per_s - 1 / self.up_nbytes_per_s)
         return max(up / self.up_nbytes_per_s + min(up, down) * slower, down / self.down_nbytes_per_s)
 
     def busy_s(self, interval: int) -> float:
-        return self.compute_s + self.draw_s * ((interval + 1) / 2 + _FOLD_DRAWS / interval)
+        return sum(self._busy_s(interval)) / interval
+
+    def _busy_s(self, interval: int) -> list[float]:
+        """Were every block as far behind, for each lag."""
+        return [self.compute_s + self.draw_s * (lag + FOLD_DRAWS * (lag == interval)) for lag in lags(interval)]
 
     def step_s(self, interval: int, **nbytes: int) -> float:
-        """What a step is expected to take: computing and copying overlap, and share the device's memory."""
-        busy_s = self.busy_s(interval)
-        return max(self.link_s(interval, **nbytes) + _FRICTION * busy_s, busy_s)
+        """What a step is expected to take. Computing and copying overlap, and share the device's memory. Two slots even
+        out little, and blocks side by side lag alike: the link waits for those that are far behind, and the others for
+        the link."""
+        link_s = self.link_s(interval, **nbytes) + _FRICTION * self.busy_s(interval)
+        return sum(max(link_s, busy_s) for busy_s in self._busy_s(interval)) / interval
 
     def best_interval(self, **nbytes: int) -> int:
-        seconds = {k: self.step_s(k, **nbytes) for k in _CANDIDATES}
-        limit = _ALIKE * min(seconds.values())
-        return max(k for k in _CANDIDATES if seconds[k] <= limit)
+        return best_interval(lambda interval: self.step_s(interval, **nbytes))
 
     def __str__(self) -> str:
         return (

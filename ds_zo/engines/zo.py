@@ -241,7 +241,8 @@ class ZOBackend(Backend):
         if self.homes.may_fill_device:
             self.homes.fill_device()
         if self.homes.measures:
-            self.homes.choose_interval(agree=self.ranks.first_decides)
+            num_visits = 1 if self._interleave else self._num_passes
+            self.homes.choose_interval(num_visits=num_visits, agree=self.ranks.first_decides)
         return StepOutcome(applied=Late(finite), grad_norm=Late(norm))
 
     def _fold_everything(self) -> None:

@@ -6,38 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.ops.segments import chunk_numel
 from ds_zo.planner import pricing
+from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WIRE, best_interval, lags
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
-from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
 from ds_zo.streaming.placement import Placement, plan_units, spread
 from ds_zo.streaming.schedule import Action, Kind
 from ds_zo.streaming.units import Unit
 
-WIRE = {
-    "auto": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "bf12": torch.uint8,
-}
-_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
-_ALIKE = 1.02
-"""The engine measures which `writeback_interval` is fastest, and of those within this the longest, which rounds least;
-the plan prices them."""
-_FOLD_DRAWS = 0.4
-"""Dither of a fold, in normal draws."""
 _VISIT_LAUNCH_S = 2e-4
 """Host time of a block's hooks, switches and kernels."""
-MOST_RECORDED_FLOPS = 0.5e12
-"""Blocks with less work than this are replayed as CUDA graphs where their copies are made in pairs."""
 _REPLAY_LAUNCH_S = 5e-5
 """Host time of such a replay and its copies."""
 _CHUNK_ROW_NBYTES = 32
@@ -57,15 +40,14 @@ class Buffers:
     to compute than to bring."""
 
     def sizes(self, num_resident: int) -> dict[str, Any]:
-        num_slots = self.stream.device_slots if self.stream.overlap else 1
-        pairs = self.num_blocks > 0 and (num_resident > 0 or self.in_pairs)
-        return {
-            "num_slots": num_slots,
-            "num_low_slots": 1 if self.interval > num_slots else num_slots,
-            "num_passes": self.num_passes,
-            "num_benches": int(self.interval > 1 and not (pairs and self.num_passes == 2)),
-            "pairs": pairs,
-        }
+        return zo_sizes(
+            self.stream,
+            num_blocks=self.num_blocks,
+            num_resident=num_resident,
+            num_passes=self.num_passes,
+            interval=self.interval,
+            in_pairs=self.in_pairs,
+        )
 
 
 def estimate_zo(
@@ -96,7 +78,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
-    buffers = Buffers(stream, num_passes, fixed or _INTERVALS[-1], num_blocks, placement.narrow)
+    buffers = Buffers(stream, num_passes, fixed or INTERVALS[-1], num_blocks, placement.narrow)
     recordings = 2 * trace.boundary * _is_recorded(model, placement, num_passes, pairs=True)
     beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
     beside += recordings
@@ -171,10 +153,10 @@ def _num_resident(
 
 
 def _best_interval(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> int:
+    """The engine measures what is priced here."""
     if not streamed:
         return 1
-    seconds = {k: _step_s(model, placement, streamed, replace(buffers, interval=k), params) for k in _INTERVALS}
-    return max(k for k in _INTERVALS if seconds[k] <= _ALIKE * min(seconds.values()))
+    return best_interval(lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params))
 
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:
@@ -193,22 +175,29 @@ def _table_nbytes(placement: Placement) -> int:
 
 
 def _seconds(
-    model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams
+    model: Model,
+    placement: Placement,
+    streamed: list[int],
+    buffers: Buffers,
+    params: ZOParams,
+    *,
+    step: int | None = None,
 ) -> dict[tuple[int, Kind], float]:
-    """Of each block's copies and computing in an average step."""
+    """Of each block's copies and computing in a step, or in an average one."""
     rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
     num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
-    pending = (interval + 1) / 2
     pairs = buffers.sizes(num_blocks - len(streamed))["pairs"]
     recorded = _is_recorded(model, placement, num_passes, pairs=pairs)
     up, down = _rates_together(rates, placement, streamed, interval)
     seconds: dict[tuple[int, Kind], float] = {}
     for i, unit in enumerate(placement.blocks):
-        noise = _noise_s(unit, rates, pending=pending, folds=1 / interval, num_passes=num_passes, params=params)
+        lag = sum(lags(interval)) / interval if step is None else lags(interval)[(step + i - 1) % interval]
+        folds = 1 / interval if step is None else float(lag == interval)
+        noise = _noise_s(unit, rates, pending=lag, folds=folds, num_passes=num_passes, params=params)
         cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
         on_host = num_passes * (_REPLAY_LAUNCH_S if recorded else cost.launch_s) + _VISIT_LAUNCH_S
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
-        seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes / interval) / up
+        seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
     visits = [u for units in placement.entered_by.values() for u in units] + placement.ambient
     noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
@@ -226,14 +215,16 @@ def _computing_sets_pace(
 
 
 def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
-    """An average step: as many as it takes for every block to fold once."""
+    """An average step: as many as it takes for every block to fold once. In the list that is priced, each step's blocks
+    have numbers of their own, for they lag differently in each."""
     interval, num_blocks = buffers.interval, len(placement.blocks)
-    seconds = _seconds(model, placement, streamed, buffers, params)
+    seconds: dict[tuple[int, Kind], float] = {}
     actions: list[Action] = []
     loaded: dict[int, int] = {}
     num_steps = max(2, interval)
     order = range(num_blocks)
     for step in range(num_steps):
+        first = step * num_blocks
         folding = {i for i in streamed if (step + i) % interval == 0}
         found, loaded = pricing.pass_over(
             order,
@@ -243,7 +234,9 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
             loaded=loaded,
             then=order,
         )
-        actions += [*found, pricing.edge()]
+        of_step = _seconds(model, placement, streamed, buffers, params, step=step)
+        seconds |= {(b if b == pricing.EDGE else first + b, kind): s for (b, kind), s in of_step.items()}
+        actions += [replace(action, block=first + action.block) for action in found] + [pricing.edge()]
     # Blocks that stay have low planes on the host, which travel at folds, outside the schedule.
     link_s = _link_s(model.rates, placement, streamed, interval)
     return max(pricing.seconds(actions, seconds) / num_steps, link_s)
@@ -272,7 +265,7 @@ def _rates_together(rates: Rates, placement: Placement, streamed: list[int], int
 def _noise_s(unit: Unit, rates: Rates, *, pending: float, folds: float, num_passes: int, params: ZOParams) -> float:
     """Kernels of a visit: replay and first copy in one, then the other passes' copies."""
     numel = sum(p.numel for p in unit.placed if p.trainable)
-    per_draw = params.num_directions * pending + num_passes + _FOLD_DRAWS * folds
+    per_draw = params.num_directions * pending + num_passes + FOLD_DRAWS * folds
     stored, copied = unit.nbytes, unit.scratch_nbytes
     moved = 2 * stored + copied + (num_passes - 1) * (stored + copied) + 2 * folds * unit.low_nbytes
     return numel * per_draw / (rates.noise_gdraws * 1e9) + moved / (rates.device_memory_gbps * 1e9)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_zo.config.section import StreamConfig
 from ds_zo.streaming.placement import Placement
 
 MARGIN_NBYTES = 256 * 2**20
@@ -57,6 +58,31 @@ def device_bytes(
         low_slots=0 if all_stay else num_low_slots * largest_low,
         blocks=blocks + (num_benches * largest if num_resident else 0),
     )
+
+
+def zo_sizes(
+    stream: StreamConfig,
+    *,
+    num_blocks: int,
+    num_resident: int,
+    num_passes: int,
+    interval: int,
+    in_pairs: bool,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """Of the buffers that ZO shares between blocks, as `device_bytes` takes them. Copies are made in pairs where blocks
+    stay on the device, for then memory is not what is scarce, and where they are `in_pairs` anyway: stored in fewer
+    bytes than copies take, or slower to compute than to bring. `shared`: ranks keep the host store together."""
+    num_slots = stream.device_slots if stream.overlap else 1
+    pairs = num_blocks > 0 and (num_resident > 0 or in_pairs)
+    return {
+        "num_slots": num_slots,
+        "num_low_slots": 1 if interval > num_slots and not shared else num_slots,
+        "low_stays": shared,
+        "num_passes": num_passes,
+        "num_benches": int(interval > 1 and not (pairs and num_passes == 2)),
+        "pairs": pairs,
+    }
 
 
 def check_fits(needed: DeviceBytes, *, budget_gb: float | None, remedy: str) -> None:
