@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
 class Late:
-    """A device scalar on its way to the host. Reading waits for that copy alone, not for what has been issued since."""
+    """A device scalar on its way to the host. Reading waits for that copy alone, not for what has been issued since;
+    nothing that is issued since waits for the copy, which may stand behind a block that is sent back."""
 
     def __init__(self, value: torch.Tensor) -> None:
         value = value.detach()
         self._copied: torch.cuda.Event | None = None
         if value.is_cuda:
+            aside = _aside(value.device)
+            aside.wait_stream(torch.cuda.current_stream(value.device))
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._value.copy_(value, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            with torch.cuda.stream(aside):
+                self._value.copy_(value, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+            value.record_stream(aside)
         else:
             self._value = value.clone()
 
@@ -23,3 +30,8 @@ class Late:
         if self._copied is not None:
             self._copied.synchronize()
         return self._value.item()
+
+
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -41,16 +41,19 @@ class ReplayLog:
 
     def append(self, g: torch.Tensor, *, lrs: Sequence[float], weight_decays: Sequence[float]) -> torch.Tensor:
         """Logs the update of a step whose projected gradients are `g` (one a direction). A `g` that is not finite
-        becomes an update that changes nothing. Returns whether it was finite, on the device."""
-        device = self.rows.device
+        becomes an update that changes nothing. Returns whether it was finite, on the device. Numbers travel as
+        arguments of kernels: a copy of them might wait for the upload of a block."""
         lr = torch.tensor(lrs, dtype=torch.float32)
-        decay = (1.0 - lr * torch.tensor(weight_decays, dtype=torch.float32)).to(device, non_blocking=True)
-        scale = (lr / self.num_directions).to(device, non_blocking=True)
+        decays = (1.0 - lr * torch.tensor(weight_decays, dtype=torch.float32)).tolist()
+        scales = (lr / self.num_directions).tolist()
         finite = torch.isfinite(g).all()
         row = self.rows[self.length % CAPACITY]
         row[:1].view(torch.int32).fill_(self.length)
-        row[1 : 1 + self.num_groups] = torch.where(finite, decay, torch.ones_like(decay))
-        coefficients = torch.where(finite, scale[:, None] * g[None, :], torch.zeros_like(g)[None, :])
-        row[1 + self.num_groups :] = coefficients.reshape(-1)
+        kept, coefficients = row[1 : 1 + self.num_groups], row[1 + self.num_groups :].view(self.num_groups, -1)
+        for group, (decay, scale) in enumerate(zip(decays, scales, strict=True)):
+            kept[group].fill_(decay)
+            torch.mul(g, scale, out=coefficients[group])
+        kept.masked_fill_(~finite, 1.0)
+        coefficients.masked_fill_(~finite, 0.0)
         self.length += 1
         return finite
