@@ -17,6 +17,7 @@ from ds_zo.ops.formats import (
     join,
     load,
     max_mantissa,
+    nan_code,
     round_to,
     scale_by,
     split,
@@ -84,10 +85,13 @@ def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
 def encode_on_device_(
     storage: torch.Tensor, x: torch.Tensor, *, low: torch.Tensor | None, exponents: torch.Tensor | None
 ) -> None:
-    """`encode_` in torch operations. Finite values only: a model that holds others is not worth loading fast."""
+    """`encode_` in torch operations."""
     fmt = storage_format(storage.dtype)
+    finite, no_number = x.isfinite(), x.isnan()
+    x = x.masked_fill(no_number, float("nan"))  # which has no sign
     if exponents is not None:
-        bits = x.abs().view(-1, SEGMENT_ALIGNMENT).amax(dim=1).view(torch.int32)
+        largest_of = x.abs().masked_fill(~finite, 0.0).view(-1, SEGMENT_ALIGNMENT).amax(dim=1)
+        bits = largest_of.view(torch.int32)
         fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
         if not fmt.has_lanes:
@@ -103,7 +107,8 @@ def encode_on_device_(
     half = 1 << (fmt.dropped_bits - 1)
     addend = half if low is not None else ((lifted >> fmt.dropped_bits) & 1) + (half - 1)
     high = ((lifted + addend) & -(1 << fmt.dropped_bits)).view(torch.float32) - lift
-    high = high.clamp(max=fmt.largest)
+    high = torch.where(finite, high.clamp(max=fmt.largest), fmt.largest if fmt.scaled else float("inf"))
+    high = high.masked_fill(no_number, float("nan"))
     if low is not None:
         if fmt.dropped_bits == 16:
             residual = (lifted - (high + lift).view(torch.int32)).float()
@@ -111,9 +116,10 @@ def encode_on_device_(
             exponent = high.clamp(min=fmt.tiny).view(torch.int32) >> 23
             scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
             residual = ((magnitude - high) * scale).round()
-        bring_(low, residual.clamp(-32768, 32767).to(torch.int16))
+        bring_(low, residual.masked_fill(~finite, 0.0).clamp(-32768, 32767).to(torch.int16))
     if exponents is not None and fmt.has_lanes:
         code = (high * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
+        code = code.masked_fill(no_number, int(nan_code(fmt)))
         bring_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
         bring_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:

@@ -172,7 +172,7 @@ def _split_pattern(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
     """Where float32 has its subnormals at the format's own, the lower half of the bits is the low plane throughout."""
     pattern = _pattern(x)
     finite = np.isfinite(x)
-    kept = np.minimum(np.where(finite, pattern, INFINITY_BITS) + 0x8000, (int(_nan_code(fmt)) << 16) - 1)
+    kept = np.minimum(np.where(finite, pattern, INFINITY_BITS) + 0x8000, (int(nan_code(fmt)) << 16) - 1)
     kept = (kept & -0x10000).astype(np.int32)
     low = np.where(finite, np.clip(pattern - kept, -32768, 32767), 0)
     return _finish(x, kept.view(np.float32) * np.float32(BIAS_SHIFT)), low.astype(np.int16)
@@ -196,7 +196,7 @@ def load(storage: torch.Tensor, scales: torch.Tensor | None = None) -> Floats:
         exponents = (words.reshape(-1, 1) >> LANE_SHIFTS) & np.uint32(15)
         magnitude |= exponents.reshape(-1)[: len(codes)] << np.uint32(7)
     values = (magnitude << np.uint32(fmt.dropped_bits)).view(np.float32) * np.float32(BIAS_SHIFT)
-    values[magnitude == _nan_code(fmt)] = np.nan
+    values[magnitude == nan_code(fmt)] = np.nan
     values.view(np.uint32)[:] |= (codes & np.uint32(0x80)) << np.uint32(24)
     return values
 
@@ -210,7 +210,7 @@ def store_(storage: torch.Tensor, values: Floats, scales: torch.Tensor | None = 
     elif fmt.scaled:
         sign = (values.view(np.uint32) & np.uint32(SIGN)) >> np.uint32(24)
         code = _pattern(values).view(np.uint32) >> np.uint32(fmt.dropped_bits)
-        code[np.isnan(values)] = _nan_code(fmt)
+        code[np.isnan(values)] = nan_code(fmt)
         if fmt.has_lanes:
             assert scales is not None
             rows = scales.view(-1, fmt.scale_numel)[:, 1:].numpy()
@@ -224,7 +224,7 @@ def store_(storage: torch.Tensor, values: Floats, scales: torch.Tensor | None = 
         storage.copy_(torch.from_numpy(values))
 
 
-def _nan_code(fmt: Format) -> np.uint32:
+def nan_code(fmt: Format) -> np.uint32:
     """The top code of a scaled format, whose exponent has 4 bits."""
     return np.uint32((1 << (27 - fmt.dropped_bits)) - 1)
 

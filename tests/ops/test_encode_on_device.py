@@ -6,7 +6,7 @@ import pytest
 import torch
 from flat_cases import BF12, FP8, scales_for
 
-from ds_zo.ops.codecs import encode_, encode_on_device_
+from ds_zo.ops.codecs import decode, encode_, encode_on_device_
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -15,6 +15,9 @@ def test_encode_on_device_gives_the_bits_of_encode(dtype: torch.dtype, split: bo
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256 * 40, generator=generator) * torch.exp2(torch.randint(-30, 6, (256 * 40,), generator=generator))
     x[:256] = 0.0
+    nan = float("nan")
+    x[600:604] = torch.tensor([nan, float("inf"), -float("inf"), 1.0])
+    x[604] = torch.tensor(-4194304, dtype=torch.int32).view(torch.float32)  # a NaN with a sign
     x[300:310] = torch.tensor([0.0, -0.0, 1.0, -1.0, 448.0, 449.0, 2.0**-14, 2.0**-15, 2.0**-24, 65504.0])
 
     def encoded(encode: object) -> list[torch.Tensor]:
@@ -27,3 +30,7 @@ def test_encode_on_device_gives_the_bits_of_encode(dtype: torch.dtype, split: bo
 
     for ours, theirs in zip(encoded(encode_on_device_), encoded(encode_), strict=True):
         assert torch.equal(ours, theirs)
+    storage, *planes = encoded(encode_on_device_)
+    low = planes.pop(0) if split else None
+    value = decode(storage.view(dtype), low, planes[0] if planes else None)
+    assert (value.isnan() == x.isnan()).all(), "a NaN spoils no other"
