@@ -27,7 +27,9 @@ class Dither:
 
     step: int
     offset: int
-    """The parameter's first element among all of the model's; a multiple of OFFSET_ALIGNMENT."""
+    """Of the first element that is updated, among all of the model's, each parameter counted in whole
+    OFFSET_ALIGNMENTs. A multiple of it where that is the parameter's first; a rank's piece begins at some multiple of
+    8."""
     seed: int = 0
 
 
