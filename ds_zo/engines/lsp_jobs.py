@@ -25,11 +25,13 @@ from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
 from ds_zo.optim.subspace_adam import (
     NORM_FLOOR,
+    FlatMoments,
     Moments,
     chunk_scratch,
     chunks_pay,
     clip_,
     directions_,
+    flat_directions_,
     host_directions_,
     take_back_,
 )
@@ -154,18 +156,25 @@ class HostGroup:
         self._payload_bytes = self._codec.num_bytes(num_projected)
         self.sent = torch.zeros(self._payload_bytes + 4 * num_tail, dtype=torch.uint8, device=device)
         """What leaves the device; where that is float32, the sums themselves."""
-        places = Codec(shapes[:num_projected], [torch.float32] * num_projected)
+        self._places = Codec(shapes[:num_projected], [torch.float32] * num_projected)
+        """Of the sums, and of their moments and directions in float32."""
         sums = self.sent
         if self._is_lossy:
-            sums = torch.zeros(places.num_bytes() + 4 * num_tail, dtype=torch.uint8, device=device)
+            sums = torch.zeros(self._places.num_bytes() + 4 * num_tail, dtype=torch.uint8, device=device)
         self._sums = sums.view(torch.float32)
         for i, slot in enumerate(self.slots[:num_projected]):
-            slot.total = places.view(i, sums)
+            slot.total = self._places.view(i, sums)
         self.keeps_states = keeps_states
         self.h_down, self.h_up = (
             store.take(self._codec.num_bytes()) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
         )
-        self.moments = [Moments.zeros(shape, "cpu") for shape in shapes] if keeps_states else []
+        self.moments: list[Moments] = []
+        if keeps_states:
+            self._flat = FlatMoments.zeros(self._places.num_bytes() // 4, num_projected, self._place)
+            self.moments = [*self._flat.parts, *(Moments.zeros(shape, "cpu") for shape in shapes[num_projected:])]
+        num_whole = len(shapes) - num_projected if keeps_states else 0
+        self._h_norms = store.take(4 * num_whole).view(torch.float32) if num_whole else torch.empty(0)
+        """Of whole gradients, taken where these are: one pass less through the host's memory."""
         self.carry_down, self.carry_up = Carry(device), Carry(torch.device("cpu"))
         self._device = device
         self.timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -189,7 +198,11 @@ class HostGroup:
             for i in projected:
                 self.carry_down.encode(self._codec, i, self.slots[i].gradient, self.sent)
         copies = [(self.h_down[: self._payload_bytes], self.sent[: self._payload_bytes])] if projected else []
-        copies += [(self._codec.view(i, self.h_down), grad) for i, grad in self._whole_gradients()]
+        whole = self._whole_gradients()
+        copies += [(self._codec.view(i, self.h_down), grad) for i, grad in whole]
+        if whole:
+            norms = torch._foreach_norm([grad for _, grad in whole], dtype=torch.float32)
+            copies.append((self._h_norms[: len(whole)], torch.stack(norms)))
         if self.links is None:
             for target, source in copies:
                 target.copy_(source)
@@ -222,6 +235,8 @@ class HostGroup:
         codec, active = self._codec, self._active
         if not active:
             return torch.zeros(0)
+        if len(active) == self._num_projected == len(self.slots):
+            return self._update_flat()
         converted = [i for i in active if codec.dtypes[i] is not torch.float32]
         if chunks_pay():  # then whole parameters are converted on their way through Adam
             converted = [i for i in converted if i < self._num_projected]
@@ -233,6 +248,7 @@ class HostGroup:
             codec.decode(i, self.h_down, out=decoded[i])
         grads = [decoded[i] if i in decoded else self._view(i, self.h_down) for i in active]
         out = [to_encode[i] if i in decoded else self._view(i, self.h_up) for i in active]
+        whole = [k for k, i in enumerate(active) if i >= self._num_projected]
         norms = host_directions_(
             out,
             grads,
@@ -241,6 +257,7 @@ class HostGroup:
             betas=self._settings.betas,
             eps=self._settings.eps,
             scratch=self._scratch.chunk,
+            known=dict(zip(whole, self._h_norms[: len(whole)].tolist(), strict=True)),
         )
         for i in converted:
             if i < self._num_projected:
@@ -248,6 +265,34 @@ class HostGroup:
             else:
                 codec.encode(i, to_encode[i], self.h_up)
         return norms
+
+    def _update_flat(self) -> torch.Tensor:
+        """Where all is projected and all is there, as nearly always."""
+        num_bytes = self._places.num_bytes()
+        if self._is_lossy:
+            [grad], [out] = (self._scratch.get(f"flat {side}", [(num_bytes // 4,)]) for side in ("in", "out"))
+            grads, outs = ([self._place(i, side) for i in self._active] for side in (grad, out))
+            for i, target in enumerate(grads):
+                self._codec.decode(i, self.h_down, out=target)
+        else:
+            grad, out = (side[:num_bytes].view(torch.float32) for side in (self.h_down, self.h_up))
+            grads, outs = ([self._view(i, side) for i in self._active] for side in (self.h_down, self.h_up))
+        norms = flat_directions_(
+            out,
+            grad,
+            self._flat,
+            parts=(outs, grads),
+            max_norm=self._max_norm,
+            betas=self._settings.betas,
+            eps=self._settings.eps,
+        )
+        if self._is_lossy:
+            for i, direction in enumerate(outs):
+                self.carry_up.encode(self._codec, i, direction, self.h_up)
+        return norms
+
+    def _place(self, i: int, flat: torch.Tensor) -> torch.Tensor:
+        return self._places.view(i, flat.view(torch.uint8))
 
     # [Note: taken back]
 

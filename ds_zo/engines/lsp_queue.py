@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -48,7 +49,7 @@ class Job:
                 self.ready.synchronize()
             begin = time.perf_counter()
             self.norms = self._work()
-            self.is_finite = bool(self.norms.isfinite().all())
+            self.is_finite = all(map(math.isfinite, self.norms.tolist()))
             self.seconds = time.perf_counter() - begin
         except BaseException as error:  # raised where somebody waits
             self._error = error

@@ -5,14 +5,19 @@ and nothing is read by the host.
 
 [Note: once through memory] On many cores Adam takes as long as its bytes take to come from memory. What arrives in 16
 bits is widened, and directions start as zeros and are narrowed; over whole matrices each of these is a trip of its own,
-52 bytes a parameter in all. In chunks that stay in the cores' caches, what is left is to read gradients (twice: Adam
-needs their norm), to write directions, and to do both for the moments: 24 bytes. Elements don't depend on one another,
-so chunks change no bit of a direction; norms add up in another order. What is float32 to begin with, the d x d sums
-above all, is small enough as it is.
+52 bytes a parameter in all. In chunks that stay in the cores' caches, what is left is to read gradients, to write
+directions, and to do both for the moments: 22 bytes, and 2 more where the norm, which Adam needs first, is not known
+from the device. Elements don't depend on one another, so chunks change no bit of a direction; norms add up in another
+order.
+
+[Note: few calls] Every call of torch gives the interpreter away and has to get it back from the thread that launches
+the model's kernels, which has it most of the time. The d x d sums of a layer are small: what they cost is the calls. So
+they stand one behind the other and take one call for all, and what can be decided from a few numbers is, in Python.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +66,25 @@ class Moments:
         return self.mean.nbytes + self.mean_square.nbytes
 
 
+@dataclass
+class FlatMoments:
+    """Of tensors that stand one behind the other: `whole` has all of them, and a count of steps for each."""
+
+    whole: Moments
+    parts: list[Moments]
+    """The same memory."""
+
+    @classmethod
+    def zeros(cls, numel: int, num_parts: int, view: Callable[[int, torch.Tensor], torch.Tensor]) -> FlatMoments:
+        """On the CPU; `view` finds a part in flat memory."""
+        whole = Moments(torch.zeros(numel), torch.zeros(numel), torch.zeros(num_parts))
+        parts = [
+            Moments(view(i, whole.mean), view(i, whole.mean_square), num_steps)
+            for i, num_steps in enumerate(whole.num_steps.unbind())
+        ]
+        return cls(whole, parts)
+
+
 @torch.no_grad()
 def clip_(
     grads: list[torch.Tensor], max_norm: float, *, together: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -69,7 +93,7 @@ def clip_(
     where they stand one behind the other, and the sizes of each, so that many small ones take one launch."""
     norms = torch.stack(torch._foreach_norm(grads))
     if max_norm > 0:
-        coefs = (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
+        coefs = _coefs(norms, max_norm)
         if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU to look is free, and most steps clip nothing
             if together is None:
                 torch._foreach_mul_(grads, list(coefs.unbind()))
@@ -77,6 +101,10 @@ def clip_(
                 flat, sizes = together
                 flat.mul_(coefs.repeat_interleave(sizes, output_size=flat.numel()))
     return norms
+
+
+def _coefs(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
 
 
 def chunks_pay() -> bool:
@@ -90,6 +118,43 @@ def chunk_scratch() -> torch.Tensor:
 
 
 @torch.no_grad()
+def flat_directions_(
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    moments: FlatMoments,
+    *,
+    parts: tuple[list[torch.Tensor], list[torch.Tensor]],
+    max_norm: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> torch.Tensor:
+    """`clip_` and `directions_` on the CPU of float32 tensors that stand one behind the other; returns their norms.
+    `parts`: of `out` and of `grad`. See [Note: few calls]."""
+    outs, grads = parts
+    norms = torch.stack(torch._foreach_norm(grads))
+    found = norms.tolist()
+    if not all(map(math.isfinite, found)):
+        out.zero_()
+        return norms
+    if max_norm > 0 and max(found) + NORM_FLOOR > max_norm:
+        torch._foreach_mul_(grads, list(_coefs(norms, max_norm).unbind()))
+    whole = moments.whole
+    counts = whole.num_steps.add_(1.0).tolist()
+    options: dict[str, Any] = {"overflow": None, "betas": betas, "eps": eps}
+    if any(count != counts[0] for count in counts):
+        out.zero_()
+        states = zip(*((m.mean, m.mean_square, m.num_steps) for m in moments.parts), strict=True)
+        _adam_(outs, grads, *map(list, states), **options)
+        return norms
+    steps = [moments.parts[0].num_steps]
+    numel = _CHUNK_NUMEL * torch.get_num_threads()
+    for o, g, m, v in zip(*(x.split(numel) for x in (out, grad, whole.mean, whole.mean_square)), strict=True):
+        o.zero_()
+        _adam_([o], [g], [m], [v], steps, **options)
+    return norms
+
+
+@torch.no_grad()
 def host_directions_(
     out: list[torch.Tensor],
     grads: list[torch.Tensor],
@@ -99,26 +164,35 @@ def host_directions_(
     betas: tuple[float, float],
     eps: float,
     scratch: Callable[[], torch.Tensor],
+    known: Mapping[int, float] | None = None,
 ) -> torch.Tensor:
     """`clip_` and `directions_` on the CPU, of contiguous tensors that may have 16 bits (in and out alike); returns
-    their norms. Those in float32 are clipped where they stand, the others are left as they are."""
+    their norms, of which some may be `known`, by index. Those in float32 are clipped where they stand, the others are
+    left as they are."""
     wide = [k for k, grad in enumerate(grads) if grad.dtype is torch.float32]
-    if len(wide) == len(grads):
-        norms = clip_(grads, max_norm)
-        directions_(out, grads, moments, norms=norms, betas=betas, eps=eps)
-        return norms
     narrow = [k for k in range(len(grads)) if k not in wide]
-    chunk = scratch()
-    norms = torch.empty(len(grads))
-    norms[narrow] = torch.stack([_narrow_norm(grads[k], chunk[0]) for k in narrow])
+    chunk = scratch() if narrow else torch.empty(0)
+    norms = _host_norms(grads, known or {}, chunk)
+    coefs = _coefs(norms, max_norm).tolist() if max_norm > 0 else [1.0] * len(grads)
     if wide:
-        norms[wide] = clip_([grads[k] for k in wide], max_norm)
+        for k in wide:
+            if coefs[k] != 1.0:
+                grads[k].mul_(coefs[k])
         wide_out, wide_grads = ([side[k] for k in wide] for side in (out, grads))
         directions_(wide_out, wide_grads, [moments[k] for k in wide], norms=norms, betas=betas, eps=eps)
-    coefs = (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0).tolist() if max_norm > 0 else [1.0] * len(grads)
     for k in narrow:
         _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], norms=norms, betas=betas, eps=eps, chunk=chunk)
     return norms
+
+
+def _host_norms(grads: Sequence[torch.Tensor], known: Mapping[int, float], chunk: torch.Tensor) -> torch.Tensor:
+    asked = {k: grad for k, grad in enumerate(grads) if k not in known}
+    wide = {k: grad for k, grad in asked.items() if grad.dtype is torch.float32}
+    found: dict[int, torch.Tensor] = {}
+    if wide:
+        found |= zip(wide, torch._foreach_norm(list(wide.values())), strict=True)
+    found |= {k: _narrow_norm(grad, chunk[0]) for k, grad in asked.items() if k not in wide}
+    return torch.tensor([known[k] if k in known else float(found[k]) for k in range(len(grads))])
 
 
 def _narrow_norm(grad: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
@@ -196,7 +270,7 @@ def _adam_(
     mean_squares: list[torch.Tensor],
     steps: list[torch.Tensor],
     *,
-    overflow: torch.Tensor,
+    overflow: torch.Tensor | None,
     betas: tuple[float, float],
     eps: float,
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zo.optim.subspace_adam import Moments, clip_, directions_, host_directions_
+from ds_zo.optim import subspace_adam
+from ds_zo.optim.subspace_adam import FlatMoments, Moments, clip_, directions_, flat_directions_, host_directions_
 
 SHAPES = [(37, 29), (5,), (64, 10), (1, 700)]
 DTYPES = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
@@ -55,3 +56,35 @@ def test_each_is_clipped_to_its_own_norm() -> None:
     clip_(before, 0.5)
     for m, grad in zip(moments, before, strict=True):
         torch.testing.assert_close(m.mean, grad * (1 - ADAM["betas"][0]))
+
+
+def test_one_behind_the_other_is_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several chunks, clipped, with a step that is skipped, and with one that some have not made."""
+    monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", 64)
+    shapes = [(8, 16), (16, 16), (8, 8)]
+    sizes = [math.prod(shape) for shape in shapes]
+
+    def view(i: int, flat: torch.Tensor) -> torch.Tensor:
+        return flat.split(sizes)[i].view(shapes[i])
+
+    flat, reference = FlatMoments.zeros(sum(sizes), 3, view), [Moments.zeros(shape, "cpu") for shape in shapes]
+    for step in range(5):
+        grad = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(step))
+        if step == 2:
+            grad[300] = math.nan
+        if step == 4:
+            for moments in (flat.parts[1], reference[1]):
+                moments.reset()
+        expected_grads = [view(i, grad.clone()) for i in range(3)]
+        norms = clip_(expected_grads, 12.0)
+        expected = [torch.empty(shape) for shape in shapes]
+        directions_(expected, expected_grads, reference, norms=norms, **ADAM)
+        out = torch.full_like(grad, 7.0)
+        outs, grads = ([view(i, side) for i in range(3)] for side in (out, grad))
+        found = flat_directions_(out, grad, flat, parts=(outs, grads), max_norm=12.0, **ADAM)
+        torch.testing.assert_close(found, norms, rtol=0, atol=0, equal_nan=True)
+        assert step == 2 or float(norms.max()) > 12
+        assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+        for a, b in zip(flat.parts, reference, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+    assert [float(m.num_steps) for m in flat.parts] == [4, 1, 4]
