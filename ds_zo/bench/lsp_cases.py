@@ -59,6 +59,8 @@ def speed(
     clipping: float = 1.0,
     warmup: int = 4,
     steps: int = 12,
+    max_s: float | None = None,
+    then_batch: int | None = None,
     take_apart: bool = False,
     cap_gb: float | None = None,
     streams: bool = False,
@@ -68,7 +70,9 @@ def speed(
 ) -> Row:
     """One method on random weights and one random batch, checkpointed. `method` is `forward_backward` or a contender's
     name; `params` changes its optimizer's. `streams`: weights on the host, within `cap_gb` of the device.
-    `compiled`: blocks are, as `ds_zo.compile_blocks` has them; a compiler that fails ends the case."""
+    `compiled`: blocks are, as `ds_zo.compile_blocks` has them; a compiler that fails ends the case. `max_s`: of timed
+    steps, of which there are then fewer. `then_batch`: the same engine goes on with batches of that size, whose row is
+    under `then`: to set up is what some cases take longest for."""
     where = _device(device, cap_gb)
     model = _model(shape, length=length, overrides=overrides, device=where, lazy=streams)
     numel = sum(p.numel() for p in model.parameters())
@@ -82,36 +86,61 @@ def speed(
     synchronize(where)
     load_s = time.perf_counter() - begin
     first = _timed(lambda: trainer.step(ids), where)
-    measured = measure_steps(lambda: trainer.step(ids), warmup=warmup - 1, steps=steps, device=where)
+    counts = _Counts(warmup, steps, max_s, period=ALL[method].period if method in ALL else 1)
+    measured = _measured(trainer, ids, counts, where)
     if trainer.compiler is not None and trainer.compiler.failure is not None:
         raise RuntimeError(f"blocks were not compiled: {trainer.compiler.failure}")
     row: Row = {
         "method": method,
         "shape": shape,
-        "batch": batch,
-        "length": length,
         "parameters": numel,
         "settings": trainer.settings,
         "gradient_clipping": clipping,
         "compiled": compiled,
         "cap_gb": cap_gb,
-        "tokens_per_s": batch * length / measured["step_s"],
         "load_s": load_s,
         "first_step_s": first,
         **measured,
         "host_gb_added": measured["host_peak_gb"] - host_before_gb,
-        **_parts(trainer, ids, where),
         **trainer.facts,
     }
     if take_apart:
-        row |= _taken_apart(trainer, ids, row["step_s"], steps=steps, device=where)
+        row |= _taken_apart(trainer, ids, row["step_s"], counts, where)
+    if then_batch is not None:
+        row["then"] = _measured(trainer, _batch(model, then_batch, length, where), counts, where)
+        row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
     biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
     if biases:
         row |= {"bias_median": statistics.median(biases.values()), "bias_max": max(biases.values())}
     return row
 
 
-def _parts(trainer: Trainer, ids: Batch, where: torch.device, *, repeats: int = 4) -> Row:
+@dataclass(frozen=True)
+class _Counts:
+    warmup: int
+    steps: int
+    max_s: float | None
+    period: int
+    """See `measure_steps`."""
+
+    def measure(self, trainer: Trainer, ids: Batch, where: torch.device, *, warmup: int) -> Row:
+        options: Row = {"steps": self.steps, "max_s": self.max_s, "period": self.period, "device": where}
+        return measure_steps(lambda: trainer.step(ids), warmup=warmup, **options)
+
+
+def _measured(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.device) -> Row:
+    """Of batches like this one. A step is the median's, but a mean where steps differ in turns."""
+    measured = counts.measure(trainer, ids, where, warmup=counts.warmup - 1)
+    if counts.period > 1:
+        measured["step_s"] = measured["step_wall_s"]
+    batch, length = ids["input_ids"].shape
+    repeats = 4 if counts.max_s is None or 4 * measured["step_s"] < counts.max_s else 2
+    parts = _parts(trainer, ids, where, repeats=-(-repeats // counts.period) * counts.period)
+    rates = {"batch": batch, "length": length, "tokens_per_s": batch * length / measured["step_s"]}
+    return {**rates, **measured, **parts}
+
+
+def _parts(trainer: Trainer, ids: Batch, where: torch.device, *, repeats: int) -> Row:
     """Median seconds of each part when it is waited for."""
     seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
     for _ in range(repeats):
@@ -137,13 +166,12 @@ def _timed(work: Callable[[], Any], where: torch.device) -> float:
 # [Note: taken apart by switching off]
 
 
-def _taken_apart(trainer: Trainer, ids: Batch, step_s: float, *, steps: int, device: torch.device) -> Row:
+def _taken_apart(trainer: Trainer, ids: Batch, step_s: float, counts: _Counts, where: torch.device) -> Row:
     def without(*parts: Callable[[Any], Any]) -> float:
         with ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part(trainer.engine))
-            measured = measure_steps(lambda: trainer.step(ids), warmup=2, steps=steps, device=device)
-        found: float = measured["step_s"]
+            found: float = counts.measure(trainer, ids, where, warmup=2)["step_s"]
         return found
 
     if hasattr(trainer.engine.backend if hasattr(trainer.engine, "backend") else None, "settle"):

@@ -5,8 +5,9 @@
     python -m ds_zo.bench.lsp_plots breakdown rows.jsonl --out breakdown.svg
     python -m ds_zo.bench.lsp_plots curves rows.jsonl --out curves.svg
 
-`bias` takes rows of `lsp_studies`, `breakdown` those of `lsp_speed run --preset breakdown`, `rates` and `curves` those
-of launch/sweep.py with the grids lsp-rates and lsp-curves. `curves` also says how far each method is from AdamW.
+`bias` takes rows of `lsp_studies`, `breakdown` those of `lsp_speed run` with the preset `issue` or `breakdown`, `rates`
+and `curves` those of launch/sweep.py with the grids lsp-rates and lsp-curves. `curves` also says how far each method is
+from AdamW.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.bench import curves
+from ds_zo.bench.lsp_claims import by_batch
 
 Row = dict[str, Any]
 Key = tuple[str, int, int]
@@ -189,6 +191,7 @@ def breakdown_parts(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     [Note: ZeRO-Offload's copies] Its gradients leave during the backward pass and its weights come back after Adam:
     what its backward takes above the ceiling's, and what its update takes without Adam, is copying that is waited for.
     """
+    rows = by_batch(rows)
     found = [row for row in rows if str(row.get("case", "")).startswith("breakdown/") and row.get("status") == "ok"]
     found = [row for row in found if row["run_id"] == found[-1]["run_id"]]  # nothing is indexed where nothing was found
     by_name = {row["case"].rpartition("/")[2]: row for row in found}

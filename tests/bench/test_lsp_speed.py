@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from ds_zo.bench import lsp_cases
+from ds_zo.bench.lsp_claims import by_batch
 from ds_zo.bench.lsp_speed import PRESETS, cases_of, markdown
 from ds_zo.engines import compiled_blocks
 
@@ -22,16 +23,26 @@ def test_every_case_has_a_name_of_its_own_and_a_rehearsal(preset: str) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-@pytest.mark.parametrize("name", ["breakdown/1.3b/4/lsp-512", "breakdown/1.3b/4/ceiling"])
-def test_a_case_measures_speed_memory_and_parts(name: str) -> None:
-    [case] = [case for case in cases_of("breakdown", device="cpu", tiny=True) if case.name == name]
+@pytest.mark.parametrize("name", ["lsp-512", "lsp-none", "ceiling"])
+def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
+    cases = cases_of("issue", device="cpu", tiny=True)
+    [case] = [case for case in cases if case.name == f"issue/1.3b/4+1/{name}"]
     row = getattr(lsp_cases, case.target.partition(":")[2])(**case.params)
-    assert row["tokens_per_s"] > 0 and row["parameters"] > 1000
-    assert all(row[part] >= 0 for part in ("forward_s", "backward_s", "update_s", "first_step_s"))
-    assert ("exposed_cpu_s" in row) == (row["method"] == "lsp")
+    row |= {"case": case.name, "params": case.params, "status": "ok", "run_id": "a"}
+    four, one, taken_apart = by_batch([row])
+    assert [found["case"].rpartition("/")[0] for found in (four, one, taken_apart)] == [
+        *("1.3b/2", "1.3b/1", "breakdown/1.3b/2")
+    ]
+    for found, batch in ((four, 2), (one, 1)):
+        assert found["batch"] == batch and found["parameters"] > 1000 and "exposed_cpu_s" not in found
+        assert found["tokens_per_s"] == pytest.approx(16 * batch / found["step_s"])
+        assert all(found[part] >= 0 for part in ("forward_s", "backward_s", "update_s", "first_step_s"))
+    assert four["seconds"] != one["seconds"]
+    assert ("exposed_copy_s" in taken_apart) == (row["method"] == "lsp")
     if row["method"] == "lsp":
         assert row["host_bytes"] > 0 and row["device_bytes"] > 0
-        assert "8 x 8" in row["described"]
+        assert "8 x 8" in row["described"] or name == "lsp-none"
+    assert "breakdown/1.3b/2" in markdown([row])
 
 
 @pytest.mark.usefixtures("single_process")
@@ -59,8 +70,20 @@ def test_the_table_has_ratios_of_its_own_run() -> None:
         row("1.3b/4/lsp-512", 380.0, exposed_cpu_s=0.002),
         {"case": "1.3b/4/zenflow", "run_id": "b", "status": "timeout", "error": "late"},
     ]
-    lines = markdown(rows).splitlines()
-    [ours] = [line for line in lines if "lsp-512" in line]
+    text = markdown(rows)
+    lines = text.splitlines()
+    [ours] = [line for line in lines if line.startswith("| lsp-512 ")]
     assert "3.80 x | 0.95 x" in ours and "| 2.0 |" in ours
     assert any("timeout: late" in line for line in lines)
     assert markdown([]) == "No rows."
+    assert "| 1.3b/4 | lsp-512 / zero2-offload, tokens/s | 3.800 | >= 3.3 | yes |" in text
+    assert "| 1.3b/4 | lsp-512 / zero2-offload, host memory | 1.000 | <= 0.2 | NO |" in text
+    assert "| 3b/1 | lsp-1024 / adamw, tokens/s | not measured | >= 0.85 | |" in text
+
+
+def test_a_case_that_did_not_run_says_so_for_both_batches() -> None:
+    [case] = [case for case in cases_of("issue") if case.name == "issue/3b/4+1/zenflow"]
+    assert case.planned_host_gb is not None and case.planned_host_gb > 128, "this machine would be left without memory"
+    row = {"case": case.name, "params": case.params, "run_id": "a", "status": "skipped", "error": "needs more"}
+    assert [found["case"] for found in by_batch([row])] == ["3b/4/zenflow", "3b/1/zenflow"]
+    assert markdown([row]).count("skipped: needs more") == 2
