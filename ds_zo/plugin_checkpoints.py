@@ -56,7 +56,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
-        self._checkpoint_tag_validation(tag)
+        if dist.get_world_size() > 1:
+            self._checkpoint_tag_validation(tag)
         ranks = self._of_all_ranks(self._rank_state())
 
         def save() -> None:

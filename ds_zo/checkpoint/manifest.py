@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.files import Written, sha256_of
+from ds_zo.checkpoint.workers import in_threads
 
 FORMAT = "ds_zo checkpoint"
 VERSION = 1
@@ -24,7 +24,6 @@ WRITING = ".writing-"
 """Prefix of a folder that is being written."""
 REMOVED = ".removed-"
 """Prefix of a folder that is being deleted."""
-HASH_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ def check_hashes(folder: Path, manifest: Manifest, *, progress: Callable[[int], 
             return f"{name} can't be read ({error})"
         return None if good else f"{name} does not have the hash it was written with"
 
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        wrong = [text for text in pool.map(check, manifest.files) if text is not None]
+    wrong = [text for text in in_threads(check, manifest.files) if text is not None]
     if wrong:
         raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}")
 

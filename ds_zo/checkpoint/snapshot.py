@@ -45,6 +45,7 @@ class Snapshot:
 
 
 _PIECE_NBYTES = 512 * 2**20
+_ATOMS = frozenset({bool, int, float, str, bytes})
 
 
 def without_aliases(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -86,6 +87,8 @@ def module_pieces(tensors: Mapping[str, torch.Tensor], *, hold: bool) -> list[Pi
 def held(value: Any) -> Any:
     """Plain data of this moment for a writer in another thread. Tensors go to host memory now: a copy on the device
     could be what it has no room for, and its stream is not the writer's."""
+    if value is None or type(value) in _ATOMS:
+        return value
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

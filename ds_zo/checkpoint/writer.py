@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,10 @@ from ds_zo.checkpoint.manifest import (
     folder_of,
 )
 from ds_zo.checkpoint.snapshot import Snapshot
+from ds_zo.checkpoint.workers import THREADS, in_threads
 
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
-THREADS = max(2, min(8, (os.cpu_count() or 4) // 2))
-"""Files written at once: hashing takes about as long as writing, and one thread does about 1 GB/s of both."""
 _PROGRESS_AFTER_S = 3.0
 
 
@@ -130,17 +128,7 @@ def _write_files(save: Save, folder: Path) -> Manifest:
         return name, record
 
     with bar:
-        if save.threads == 1:
-            written.update(write(index) for index in order)
-        else:
-            with ThreadPoolExecutor(save.threads, thread_name_prefix="ds_zo-write") as pool:
-                futures = [pool.submit(write, index) for index in order]
-                try:
-                    written.update(future.result() for future in futures)
-                except BaseException:
-                    for future in futures:
-                        future.cancel()
-                    raise
+        written.update(in_threads(write, order, threads=save.threads, name="ds_zo-write"))
     tensors: dict[str, torch.Tensor] = {}
     engine = save.state() if callable(save.state) else save.state
     state = {

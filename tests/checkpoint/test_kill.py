@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parent.parent.parent
 NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "28"))
 
 SCRIPT = """
-import os, random, signal, socket, sys, time
+import os, random, signal, socket, sys, threading, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[1] + "/engines", sys.argv[1] + "/checkpoint", sys.argv[1]]
 import torch
@@ -161,6 +161,20 @@ for kill in range(num_kills):
     lost.append(last - step)
     print("KILLED", CASES[number][0], "after step", last, "resumed at", step, flush=True)
 os.kill(judging, signal.SIGKILL)
+
+def end(number, told):
+    # As a script ends whose last line is an asynchronous save: the interpreter waits for threads, takes no new work.
+    made = Run(number, **CASES[number][1])
+    made.make_step()
+    made.save(folder / f"end{number}")
+    threading._shutdown()
+    saved = folder / f"end{number}" / "at1" / "manifest.json"
+    os.write(told, b"%d\\n" % saved.exists())
+
+for number in [i for i, case in enumerate(CASES) if "asynchronous" in case[1]][:2]:
+    child, told = in_a_child(lambda write: end(number, write))
+    assert int(line_of(told)) == 1, CASES[number]
+    os.waitpid(child, 0)
 print("OUT", len(lost), max(lost))
 """
 
