@@ -126,6 +126,8 @@ class Lockstep:
         """Which pass is running."""
         self.on_switch: Callable[[int], None] = lambda index: None
         """Called before pass `index` starts or goes on."""
+        self.on_again: Callable[[], None] = lambda: None
+        """Called before passes that have run, or broken off, are run again."""
 
     @property
     def inside(self) -> bool:
@@ -157,11 +159,13 @@ class Lockstep:
             results = self._together(calls, ready)
         except CannotInterleave:
             self.set_snapshot(start)
+            self.on_again()
             raise
         if not self._random.swap_python and not self._random.same_python(start[1], self._random.python()):
             # The passes drew different numbers from generators that were not swapped: again, swapping them.
             self._random.swap_python = True
             self.set_snapshot(start)
+            self.on_again()
             results = self._together(calls, ready)
         return results
 

@@ -38,6 +38,7 @@ from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
+from ds_zo.engines.zo_buffers import SavedBuffers
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.streaming.shared_store import SharedStore
@@ -160,8 +161,43 @@ class ZOBackend(Backend):
 
     def _first_forward(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """State that a model keeps on its modules would mix between passes in lockstep, and a weight used behind its
-        module's back would miss its perturbation. Both are looked for once."""
-        randomness = self._lockstep.snapshot()
+        module's back would miss its perturbation. Both are looked for once. Of all forwards that takes, one leaves
+        traces in buffers and random states."""
+        randomness, before = self._lockstep.snapshot(), SavedBuffers.of(self.module)
+
+        def rewind() -> None:
+            self._lockstep.set_snapshot(randomness)
+            before.put_back()
+
+        self._lockstep.on_again = before.put_back
+        try:
+            results = self._watched(calls, rewind)
+            after = before.split_off_changed()
+            if self._interleave and self.homes.placement.blocks:
+                rewind()
+                apart = self._one_by_one(calls)
+                if not _agree(results, apart):
+                    self._interleave = False
+                    logger.warning(
+                        "ds_zo: passes in lockstep give other losses than one after the other, so the model keeps "
+                        "state on its modules between blocks; it runs one pass after the other from now on (each "
+                        "uploads every block)"
+                    )
+                    return apart
+                del apart  # its outputs, before more forwards
+            if self.homes.measures:
+
+                def again() -> None:
+                    rewind()
+                    self._run(calls)
+
+                self.homes.rehearse(again)
+            after.put_back()
+            return results
+        finally:
+            self._lockstep.on_again = lambda: None
+
+    def _watched(self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None]) -> list[Any]:
         watch = Watch(self.homes.placement.units, self._copies.visited)
         try:
             with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
@@ -172,27 +208,8 @@ class ZOBackend(Backend):
         watch.raise_for_blocks()
         if watch.edges:
             self._copies.make_ambient(watch.edges)
-            self._lockstep.set_snapshot(randomness)
+            rewind()
             results = self._run(calls)
-        if self._interleave and self.homes.placement.blocks:
-            self._lockstep.set_snapshot(randomness)
-            apart = self._one_by_one(calls)
-            if not _agree(results, apart):
-                self._interleave = False
-                logger.warning(
-                    "ds_zo: passes in lockstep give other losses than one after the other, so the model keeps state "
-                    "on its modules between blocks; it runs one pass after the other from now on (each uploads every "
-                    "block)"
-                )
-                return apart
-            del apart  # its outputs, before more forwards
-        if self.homes.measures:
-
-            def again() -> None:
-                self._lockstep.set_snapshot(randomness)
-                self._run(calls)
-
-            self.homes.rehearse(again)
         return results
 
     @contextmanager

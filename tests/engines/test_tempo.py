@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 from zo_runs import assert_equal, engine_for, one_step, weights, zo_json
 from zoo import CASES
 
@@ -68,6 +71,53 @@ def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> N
         return weights(engine.module)
 
     assert_equal(run(True), run(False))
+
+
+class Counting(nn.Module):
+    """A block whose forward leaves traces: running statistics, a count, random numbers of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = self.table + 1  # another tensor each time
+        return F.dropout(self.norm(self.linear(x)), 0.1 + 0.1 * random.random())
+
+
+class CountingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
+    """Checked against passes one after the other, and rehearsed: ten passes instead of two."""
+
+    def run(rehearse: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, object]:
+        torch.manual_seed(0)
+        random.seed(0)
+        engine = engine_for(CountingStack().train(), zo_json(interval=8))
+        engine.backend.homes.measures = rehearse
+        engine(torch.randn(4, 8))
+        return weights(engine.module), torch.get_rng_state(), random.getstate()
+
+    rehearsed, plain = run(True), run(False)
+    assert_equal(rehearsed[0], plain[0])
+    assert torch.equal(rehearsed[1], plain[1]) and rehearsed[2] == plain[2]
+    for name, value in rehearsed[0].items():
+        if name.endswith("num_batches_tracked"):
+            assert value == 2
+        if name.endswith("table"):
+            assert value.tolist() == [2.0, 3.0, 4.0]
 
 
 def test_waits_for_blocks_are_no_computing() -> None:
