@@ -8,8 +8,8 @@ is the wall clock from the first save to the last step, or to the end of the las
 is as long as it would be in the middle of a run. `torch.save` is timed as users call it: it returns when the bytes are
 in the page cache. Ours are fsynced, hashed and renamed, in the background in `zo-async`. A disk that takes longer for
 one checkpoint than training takes for `--every` steps sets the pace, so its speed (written and fsynced in the same
-folder by a case of its own) stands beside. All blocks stream, as in the paper. At most two checkpoints of one case are
-on disk at a time, and none after it.
+folder by a case of its own) stands beside. All blocks stream, as in the paper. At most two checkpoints of
+one case are on disk at a time, and none after it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ _EXPECTED_GB = 2.2
 """Host memory a billion parameters in 16 bits, times the copies a case has of them."""
 _ZO_EPS = 1e-3
 _SCRATCH = "checkpoint_speed-"
-_STEPS, _EVERY = 30, 10
-_PERIODS_ALIKE = 2
+_STEPS, _EVERY, _WARMUP = 30, 10, 8
+_PERIODS = {"mezo": 2, "zo": 2, "mezo-torch-save": 1, "zo-torch-save": 1}
+"""Of methods that have no background to fall behind: fewer say the same."""
+_MEZO_WARMUP = 2
 
 
 def _nothing() -> None:
@@ -58,12 +61,14 @@ class _Contender:
 
 
 def run_disk(*, folder: str, gb: float = 4.0) -> Row:
-    """Sequential writing with one fsync at the end, of bytes that no file system compresses."""
-    with _scratch(folder) as scratch:
-        chunk = os.urandom(64 * 2**20)
-        num_chunks = max(1, round(gb * 1e9 / len(chunk)))
-        start = time.perf_counter()
-        fd = os.open(scratch / "bytes", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    """Sequential writing with one fsync at the end, of bytes that no file system compresses: to one file, and to as
+    many at a time as a checkpoint's writer has threads."""
+    from ds_zo.checkpoint.workers import THREADS, in_threads
+
+    chunk = os.urandom(32 * 2**20)
+
+    def write(path: Path, num_chunks: int) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             for _ in range(num_chunks):
                 view = memoryview(chunk)
@@ -72,11 +77,23 @@ def run_disk(*, folder: str, gb: float = 4.0) -> Row:
             os.fsync(fd)
         finally:
             os.close(fd)
-        seconds = time.perf_counter() - start
+
+    with _scratch(folder) as scratch:
+        num_chunks = max(1, round(gb * 1e9 / len(chunk)))
+        start = time.perf_counter()
+        write(scratch / "one", num_chunks)
+        one_s = time.perf_counter() - start
+        (scratch / "one").unlink()
+        each = max(1, num_chunks // THREADS)
+        start = time.perf_counter()
+        in_threads(lambda i: write(scratch / f"{i}", each), range(THREADS))
+        many_s = time.perf_counter() - start
     return {
         "method": "disk",
         "written_gb": num_chunks * len(chunk) / 1e9,
-        "disk_gbps": num_chunks * len(chunk) / seconds / 1e9,
+        "disk_gbps": num_chunks * len(chunk) / one_s / 1e9,
+        "threads": THREADS,
+        "disk_gbps_threads": THREADS * each * len(chunk) / many_s / 1e9,
     }
 
 
@@ -91,7 +108,7 @@ def run_case(
     length: int = 2048,
     layers: int | None = None,
     stream: Mapping[str, Any] = STREAM,
-    warmup: int = 8,
+    warmup: int = _WARMUP,
     lr: float = 1e-7,
     device: str = "cuda",
 ) -> Row:
@@ -110,13 +127,18 @@ def run_case(
     ids = token_ids(config, batch, length, where)
     with _scratch(folder) as scratch:
         make = _mezo if method.startswith("mezo") else _zo
+        stamps = [time.perf_counter()]
         contender = make(model, ids, method=method, folder=scratch, stream=stream, lr=lr)
+        stamps.append(time.perf_counter())
         for _ in range(warmup):
             contender.step()
+        synchronize(where)
+        stamps.append(time.perf_counter())
         contender.prepare()
         synchronize(where)
         save_s: list[float] = []
         start = time.perf_counter()
+        stamps.append(start)
         for number in range(steps):
             if contender.save is not None and number % every == 0:
                 before = time.perf_counter()
@@ -141,13 +163,20 @@ def run_case(
         "every": every,
         "tokens_per_s": batch * length * steps / wall_s,
         "step_s": wall_s / steps,
+        **dict(zip(("load_s", "warmup_s", "prepare_s"), (b - a for a, b in pairwise(stamps)), strict=True)),
         "save_call_s": save_s,
+        **_background(contender.engine),
         "left_after_last_step_s": wall_s - trained_s,
         "checkpoint_gb": sum(sizes) / num_kept / 1e9,
         "host_store_gb": None if contender.engine is None else contender.engine.backend.homes.store.nbytes / 1e9,
         "loss": float(loss.detach()),
         **memory_peaks(where),
     }
+
+
+def _background(engine: Any) -> Row:
+    """How long the writer took for each checkpoint, and training waited for it to begin the next."""
+    return {} if engine is None else {"write_s": engine._background.write_s, "waited_s": engine._background.waited_s}
 
 
 @contextmanager
@@ -242,19 +271,28 @@ def cases(
     timeout_s: float = 90.0,
     **more: Any,
 ) -> list[Case]:
-    """The disk, then the largest shape first: where time runs out, the rows that decide are there."""
+    """What decides first, for where time runs out: the disk, the largest shape with and without our checkpoints; then
+    the table's other rows; at the end what takes longest, `torch.save` of the largest."""
     here = "ds_zo.bench.checkpoint_speed"
+    largest = max(shapes, key=lambda shape: _PARAMETERS_B.get(shape, 0.0))
+
+    def turn(pair: tuple[str, str]) -> tuple[int, float]:
+        shape, method = pair
+        if shape != largest:
+            return 1, _PARAMETERS_B.get(shape, 0.0)
+        return (3 if method.endswith("torch-save") else 2 if method.startswith("mezo") else 0), 0.0
+
     found = [Case("disk", f"{here}:run_disk", {"folder": folder, "gb": disk_gb}, timeout_s=timeout_s)]
-    for shape in sorted(shapes, key=lambda shape: -_PARAMETERS_B.get(shape, 0.0)):
-        for method in methods:
-            params = {"shape": shape, "method": method, "folder": folder, **more}
-            if method != "zo-async":  # they have no background to fall behind: fewer periods say the same
-                params["steps"] = min(params.get("steps", _STEPS), _PERIODS_ALIKE * params.get("every", _EVERY))
-            copies = 0.5 if method == "mezo" else 1.0 if method in ("mezo-torch-save", "zo") else 2.0
-            needed = _PARAMETERS_B[shape] * _EXPECTED_GB * copies if shape in _PARAMETERS_B else None
-            found.append(
-                Case(f"{shape}/{method}", f"{here}:run_case", params, timeout_s=timeout_s, planned_host_gb=needed)
-            )
+    for shape, method in sorted(((shape, method) for shape in shapes for method in methods), key=turn):
+        params = {"shape": shape, "method": method, "folder": folder, **more}
+        params["steps"] = params.get("steps", _STEPS)
+        if method in _PERIODS:
+            params["steps"] = min(params["steps"], _PERIODS[method] * params.get("every", _EVERY))
+        if method.startswith("mezo"):
+            params["warmup"] = min(params.get("warmup", _WARMUP), _MEZO_WARMUP)
+        copies = 0.5 if method == "mezo" else 1.0 if method in ("mezo-torch-save", "zo") else 2.0
+        needed = _PARAMETERS_B[shape] * _EXPECTED_GB * copies if shape in _PARAMETERS_B else None
+        found.append(Case(f"{shape}/{method}", f"{here}:run_case", params, timeout_s=timeout_s, planned_host_gb=needed))
     return found
 
 
@@ -269,7 +307,8 @@ def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
     by_case = {row["case"]: row for row in rows if row["run_id"] == run_id}
     good = {name: row for name, row in by_case.items() if row["status"] == "ok"}
     first = next(iter(by_case.values()))
-    disk = good.get("disk", {}).get("disk_gbps")
+    measured = good.get("disk", {})
+    disk = max((measured[name] for name in ("disk_gbps", "disk_gbps_threads") if name in measured), default=None)
     lines = [
         f"Run {run_id} on {first.get('gpu') or 'a CPU'}, commit {first.get('commit')}; "
         + (f"disk {disk:.2f} GB/s written and fsynced." if disk is not None else "the disk was not measured."),
@@ -285,6 +324,7 @@ def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
         "case",
         "checkpoint GB",
         "mean save call s",
+        "mean writing s",
         "waited for the writer s",
         "after the last step s",
         "host GB",
@@ -293,8 +333,10 @@ def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
     for name, row in good.items():
         if row.get("save_call_s"):
             mean_s = sum(row["save_call_s"]) / len(row["save_call_s"])
-            values = (row["checkpoint_gb"], mean_s, row["left_after_last_step_s"])
-            lines.append(f"| {name} | " + " | ".join(f"{v:.2f}" for v in (*values, row["host_peak_gb"])) + " |")
+            waited, write_s = row.get("waited_s"), row.get("write_s")
+            wrote = sum(write_s) / len(write_s) if write_s else None
+            values = (row["checkpoint_gb"], mean_s, wrote, waited, row["left_after_last_step_s"], row["host_peak_gb"])
+            lines.append(f"| {name} | " + " | ".join("" if v is None else f"{v:.2f}" for v in values) + " |")
     lines += ["", *_target_lines(good, shapes, disk)]
     bad = [
         f"- {name}: {row['status']}, {row.get('error', '')}"[:300] for name, row in by_case.items() if name not in good
@@ -345,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table.add_argument("--methods", default=",".join(METHODS), help="also zo-sync: ours in the foreground")
     table.add_argument("--only", help="cases by a glob or a part of the name")
     table.add_argument("--resume", action="store_true", help="go on with the last run of --out, keeping its rows")
-    table.add_argument("--budget-s", type=float, help="start no case after this many seconds")
+    table.add_argument("--budget-s", type=float, help="end after this many seconds; --resume makes the rest")
     table.add_argument("--timeout-s", type=float, default=90.0, help="for one case")
     table.add_argument("--steps", type=int, default=_STEPS)
     table.add_argument("--every", type=int, default=_EVERY, help="steps between two checkpoints")
@@ -353,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table.add_argument("--stream", default=STREAM, type=json.loads, help="the ds_zo.stream section, as JSON")
     table.add_argument("--layers", type=int, help="cut the models' depth")
     table.add_argument("--length", type=int, default=2048)
-    table.add_argument("--warmup", type=int, default=8)
+    table.add_argument("--warmup", type=int, default=_WARMUP)
     table.add_argument("--device", default="cuda")
     shown = commands.add_parser("report", help="Markdown from rows")
     shown.add_argument("rows", type=Path)

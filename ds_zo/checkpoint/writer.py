@@ -214,14 +214,18 @@ class Background:
         self._error: BaseException | None = None
         self.waited_s = 0.0
         """How long callers had to wait for a save that was still being written."""
+        self.write_s: list[float] = []
+        """How long each save took."""
 
     def start(self, save: Save) -> None:
         """Not before the last one is done: two at a time would hold two snapshots."""
         self.wait()
 
         def run() -> None:
+            start = time.perf_counter()
             try:
                 write_checkpoint(save)
+                self.write_s.append(time.perf_counter() - start)
             except BaseException as error:
                 self._error = error
                 logger.error(f"ds_zo: {error}")

@@ -28,8 +28,18 @@ def test_cases_save_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert quiet["save_call_s"] == [] and len(saving["save_call_s"]) == 3
     assert saving["checkpoint_gb"] * 1e9 == pytest.approx(4 * saving["parameters"], rel=0.5)
     assert quiet["steps"] == 4 and saving["steps"] == 5
+    assert len(saving["write_s"]) == 3 and saving["prepare_s"] > 0 and rows[0]["disk_gbps_threads"] > 0
     text = report(rows)
     assert "| opt-tiny | n/a | n/a |" in text and "keep" in text
+    table = [line.count("|") for line in text.partition("| case |")[2].partition("\n\n")[0].splitlines()]
+    assert len(table) == 3 and len({table[0] + 2, *table[1:]}) == 1
+
+
+def test_what_decides_comes_first() -> None:
+    names = [case.name for case in cases(folder=".")]
+    assert names[:3] == ["disk", "opt-6.7b/zo", "opt-6.7b/zo-async"]
+    assert [name.partition("/")[0] for name in names[3:13]] == ["opt-1.3b"] * 5 + ["opt-2.7b"] * 5
+    assert names[13:] == ["opt-6.7b/mezo", "opt-6.7b/mezo-torch-save", "opt-6.7b/zo-torch-save"]
 
 
 def row(shape: str, method: str, tokens_per_s: float, **more: Any) -> dict[str, Any]:
