@@ -381,6 +381,8 @@ class Trainer:
             evaluator, split, self.tokenizer, max_length=self.max_length, num_examples=self.args.num_eval
         )
         self.engine.train()
+        if self.world_size == 1:  # the first collective would set up communication with nobody, for seconds
+            return score
         sums = torch.tensor(score.sums, dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(sums)
         return score.with_sums(sums.tolist())

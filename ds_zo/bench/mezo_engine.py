@@ -37,14 +37,15 @@ class MeZOEngine:
         self.global_steps = 0
         self._batch_size = int(config["train_micro_batch_size_per_gpu"])
         self._numel = sum(p.numel() for p in model.parameters())
-        self._z: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._trained: list[torch.Tensor] = []
+        self._z: list[torch.Tensor] = []
         self._g = 0.0
 
     def __call__(self, **batch: Any) -> Any:
         with torch.no_grad():
             if not self.training:
                 return self.module(**batch)
-            self._z = self._draw()
+            self._draw()
             self._sweep(self.zo_eps)
             plus = self.module(**batch)
             self._sweep(-2 * self.zo_eps)
@@ -60,21 +61,21 @@ class MeZOEngine:
     @torch.no_grad()
     def step(self) -> None:
         self._sweep(-self.lr * self._g)
-        self._z = []
+        self._trained, self._z = [], []
         self.global_steps += 1
 
-    def _draw(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    def _draw(self) -> None:
         z = ops.noise(self.seed, self.global_steps, 0, 0, self._numel, device=self.device)
-        found, offset = [], 0
+        cast = {dtype: z.to(dtype) for dtype in {p.dtype for p in self.module.parameters()}}
+        offset = 0
         for p in self.module.parameters():
             if p.requires_grad:
-                found.append((p, z[offset : offset + p.numel()].view(p.shape).to(p.dtype)))
+                self._trained.append(p.data)
+                self._z.append(cast[p.dtype][offset : offset + p.numel()].view(p.shape))
             offset += p.numel()
-        return found
 
     def _sweep(self, scale: float) -> None:
-        for p, z in self._z:
-            p.data.add_(z, alpha=scale)
+        torch._foreach_add_(self._trained, self._z, alpha=scale)
 
     def train(self, mode: bool = True) -> None:
         self.training = mode

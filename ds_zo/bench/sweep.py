@@ -8,8 +8,8 @@ would not end within the piece is left to the next, and a shorter one takes its 
 ends: a sweep that is killed loses what was running, no more.
 
 [Note: one GPU for several cases]
-Each process gets its share of the device's memory and no more, so that one that asks for too much fails alone, and its
-share of the cores.
+Each process gets at most twice its share of the device's memory, so that one that asks for too much fails alone, and
+its share of the cores.
 
 [Note: forked from a warm server]
 Importing torch, transformers and DeepSpeed takes longer than a short case. A fork server does it once and never touches
@@ -62,6 +62,8 @@ _LAST_WORDS = 1500
 _GRACE_SHARE = 0.1
 _MEMORY_SHARE = 0.9
 """Of the device, for all processes together: each has a context beside what PyTorch allocates."""
+_MEMORY_STRETCH = 2.0
+"""A process may take so many times its part: of those that run at once, few are the large ones."""
 MOST_POINTS = 40
 """Losses in a row's curve: means over equal spans where a run read more."""
 _PR_SET_PDEATHSIG = 1
@@ -252,7 +254,7 @@ class _Running:
         (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
         (self.folder / "summary.json").unlink(missing_ok=True)
         self.began = time.monotonic()
-        share = _MEMORY_SHARE / sweep.jobs if sweep.jobs > 1 else None
+        share = min(_MEMORY_SHARE, _MEMORY_STRETCH * _MEMORY_SHARE / sweep.jobs) if sweep.jobs > 1 else None
         arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment, share)
         self.process = context.Process(target=_train, args=arguments, name=case.key)
         self.process.start()

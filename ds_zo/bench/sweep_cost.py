@@ -1,9 +1,10 @@
 """How long a sweep's run will take: from rows of runs like it, else from the model's size and the texts' lengths.
 
 [Note: several runs share a GPU]
-A small model keeps the host busy longer than the device, so several runs at once gain until their kernels together
-fill the GPU: a step then takes the longer of its own host time and everybody's device time. The estimate is good to a
-factor of two, which is enough to say what a slice of an hour holds; rows of like runs replace it as they come in.
+A small model keeps the host busy longer than the device, so several runs at once gain until their work together fills
+the GPU: a step then takes the longer of its own host time and everybody's device time. Kernels too short to fill the
+device are counted as if those of several runs lay side by side, which needs CUDA's multi-process service. The estimate
+is good to a factor of two, which is enough to say what a slice holds; rows of like runs replace it as they come in.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from ds_zo.tasks.errors import TaskError
 
 Row = dict[str, Any]
 RATES = Rates()
-FLOPS = {"fp32": 45e12, "tf32": 150e12, "bf16": 250e12, "fp16": 250e12}
-"""Of matrix products with a few thousand rows on an H200."""
+FLOPS = {"fp32": 30e12, "tf32": 60e12, "bf16": 120e12, "fp16": 120e12}
+"""Of forward passes over a few thousand tokens on an H200: products, and what is done element by element between."""
 OPS_PER_LAYER = 45
+BLOCK_GRAPH_US = 350.0
+"""Host time of a block's pass where ZO replays a graph of it."""
 BACKWARD_OPS = 1.6
 """Operations of a backward pass for each of the forward pass."""
 CHARS_PER_TOKEN = 4.3
-START_S, LSP_FIT_S = 15.0, 20.0
+START_S, LSP_FIT_S = 12.0, 20.0
 """Until the first step: the device's context, weights, tokens; what LSP's first fit adds."""
 LSP_UPDATE_S = 0.04
 """Of the CPU's Adam a step, on two threads."""
@@ -130,8 +133,7 @@ def _dtype(case: Case, options: Sequence[str]) -> str:
 
 def _forward(size: Size, *, tokens: int, batches: float, flops: float) -> tuple[float, float]:
     """(device, host) seconds."""
-    ops = batches * OPS_PER_LAYER * size.num_layers
-    return 2 * size.numel * tokens / flops + ops * RATES.kernel_us * 1e-6, ops * RATES.launch_us * 1e-6
+    return 2 * size.numel * tokens / flops, batches * OPS_PER_LAYER * size.num_layers * RATES.launch_us * 1e-6
 
 
 def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float, float]:
@@ -140,6 +142,8 @@ def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float
     two_pass = kind in ("lomo", "adalomo") and case.config.get("gradient_clipping")
     num_backward = 0 if num_forward == 2 else 2 if two_pass else 1
     device_s, host_s = _forward(size, tokens=tokens, batches=1, flops=flops)
+    if kind == "zo":
+        host_s = size.num_layers * BLOCK_GRAPH_US * 1e-6
     sweeps = 32 * size.numel / (RATES.device_memory_gbps * 1e9)  # of the weights and what an update reads and writes
     backward_host_s = host_s * BACKWARD_OPS * RATES.backward_launch_us / RATES.launch_us
     return (num_forward + 2 * num_backward) * device_s + sweeps, num_forward * host_s + num_backward * backward_host_s

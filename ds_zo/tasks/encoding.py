@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ class Encoded:
     labels: list[int]
 
 
+@lru_cache(maxsize=2**15)  # every evaluation meets the same texts again
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, *, max_length: int, end: bool = False
 ) -> Encoded:

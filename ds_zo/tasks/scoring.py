@@ -38,13 +38,36 @@ class Evaluator:
     def log_likelihoods(self, sequences: Sequence[Encoded]) -> list[tuple[float, int]]:
         """(sum of log-probabilities, number of tokens) over the labelled tokens of each sequence."""
         results: list[tuple[float, int]] = [(0.0, 0)] * len(sequences)
-        for indices in self.batches([len(sequence.input_ids) for sequence in sequences]):
-            batch = collate([sequences[i] for i in indices], pad_token_id=self.pad_token_id, side=self.padding_side)
+        groups = self.alike(sequences)
+        for chosen in self.batches([len(sequences[group[0]].input_ids) for group in groups]):
+            batch = collate(
+                [sequences[groups[i][0]] for i in chosen], pad_token_id=self.pad_token_id, side=self.padding_side
+            )
             labels = batch.pop("labels").to(self.device)
-            sums, counts = label_log_likelihood(self.logits(batch, use_cache=False), labels)
-            for index, total, count in zip(indices, sums.tolist(), counts.tolist(), strict=True):
-                results[index] = (total, count)
+            log_probabilities = at_labels(self.logits(batch, use_cache=False), labels)
+            owners, positions, targets, first = [], [], [], 0
+            for group in (groups[i] for i in chosen):
+                for index in group:
+                    wanted = [label for label in sequences[index].labels[1:] if label != IGNORED]
+                    owners += [index] * len(wanted)
+                    positions += range(first, first + len(wanted))
+                    targets += wanted
+                first += len(wanted)
+            picked = log_probabilities[tuple(torch.tensor([positions, targets], device=self.device))].tolist()
+            for owner, value in zip(owners, picked, strict=True):
+                total, count = results[owner]
+                results[owner] = (total + value, count + 1)
         return results
+
+    def alike(self, sequences: Sequence[Encoded]) -> list[list[int]]:
+        """Indices of sequences that one forward scores: they differ in their last token alone, which alone is labelled,
+        as a prompt's one-word answers do. Among several ranks each goes alone, so that all make as many forwards."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            one_word = self.world_size == 1 and all(label == IGNORED for label in sequence.labels[:-1])
+            key = tuple(sequence.input_ids[:-1]) if one_word else (-1, index)
+            groups.setdefault(key, []).append(index)
+        return list(groups.values())
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of like lengths together, so that little is padding; the longest first, so that memory that does not
@@ -68,15 +91,8 @@ def takes_positions(model: Model) -> bool:
     return "position_ids" in inspect.signature(getattr(inner, "forward", inner)).parameters
 
 
-def label_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row: the labelled tokens' summed log-probability in float32, and their number.
-
-    The log-softmax is taken only where a label stands: over all positions it would double the logits' memory.
-    """
-    targets = labels[:, 1:]
-    mask = targets != IGNORED
-    picked = torch.log_softmax(logits[:, :-1][mask].float(), dim=-1)
-    picked = picked.gather(-1, targets[mask].unsqueeze(-1)).squeeze(-1)
-    rows = mask.nonzero()[:, 0]
-    sums = torch.zeros(len(labels), device=logits.device).index_add_(0, rows, picked)
-    return sums, mask.sum(dim=1)
+def at_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of all tokens in float32 where a label stands, row by row: over all positions they would double
+    the logits' memory."""
+    found: torch.Tensor = torch.log_softmax(logits[:, :-1][labels[:, 1:] != IGNORED].float(), dim=-1)
+    return found

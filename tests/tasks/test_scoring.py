@@ -107,6 +107,20 @@ def test_batched_scores_equal_one_by_one(
     assert [total / count for total, count in batched] == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_one_forward_scores_all_one_word_answers_of_a_prompt(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, side: str
+) -> None:
+    pairs = [("import", " os"), ("import", " re"), ("for i in", " range(10):"), ("import", " the"), ("from", " os")]
+    sequences = [encode_answer(tokenizer, prompt, option, max_length=64) for prompt, option in pairs]
+    alone = evaluator(model, world_size=2)
+    assert evaluator(model).alike(sequences) == [[0, 1, 3], [2], [4]]
+    assert alone.alike(sequences) == [[i] for i in range(len(pairs))], "ranks must make equally many forwards"
+    together = evaluator(model, padding_side=side).log_likelihoods(sequences)
+    for (total, count), (expected, number) in zip(together, alone.log_likelihoods(sequences), strict=True):
+        assert (total, count) == (pytest.approx(expected, abs=1e-4), number)
+
+
 def test_accuracy_is_that_of_one_by_one_ranking(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     num_right = 0
     for choice in CHOICES:
