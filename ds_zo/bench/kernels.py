@@ -116,17 +116,12 @@ def median_ms(call: Callable[[], object]) -> tuple[float, float, float]:
     return statistics.median(times), min(times), max(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--numel", type=int, default=200_000_000, help="elements of the flat tensor")
-    numel = parser.parse_args().numel
-    if not torch.cuda.is_available():
-        raise SystemExit("ds_zo.bench.kernels times CUDA kernels and found no CUDA device: run it on a GPU machine")
+def measured(numel: int) -> Iterator[dict[str, Any]]:
+    """A row a case."""
     for name, call, num_bytes in cases(numel):
         median, fastest, slowest = median_ms(call)
-        row = {
+        yield {
             "case": name,
-            "gpu": torch.cuda.get_device_name(),
             "numel": numel,
             "median_ms": round(median, 4),
             "fastest_ms": round(fastest, 4),
@@ -134,7 +129,16 @@ def main() -> None:
             "gparameters_per_s": round(numel / median / 1e6, 1),
             "gbytes_per_s": round(num_bytes / median / 1e6, 1),
         }
-        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=200_000_000, help="elements of the flat tensor")
+    numel = parser.parse_args().numel
+    if not torch.cuda.is_available():
+        raise SystemExit("ds_zo.bench.kernels times CUDA kernels and found no CUDA device: run it on a GPU machine")
+    for row in measured(numel):
+        print(json.dumps(row | {"gpu": torch.cuda.get_device_name()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -36,9 +37,10 @@ Row = dict[str, Any]
 """One case's outcome: the harness's keys (`HARNESS_KEYS`) and, beside them, what its target returned."""
 
 HARNESS_KEYS = (
-    *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "host_drop_gb"),
-    *("last_words", "error", "started", "gpu", "cpus", "machine", "commit", "versions"),
+    *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "target_s"),
+    *("host_drop_gb", "last_words", "error", "started", "gpu", "cpus", "machine", "commit", "versions"),
 )
+_READ_AT_USE = ("DS_PIN_MEMORY_",)
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 WARM = (
@@ -53,7 +55,7 @@ WARM = (
     "ds_zo.engines.zo",
 )
 """What most cases import, and what importing leaves the driver alone."""
-_POLL_S = 0.1
+_POLL_S = 0.02
 _LAST_WORDS = 2000
 _LAST_WORDS_S = 0.3
 _NUM_FRAMES = 12
@@ -61,6 +63,7 @@ _SETTLE_S = 10.0
 """How long what an ended case's helpers held may take to come free."""
 NOT_RUN = "not run"
 """Status of a case for which a call had no time: `resume` runs it."""
+_TOLD = "stopped from outside (SIGTERM)"
 _BAD_FORK = 97
 """Exit status of a forked child that found CUDA initialised by its parent."""
 
@@ -77,6 +80,10 @@ class Case:
     env: Mapping[str, str] = field(default_factory=dict)
     planned_host_gb: float | None = None
     """Host memory it is expected to need: a case that cannot have it is recorded as skipped, not run."""
+    cannot_run: str | None = None
+    """Why, where that is known beforehand: it is recorded as skipped too."""
+    expected_s: float = 0.0
+    """Not started when a call has less time left: it would be stopped before its end."""
 
     @property
     def config_hash(self) -> str:
@@ -108,42 +115,41 @@ def run_cases(
     device: str = "cuda",
     spawn: bool = False,
     total_s: float | None = None,
+    on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """One row a case, appended to `out` as it comes. Tables compare rows of one `run_id`.
+    """One row a case, appended to `out` as it comes and shown to `on_row`. Tables compare rows of one `run_id`.
 
     `only` names cases by a glob or a part of the name. `resume` goes on with the last run of `out`: cases that have a
-    row there keep it; on another machine than that run's it begins a new one. A child is stopped when the host has less
-    than `min_free_host_gib` left. The call ends after `total_s`: what is running then and what is left have rows that
-    say so, and are there for `resume`.
+    row there keep it; on another machine than that run's it begins a new one, unless none is missing. A child is
+    stopped when the host has less than `min_free_host_gib` left. The call ends after `total_s`: what is running then
+    and what is left have rows that say so, and are there for `resume`. SIGTERM ends it the same way, and then the
+    process.
     """
     ends = time.monotonic() + (math.inf if total_s is None else total_s)
     chosen = [case for case in cases if only is None or fnmatch(case.name, only) or only in case.name]
     if not chosen:
         raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
-    begun: list[Row] = []
-    if resume and out is not None and out.exists():
-        rows = read_rows(out)
-        resumed = run_id or (rows[-1]["run_id"] if rows else None)
-        begun = [row for row in rows if row["run_id"] == resumed]
-
     for name in warm if not spawn else ():
         importlib.import_module(name)
     from ds_zo.bench.measure import environment
 
     found = environment()
+    begun: list[Row] = []
+    if resume and out is not None and out.exists():
+        resumed = run_id or run_to_resume((out, chosen))
+        begun = [row for row in read_rows(out) if row["run_id"] == resumed]
+    has_row = {(row["case"], row["config_hash"]): row for row in begun if row["status"] != NOT_RUN}
+    known = {key: row for key, row in has_row.items() if row["status"] != "skipped"}
     if any(row.get("machine") != found["machine"] for row in begun):
-        if run_id is not None:
+        if not _has_rows_for(chosen, begun):
             raise ValueError(f"a run is of one machine: {run_id} was begun on another; leave it out or --resume")
-        print(f"run {resumed} is of another machine: a new one is begun here", file=sys.stderr)
-        begun = []
-    run_id = run_id or (begun[0]["run_id"] if begun else time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
-    done = (row for row in begun if row["status"] not in ("skipped", NOT_RUN))
-    known = {(row["case"], row["config_hash"]): row for row in done}
+        known = has_row
+    run_id = run_id or (begun[0]["run_id"] if begun else new_run_id())
     common = {"run_id": run_id, "device": device, **found}
     harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
     results: list[Row] = []
-    bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True)
-    with bar:
+    bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True, disable=None)
+    with bar, _until_told(harness):
         for case in chosen:
             bar.set_description(case.name)
             row = known.get((case.name, case.config_hash))
@@ -151,10 +157,39 @@ def run_cases(
                 row = common | harness.run(case, ends=ends)
                 if out is not None:
                     append_row(out, row)
+                if on_row is not None:
+                    on_row(row)
             results.append(row)
             bar.update()
             bar.set_postfix_str(f"{case.name}: {row['status']}", refresh=True)
     return results
+
+
+def new_run_id() -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
+def run_to_resume(*parts: tuple[Path, Sequence[Case]]) -> str | None:
+    """The last run of these files, if it was on this machine or has all rows of their cases; None: none, or another
+    is to be begun."""
+    from ds_zo.bench.measure import machine_id
+
+    rows = [read_rows(out) if out.exists() else [] for out, _ in parts]
+    last = next((found[-1] for found in rows if found), None)
+    if last is None:
+        return None
+    run_id = str(last["run_id"])
+    of_run = [[row for row in found if row["run_id"] == run_id] for found in rows]
+    here = all(row.get("machine") == machine_id() for found in of_run for row in found)
+    if here or all(_has_rows_for(cases, found) for (_, cases), found in zip(parts, of_run, strict=True)):
+        return run_id
+    print(f"run {run_id} is of another machine: a new one is begun here", file=sys.stderr)
+    return None
+
+
+def _has_rows_for(cases: Sequence[Case], rows: Sequence[Row]) -> bool:
+    found = {(row["case"], row["config_hash"]) for row in rows if row["status"] != NOT_RUN}
+    return all((case.name, case.config_hash) in found for case in cases)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -187,6 +222,8 @@ class _Harness:
         self._min_free_bytes = min_free_bytes
         self._spawn = spawn
         self._last_end = -math.inf
+        self.told = False
+        """To end, by a signal."""
 
     def run(self, case: Case, *, ends: float) -> Row:
         """`ends` is when the whole call is over, as `time.monotonic` has it."""
@@ -198,12 +235,18 @@ class _Harness:
             "config_hash": case.config_hash,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        if time.monotonic() > ends:
-            return row | {"status": NOT_RUN, "error": "time (--total-s); --resume runs it", "wall_s": 0.0}
+        if self.told:
+            return row | {"status": NOT_RUN, "error": f"{_TOLD}; --resume runs it", "wall_s": 0.0}
+        if case.cannot_run is not None:
+            return row | {"status": "skipped", "error": case.cannot_run, "wall_s": 0.0}
+        left_s = ends - time.monotonic()
+        if left_s < max(0.0, case.expected_s):
+            wants = f": may take {case.expected_s:.0f} s, {max(0.0, left_s):.0f} s were left" if case.expected_s else ""
+            return row | {"status": NOT_RUN, "error": f"time (--total-s){wants}; --resume runs it", "wall_s": 0.0}
         free = self._free_bytes(case)
         room_gb = (free - self._min_free_bytes) / 1e9
         if case.planned_host_gb is not None and case.planned_host_gb > room_gb:
-            reason = f"needs about {case.planned_host_gb:.1f} GB of host memory, and {room_gb:.1f} GB may be used"
+            reason = f"not run: planned {case.planned_host_gb:.1f} of {room_gb:.1f} GB of host memory"
             return row | {"status": "skipped", "error": reason, "wall_s": 0.0}
         with tempfile.TemporaryDirectory(prefix="ds_zo_bench_") as folder:
             (Path(folder) / "log").touch()
@@ -224,8 +267,9 @@ class _Harness:
 
     def _one(self, case: Case, folder: Path, free_bytes: int, *, ends: float) -> Row:
         begun = time.time()
-        env = {**_single_process(), **case.env}
-        forks = not self._spawn and not any(name.startswith(_READ_AT_LOAD) for name in case.env)
+        env = {**single_process(), **case.env}
+        at_load = [name for name in case.env if not name.startswith(_READ_AT_USE)]
+        forks = not self._spawn and not any(name.startswith(_READ_AT_LOAD) for name in at_load)
         start = _fork if forks and not _cuda_was_touched() else _start_interpreter
         pid = start(case, folder, env)
         with _ended(pid):
@@ -265,6 +309,8 @@ class _Harness:
                 stopped = ("timeout", f"no answer within {case.timeout_s:g} s")
             elif time.monotonic() > ends:
                 stopped = (NOT_RUN, "time (--total-s): stopped before it was done; --resume runs it")
+            elif self.told:
+                stopped = (NOT_RUN, f"{_TOLD} before it was done; --resume runs it")
             if stopped is not None:
                 if stopped[0] == "timeout":
                     os.kill(pid, signal.SIGUSR1)  # it writes where it stands into its log
@@ -272,6 +318,25 @@ class _Harness:
                 _end(pid)
                 return _Watched(None, stopped, max(0, free_bytes - least))
             time.sleep(_POLL_S)
+
+
+@contextmanager
+def _until_told(harness: _Harness) -> Iterator[None]:
+    """SIGTERM ends the running case and then, when every case has its row, the process, as it would have at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def tell(*_: Any) -> None:
+        harness.told = True
+
+    before = signal.signal(signal.SIGTERM, tell)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if harness.told:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _last_words(log: Path) -> str:
@@ -332,7 +397,7 @@ def _cuda_was_touched() -> bool:
     return torch is not None and (torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork())
 
 
-def _single_process() -> dict[str, str]:
+def single_process() -> dict[str, str]:
     """What a launcher would set for the only rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -388,10 +453,12 @@ def _child(case: Case, folder: Path) -> NoReturn:
         _die_with_parent()
         faulthandler.enable(file=sys.stderr)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
         if sys.modules.get("torch") is not None and sys.modules["torch"].cuda._is_in_bad_fork():
             os._exit(_BAD_FORK)
-        outcome = _outcome(case)
+        start = time.perf_counter()
+        outcome = {**_outcome(case), "target_s": round(time.perf_counter() - start, 3)}
         part = folder / "result.json.part"
         part.write_text(json.dumps(outcome), encoding="utf-8")
         part.rename(folder / "result.json")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.bench.measure import cap_device_memory, link_gbps, measure_steps
+from ds_zo.bench.measure import cap_device_memory, link_gbps, measure_steps, synchronize
 from ds_zo.bench.shapes import config_of, materialise, random_model
 
 Row = dict[str, Any]
@@ -25,15 +25,6 @@ _ZO_EPS = 1e-3
 _SETTLING_STEPS = 2
 """The first step compares two ways to run, and an automatic placement moves blocks after it."""
 _LONGEST_WARMUP = 16
-KERNELS = (
-    "bf16 replay 1 + perturb 1",
-    "bf16 replay 8 + perturb 1",
-    "bf16 fold 1 + perturb 1",
-    "bf12 replay 1 + perturb 1",
-    "fp8 replay 1 + perturb 1",
-    "torch.normal_ fp32",
-)
-"""The cases of `ds_zo.bench.kernels` that a step is made of, and MeZO's noise."""
 
 
 @dataclass
@@ -199,7 +190,11 @@ def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int
     """`age`: warm up until every block has been written back once, as in the middle of a run."""
     homes = contender.engine.backend.homes if contender.engine is not None else None
     step = partial(contender.step, ids)
-    for _ in range(min(warmup, _SETTLING_STEPS)):
+    start = time.perf_counter()
+    step()
+    synchronize(ids.device)
+    first_step_s = time.perf_counter() - start
+    for _ in range(min(warmup, _SETTLING_STEPS) - 1):
         step()
     if age and homes is not None and any(unit.streamed for unit in homes.placement.blocks):
         warmup = max(warmup, min(homes.interval, _LONGEST_WARMUP))
@@ -207,6 +202,8 @@ def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int
         step()
     before = _moved(homes)
     row: Row = {"batch": ids.shape[0], "length": ids.shape[1], "warmup": warmup, "steps": steps}
+    synchronize(ids.device)
+    row |= {"first_step_s": first_step_s, "warmup_s": time.perf_counter() - start}
     row |= measure_steps(step, warmup=0, steps=steps, device=ids.device)
     row["tokens_per_s"] = ids.numel() / row["step_s"]
     if homes is None:
@@ -234,8 +231,11 @@ def run_machine(*, numel: int = 200_000_000, device: str = "cuda") -> Row:
     from ds_zo.bench import kernels
 
     where = _start_device(device)
-    rates = {}
-    for name, call, _ in kernels.cases(numel):
-        if name in KERNELS:
-            rates[name] = numel / kernels.median_ms(call)[0] / 1e6
-    return {"method": "machine", "link_gbps": link_gbps(where), "kernel_gparameters_per_s": rates}
+    found = list(kernels.measured(numel))
+    rates = {row["case"]: row["gparameters_per_s"] for row in found}
+    return {
+        "method": "machine",
+        "link_gbps": link_gbps(where),
+        "kernel_gparameters_per_s": rates,
+        "kernels": found,
+    }

@@ -6,6 +6,7 @@ what its shapes cost.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,28 @@ from ds_zo.bench.shapes import BLOOM, OPT
 from ds_zo.bench.zo_case import COPIES_HELD
 
 CASE, MACHINE = "ds_zo.bench.zo_case:run_case", "ds_zo.bench.zo_case:run_machine"
+WARMUP = "ds_zo.bench.zo_warmup:compile_kernels"
 CAP_GB = 24.0
 _STREAMED: Mapping[str, Any] = {"master": "wire", "resident_blocks": 0}
 _NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf12": 1 + 33 / 64, "fp8": 1}
 _LOW_NBYTES = {"fp32": 0, "bf16": 2, "fp16": 2, "bf12": 2, "fp8": 2}
 """Of a parameter's low plane under `master: split`."""
 _FLOPS = {"fp32": 45e12, "tf32": 250e12, "bf16": 450e12, "fp16": 450e12}
-_LINK, _NOISE, _PIN = 50e9, 250e9, 4e9
-"""A second's bytes over the link, parameters perturbed, bytes pinned: rough, to tell a case's duration beforehand."""
-_START_S, _LOOK_S, _MACHINE_S = 5.5, 3.0, 6.0
-"""CUDA's start, the first launch of each kernel and the end of the process (imports are there before the fork); of a
-case that finds too little memory; of the rates."""
-_LONGEST_INTERVAL, _FIRST_FORWARDS = 16, 4
-"""A streamed case makes steps for a whole interval before it is timed, and its first step takes several forwards."""
+_LINK, _NOISE, _PIN = 52e9, 250e9, 5e9
+"""A second's bytes over the link, parameters perturbed, bytes pinned and filled: rough, to tell a case's duration
+beforehand; from walls of forked cases on an H200."""
+_SWEEPS = {"mezo": 3.0, "zo": 0.5}
+"""What a step's noise takes, in passes over all parameters at that rate."""
+_START_S, _ENGINE_S, _LOOK_S, _MACHINE_S, _WARMUP_S, _TIMELINE_S = 2.0, 1.7, 1.0, 6.0, 25.0, 10.0
+"""CUDA's start and end, the first launches (imports are there before the fork, kernels compiled); what DeepSpeed takes
+to start; a case that finds too little memory; the rates; compiling; a recorded step."""
+_INTERVALS = ((1.5, 2), (1.0, 6), (0.0, 16))
+"""About what is chosen where computing takes so many times as long as the link. A streamed case makes steps for a whole
+interval before it is timed."""
+_FIRST_FORWARDS = 5
+"""The first step's: in lockstep, one pass after the other, three rehearsals."""
 _DEVICE_BYTES, _HOST_GB = 140e9, 133.0
+_TOY: Mapping[str, Any] = {"shape": "opt-tiny", "layers": 2, "length": 64, "warmup": 2, "steps": 6, "age": False}
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,10 @@ class Target:
 
 def targets() -> list[Case]:
     """In-memory MeZO first where several rows are compared with it; the large models, which take minutes, last."""
-    return list(_targets())
+    return [_MACHINE_CASE, *_targets()]
 
 
 def _targets() -> Iterator[Case]:
-    yield Case("machine", MACHINE, timeout_s=90)
     yield _case("6.7b.mezo", "opt-6.7b", "mezo")
     yield _case("6.7b.resident", "opt-6.7b", resident=True, stream={"master": "wire"})
     yield _case("6.7b.streamed", "opt-6.7b", stream=_STREAMED)
@@ -70,9 +78,9 @@ def _targets() -> Iterator[Case]:
         yield _case(f"6.7b.fp8.every{interval}", "opt-6.7b", stream=given)
     yield _case("6.7b.resident.split", "opt-6.7b", resident=True, stream={"master": "split"})
     capped = {**_STREAMED, "device_memory_gb": CAP_GB}
-    yield _case("30b.capped", "opt-30b", stream=capped, cap_gb=CAP_GB, steps=5, fill_steps=7)
-    narrow = {**capped, "wire_dtype": "fp8"}
-    yield _case("66b.capped.fp8", "opt-66b", stream=narrow, cap_gb=CAP_GB, steps=5, fill_steps=7)
+    twenty: dict[str, Any] = {"warmup": 8, "steps": 5, "fill_steps": 7}
+    yield _case("66b.capped.fp8", "opt-66b", stream={**capped, "wire_dtype": "fp8"}, cap_gb=CAP_GB, **twenty)
+    yield _case("30b.capped", "opt-30b", stream=capped, cap_gb=CAP_GB, **twenty)
 
 
 TARGETS: dict[str, tuple[Target, ...]] = {
@@ -116,8 +124,11 @@ _SWEEP = ((1, 2048), (2, 2048), (4, 2048), (8, 2048), (1, 1024), (1, 4096), (1, 
 
 def paper(*, host_gb: float = 12.0) -> list[Case]:
     """`host_gb` is what the models too large for any host may take of it: it decides their depth (Table 10)."""
+    return [_MACHINE_CASE, *_paper(host_gb)]
+
+
+def _paper(host_gb: float = 12.0) -> list[Case]:
     return [
-        Case("machine", MACHINE, timeout_s=90),
         *_table_1(_TABLE_1[:3]),
         *_ablations("opt-6.7b", layers=8),
         *_amp("opt-6.7b", layers=4),
@@ -216,7 +227,43 @@ def _too_large() -> Iterator[Case]:
         yield _case(f"t1.{size}.{dtype}.zo.whole", shape, stream=_STREAMED, dtype=dtype, warmup=1, steps=2)
 
 
-PRESETS = {"targets": targets, "paper": paper}
+def everything(*, host_gb: float = 12.0) -> list[Case]:
+    """Both presets and a recorded step, as one run: what they share is measured once."""
+    step = {"shape": "opt-6.7b", "layers": 8, "dtype": "bf16", "stream": dict(_STREAMED)}
+    timeline = Case("timeline", "ds_zo.bench.timeline:record", step, timeout_s=90, expected_s=_TIMELINE_S)
+    return [_MACHINE_CASE, *_targets(), timeline, *_paper(host_gb)]
+
+
+PRESETS = {"targets": targets, "paper": paper, "all": everything}
+_MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
+
+
+def compiled_first(cases: Sequence[Case]) -> list[Case]:
+    """With a case before them that compiles their kernels."""
+    kinds = toy_kinds([case.params for case in cases if case.target == CASE])
+    warmup = Case("warmup", WARMUP, {"kinds": kinds}, timeout_s=120, expected_s=_WARMUP_S)
+    return [warmup, *cases] if kinds else [*cases]
+
+
+def toy_kinds(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A toy case for each kind of `cases` whose kernels differ: by the dtypes of model and store, by what stays on the
+    device, and by whether working copies are made in pairs, which an automatic interval decides."""
+    found: dict[str, dict[str, Any]] = {}
+    for params in cases:
+        if params["method"] != "zo":
+            continue
+        given = params.get("stream", {})
+        toy = {"method": "zo", "dtype": params.get("dtype", "bf16"), "resident": params.get("resident", False)}
+        stream = {key: given[key] for key in ("master", "wire_dtype", "fuse_update") if key in given}
+        stream = {key: value for key, value in stream.items() if value != toy["dtype"]}
+        if not toy["resident"]:
+            stream["resident_blocks"] = min(1, given.get("resident_blocks") or 0)
+        chosen = toy["resident"] or not stream.get("fuse_update", True)
+        for interval in (None,) if chosen else (None, 3):
+            more = {} if interval is None else {"writeback_interval": interval}
+            kind = {**_TOY, **toy, "stream": {**stream, **more}}
+            found.setdefault(json.dumps(kind, sort_keys=True), kind)
+    return list(found.values())
 
 
 def _case(name: str, shape: str, method: str = "zo", **params: Any) -> Case:
@@ -225,7 +272,10 @@ def _case(name: str, shape: str, method: str = "zo", **params: Any) -> Case:
         params["stream"] = {key: value for key, value in params["stream"].items() if value is not None}
     host_gb = stored_gb(params)
     planned = 1.05 * host_gb + 2 if host_gb else None
-    return Case(name, CASE, params, timeout_s=round(30 + 3 * estimate_s(params)), planned_host_gb=planned)
+    expected_s = estimate_s(params) if planned is None or planned < _HOST_GB else 0.0  # recorded, not run
+    return Case(
+        name, CASE, params, timeout_s=round(30 + 3 * expected_s), planned_host_gb=planned, expected_s=expected_s
+    )
 
 
 def stored_gb(params: Mapping[str, Any]) -> float:
@@ -240,32 +290,31 @@ def stored_gb(params: Mapping[str, Any]) -> float:
 
 
 def estimate_s(params: Mapping[str, Any]) -> float:
-    """About how long a case takes, start and loading included."""
+    """About how long a case takes, start and loading included, on the machine the presets are cut for: 128 GiB of
+    host memory, a GPU of 140 GB."""
     dtype = params.get("dtype", "bf16")
     compute = params.get("params", {}).get("compute_dtype", dtype)
     numel = _num_parameters(params["shape"], params.get("layers"))
     gb = stored_gb(params)
+    without_low_planes = {**params, "stream": {**params.get("stream", {}), "master": "wire"}}  # which seldom travel
+    crossing_gb = stored_gb(without_low_planes)
     pairs = params.get("inputs") or [(params.get("batch", 1), params.get("length", 2048))]
     passes = 2 if params["method"] in ("zo", "mezo") else 3
     if numel * _NBYTES[dtype] * COPIES_HELD.get(params["method"], 0) > _DEVICE_BYTES:
         return _LOOK_S  # recorded, not run
-    total = _START_S + gb * 1e9 / _PIN
+    total = _START_S + gb * 1e9 / _PIN + (_ENGINE_S if params["method"] == "zo" else 0.0)
     for i, (batch, length) in enumerate(pairs):
-        step = passes * 2 * numel * batch * length / _FLOPS[compute] + numel / _NOISE * (3 if passes == 2 else 0)
-        step = max(step, gb * 1e9 / _LINK)
+        busy = passes * 2 * numel * batch * length / _FLOPS[compute]
+        busy += numel / _NOISE * _SWEEPS.get(params["method"], 0.0)
+        link = crossing_gb * 1e9 / _LINK
+        step = max(busy, link)
         warmup = params.get("warmup", 3)
         if gb and i == 0:
-            interval = params["stream"].get("writeback_interval", _LONGEST_INTERVAL)
+            chosen = next(interval for times, interval in _INTERVALS if busy >= times * link)
+            interval = params["stream"].get("writeback_interval", chosen)
             warmup = max(warmup, interval if params.get("age", True) else 0) + _FIRST_FORWARDS
         total += (warmup + params.get("steps", 8) + params.get("fill_steps", 0)) * step
     return total
-
-
-def expected_s(case: Case) -> float:
-    """On the machine the presets are cut for: 128 GiB of host memory, a GPU of 140 GB."""
-    if case.planned_host_gb is not None and case.planned_host_gb > _HOST_GB:
-        return 0.0  # recorded, not run
-    return estimate_s(case.params) if case.target == CASE else _MACHINE_S
 
 
 def _shape(shape: str) -> tuple[int, int]:

@@ -68,6 +68,28 @@ def _machine(run_id: str, rows: Rows) -> str:
     return "\n\n".join(lines)
 
 
+def ratios(rows: Iterable[Row]) -> str:
+    """One line a row that has something of its run to be compared with: what a run prints when it ends."""
+    by_case = {row["case"]: row for row in rows}
+    lines = []
+    for name, row in by_case.items():
+        if row.get("status", "ok") != "ok":
+            lines.append(f"{name}: {row['status']}, {row.get('error', '')}"[:120])
+            continue
+        texts = [_judgement(target, row, by_case) for target in TARGETS.get(name, ())]
+        if not texts and row.get("method") == "zo":
+            over = [ratio_to_mezo(point, by_case) for point in points_of(row)]
+            texts = [f"{_number(ratio)} x MeZO" for ratio in over if ratio is not None]
+        if texts:
+            lines.append(f"{name}: {'; '.join(texts)}")
+    return "\n".join(lines)
+
+
+def _judgement(target: Target, row: Row, rows: Rows) -> str:
+    label, measured, wanted, _, verdict = _judged(target, row, rows)
+    return f"{label} {measured} ({', '.join(filter(None, (wanted, verdict)))})"
+
+
 # The targets
 
 
@@ -177,7 +199,7 @@ def all_rows(rows: Rows) -> str | None:
     heads += ["GPU GB", "host GB", "up, down GB a step", "link busy", "load s", "status"]
     body = []
     for name, row in rows.items():
-        if "method" not in row or row["method"] in ("machine", "timeline"):
+        if "method" not in row or row["method"] in ("machine", "timeline", "warmup"):
             if row.get("status", "ok") != "ok":
                 body.append([name, *[""] * (len(heads) - 2), str(row["status"])])
             continue

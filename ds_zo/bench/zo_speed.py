@@ -1,13 +1,14 @@
 """ZO beside in-memory MeZO: one case a process, one JSON row a case; tables and pictures from the rows alone.
 
 python -m ds_zo.bench.zo_speed preset targets --out rows.jsonl
-python -m ds_zo.bench.zo_speed preset paper --out rows.jsonl --only '^t1' --budget-s 300 --resume
+python -m ds_zo.bench.zo_speed preset paper --out rows.jsonl --only '^t1' --total-s 300 --resume
+python -m ds_zo.bench.zo_speed preset all --out rows.jsonl --skip 'slots3|half' --total-s 600
 python -m ds_zo.bench.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
 python -m ds_zo.bench.zo_speed link
 python -m ds_zo.bench.zo_speed report rows.jsonl > report.md
 python -m ds_zo.bench.zo_speed plot rows.jsonl --out FOLDER
 python -m ds_zo.bench.zo_speed timeline --shape opt-6.7b --layers 8 --out step.json
-python -m ds_zo.bench.zo_speed timeline --draw step.json --out step.png
+python -m ds_zo.bench.zo_speed timeline --draw step.json --out step.png    (or rows of a run with one)
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import argparse
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import Case, read_rows, run_cases
+from ds_zo.bench.runner import WARM, Case, prepare_to_fork, read_rows, run_cases
 
 Row = dict[str, Any]
+_WARM = (*WARM, "ds_zo.bench.zo_case")
 
 
 def environment() -> Row:
@@ -37,6 +38,8 @@ def environment() -> Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
+    if argv is None and args.forks:
+        prepare_to_fork()
     args.run(args)
 
 
@@ -45,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     from ds_zo.bench.zo_presets import PRESETS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(forks=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     preset = commands.add_parser("preset", help="a preset's cases, one process each")
@@ -52,10 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     preset.add_argument("--out", type=Path, help="JSONL file to append rows to")
     preset.add_argument("--only", help="a regular expression that a case's name must contain")
     preset.add_argument("--resume", action="store_true", help="go on with the last run of --out, skipping what it has")
-    preset.add_argument("--budget-s", type=float, help="start no case that is not expected to end within this time")
+    preset.add_argument("--skip", help="a regular expression that it must not contain")
+    preset.add_argument("--total-s", type=float, help="end after this, starting no case that would not end before")
     preset.add_argument("--host-gb", type=float, help="paper: host memory for models too large for any host (Table 10)")
     preset.add_argument("--list", action="store_true", help="print the cases and their expected seconds instead")
-    preset.set_defaults(run=_preset)
+    preset.set_defaults(run=_preset, forks=True)
 
     case = commands.add_parser("case", help="one case in this process; prints its row")
     case.add_argument("--shape", required=True)
@@ -89,50 +94,49 @@ def _parser() -> argparse.ArgumentParser:
 
     timeline = commands.add_parser("timeline", help="what the streams did in one streamed step")
     timeline.add_argument("--out", type=Path, required=True, help="a JSON file, or with --draw a picture (png, svg)")
-    timeline.add_argument("--draw", type=Path, metavar="JSON", help="draw this recording instead of making one")
+    timeline.add_argument("--draw", type=Path, metavar="FILE", help="draw this recording instead of making one")
     timeline.add_argument("--shape", default="opt-6.7b")
     timeline.add_argument("--layers", type=int, default=8)
     timeline.add_argument("--dtype", default="bf16", choices=sorted(DTYPES))
     timeline.add_argument("--stream", default={"master": "wire", "resident_blocks": 0}, type=json.loads)
-    timeline.set_defaults(run=_timeline)
+    timeline.set_defaults(run=_timeline, forks=True)
     return parser
 
 
 def _preset(args: argparse.Namespace) -> None:
-    from ds_zo.bench.zo_presets import PRESETS, expected_s
+    from ds_zo.bench.zo_presets import PRESETS, compiled_first
 
-    chosen = args.host_gb is not None and args.preset == "paper"
+    chosen = args.host_gb is not None and args.preset != "targets"
     cases = PRESETS[args.preset](**({"host_gb": args.host_gb} if chosen else {}))
     cases = [case for case in cases if args.only is None or re.search(args.only, case.name)]
+    cases = [case for case in cases if args.skip is None or not re.search(args.skip, case.name)]
+    cases = compiled_first(cases)
     if args.list:
         for case in cases:
-            print(f"{expected_s(case):6.0f}  {case.name}")
-        print(f"{sum(map(expected_s, cases)):6.0f}  in all")
+            print(f"{case.expected_s:6.0f}  {case.name}")
+        print(f"{sum(case.expected_s for case in cases):6.0f}  in all")
         return
-    run_preset(cases, out=args.out, resume=args.resume, budget_s=args.budget_s)
+    run_preset(cases, out=args.out, resume=args.resume, total_s=args.total_s)
 
 
 def run_preset(
-    cases: Sequence[Case], *, out: Path | None, resume: bool = False, budget_s: float | None = None
+    cases: Sequence[Case], *, out: Path | None, resume: bool = False, total_s: float | None = None
 ) -> list[Row]:
-    """The cases in order, under one run id, a line printed for each as it ends. One that the budget no longer holds is
-    passed over for later ones that it does."""
-    from ds_zo.bench.zo_presets import expected_s
+    """The cases in order, under one run id, a line printed for each as it ends, and how they compare when all have or
+    the run is stopped. One that the time left no longer holds is passed over for later ones that it does."""
+    from ds_zo.bench.zo_report import ratios
 
-    start = time.monotonic()
-    run_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    if resume and out is not None and out.exists() and (rows := read_rows(out)):
-        run_id = rows[-1]["run_id"]
-    results: list[Row] = []
-    for case in cases:
-        left = None if budget_s is None else budget_s - (time.monotonic() - start)
-        if left is not None and expected_s(case) > left:
-            print(json.dumps({"case": case.name, "status": "no time left"}), flush=True)
-            continue
-        limited = case if left is None else replace(case, timeout_s=min(case.timeout_s, left))
-        (row,) = run_cases([limited], out=out, run_id=run_id, resume=resume)
-        results.append(row)
+    seen: list[Row] = []
+
+    def show(row: Row) -> None:
+        seen.append(row)
         print(json.dumps(_brief(row)), flush=True)
+
+    results = seen
+    try:
+        results = run_cases(cases, out=out, resume=resume, total_s=total_s, warm=_WARM, on_row=show)
+    finally:
+        print(ratios(results), flush=True)
     return results
 
 
@@ -180,13 +184,24 @@ def _timeline(args: argparse.Namespace) -> None:
     from ds_zo.bench import timeline
 
     if args.draw is not None:
-        timeline.draw(json.loads(args.draw.read_text(encoding="utf-8")), args.out)
+        timeline.draw(_recording(args.draw), args.out)
         return
     params = {"shape": args.shape, "layers": args.layers, "dtype": args.dtype, "stream": args.stream}
-    (row,) = run_cases([Case("timeline", "ds_zo.bench.timeline:record", params, timeout_s=120)], out=None)
+    case = Case("timeline", "ds_zo.bench.timeline:record", params, timeout_s=120)
+    (row,) = run_cases([case], out=None, warm=_WARM)
     if row["status"] != "ok":
         raise SystemExit(f"no timeline: {row.get('error')}\n{row.get('last_words')}")
     args.out.write_text(json.dumps(row), encoding="utf-8")
+
+
+def _recording(path: Path) -> Row:
+    """A file that `timeline` or `timeline.planned` wrote, or the last recording among a run's rows."""
+    with suppress(json.JSONDecodeError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    found = [row for row in read_rows(path) if "spans" in row]
+    if not found:
+        raise SystemExit(f"no row of {path} is a recorded step: `zo_speed preset all --only timeline` makes one")
+    return found[-1]
 
 
 if __name__ == "__main__":

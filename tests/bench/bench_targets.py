@@ -53,6 +53,13 @@ def wait_for_ever() -> None:
     time.sleep(600)
 
 
+def terminate_parent_and_wait() -> dict[str, Any]:
+    print("waiting", flush=True)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+    return {}
+
+
 def take_a_harness_key() -> dict[str, Any]:
     return {"status": "fine"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +89,12 @@ def test_a_host_short_of_memory_stops_the_child() -> None:
     assert row["status"] == "killed" and "host memory left" in row["error"]
 
 
-def test_a_case_over_the_hosts_memory_is_recorded_and_not_run() -> None:
-    [row] = run(case("wait_for_ever", planned_host_gb=1e6, timeout_s=60))
-    assert row["status"] == "skipped" and "1000000.0 GB" in row["error"]
+def test_a_case_that_has_no_room_is_recorded_and_not_run() -> None:
+    over = case("wait_for_ever", planned_host_gb=1e6, timeout_s=60)
+    known = case("wait_for_ever", cannot_run="not run: planned 3 of 2 GB of GPU memory", timeout_s=60)
+    rows = run(over, known)
+    assert [row["status"] for row in rows] == ["skipped", "skipped"]
+    assert "planned 1000000.0 of " in rows[0]["error"] and rows[1]["error"] == known.cannot_run
 
 
 def test_resuming_keeps_the_runs_rows_and_makes_what_is_missing(tmp_path: Path) -> None:
@@ -122,13 +126,27 @@ def test_when_its_time_is_over_a_run_says_what_is_left_and_resuming_makes_it(tmp
     out = tmp_path / "rows.jsonl"
     hanging = case("wait_for_ever", timeout_s=60)
     later = case("add", params={"a": 1, "b": 0})
-    cut = run(hanging, later, out=out, total_s=0.5)
-    assert [(row["status"], row["error"][:16]) for row in cut] == [("not run", "time (--total-s)")] * 2
-    assert 0.5 <= cut[0]["wall_s"] < 20 and cut[1]["wall_s"] == 0
+    long = case("wait_for_ever", name="long", timeout_s=60, expected_s=30)
+    cut = run(long, hanging, later, out=out, total_s=0.5)
+    assert [(row["status"], row["error"][:16]) for row in cut] == [("not run", "time (--total-s)")] * 3
+    assert cut[0]["wall_s"] == 0 and "may take 30 s, 0 s were left" in cut[0]["error"], "it would only be stopped"
+    assert 0.5 <= cut[1]["wall_s"] < 20 and cut[2]["wall_s"] == 0
     assert read_rows(out) == cut
     [made] = run(later, out=out, resume=True)
     assert made["sum"] == 1 and made["run_id"] == cut[0]["run_id"]
-    assert read_rows(out) == [cut[0], made]
+    assert read_rows(out) == [*cut[:2], made]
+
+
+def test_a_run_that_is_terminated_has_a_row_for_every_case(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    stops_it = case("terminate_parent_and_wait", timeout_s=60)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run(case("add", params={"a": 1, "b": 0}), stops_it, case("add", name="later", params={"a": 2, "b": 0}), out=out)
+    assert ended.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
+    rows = read_rows(out)
+    assert [row["status"] for row in rows] == ["ok", "not run", "not run"]
+    assert rows[1]["last_words"] == "waiting" and "SIGTERM" in rows[1]["error"] and rows[2]["wall_s"] == 0
 
 
 def test_a_run_is_of_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +154,10 @@ def test_a_run_is_of_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     one = case("add", params={"a": 1, "b": 1})
     [row] = run(one, out=out, run_id="r1")
     out.write_text(json.dumps(row | {"machine": "another"}) + "\n")
+    more = case("add", name="more", params={"a": 2, "b": 1})
     with pytest.raises(ValueError, match="r1 was begun on another"):
-        run(one, out=out, resume=True, run_id="r1")
-    [again] = run(one, out=out, resume=True)
-    assert again["run_id"] != "r1" and again["machine"] == row["machine"]
+        run(one, more, out=out, resume=True, run_id="r1")
+    assert run(one, out=out, resume=True)[0]["machine"] == "another", "it has all its rows"
+    again = run(one, more, out=out, resume=True)
+    assert {(made["run_id"] == "r1", made["machine"]) for made in again} == {(False, row["machine"])}
     assert "r1 is of another machine" in capsys.readouterr().err
