@@ -36,6 +36,23 @@ def test_a_low_plane_makes_folds_dearer() -> None:
     assert best(TEMPO, streamed_gb=12.9, low_gb=12.9) > best(TEMPO, streamed_gb=12.9)
 
 
+def test_blocks_that_lag_most_are_waited_for() -> None:
+    """At an interval of 32 computing takes less than copying on average, but not where blocks are 20 behind or more:
+    the link waits for those, and time that it lost does not come back."""
+    split = {"streamed_nbytes": int(12.9 * GB), "low_nbytes": int(12.9 * GB)}
+    tempo = replace(TEMPO, draw_s=0.0065)
+    assert tempo.busy_s(32) < tempo.link_s(32, **split) < tempo.link_s(24, **split)
+    assert tempo.step_s(24, **split) < tempo.step_s(32, **split)
+    assert tempo.best_interval(**split) == 24
+
+
+def test_passes_one_by_one_bring_every_block_as_often() -> None:
+    sizes = {"streamed_nbytes": int(6.4 * GB), "low_nbytes": int(6.4 * GB)}
+    once, twice = (TEMPO.link_s(8, **sizes, num_visits=n) for n in (1, 2))
+    assert twice - once == pytest.approx(6.4 / 54.5)
+    assert TEMPO.best_interval(**sizes, num_visits=2) > TEMPO.best_interval(**sizes)
+
+
 def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
     for compute_s in (0.02, 0.1, 0.2, 0.5):
         for streamed_gb in (0.5, 6.4, 12.9, 60.0):
