@@ -7,16 +7,23 @@ once and found again by them; whatever memory an address meant before or will me
 
 [Note: hints] Wide loads need to know that addresses and row lengths are multiples of 16. `tl.multiple_of` marks the
 operation that made a value, so it has to be said where a kernel loads it: what a helper function returns keeps no mark.
+
+[Note: warmed kernels] Triton looks at all arguments of a launch to find the kernel that was compiled for their kinds,
+which takes longer than the launch. A launch that is made again has arguments of the same kinds, so it asks the compiled
+kernel itself, which wants every parameter in its place. A version of Triton that wants them otherwise says so before
+anything is launched; from then on it is asked as at first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from deepspeed.utils import logger
 
 from ds_zo.ops import triton_projectors as single
 from ds_zo.ops.formats import storage_format
@@ -175,6 +182,35 @@ def _update_batch_kernel(
     )
 
 
+class Launch:
+    """One launch of a kernel, to be made again and again. See [Note: warmed kernels]."""
+
+    by_kernel = True
+    """Until a compiled kernel refuses."""
+
+    def __init__(self, kernel: Any, num_programs: int, given: tuple[Any, ...], **constants: Any) -> None:
+        """`given` and the constants are the kernel's first and last parameters; a call has those between them."""
+        self._options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+        assert list(constants) == kernel.arg_names[len(kernel.arg_names) - len(constants) :]
+        self._kernel, self._num_programs = kernel, num_programs
+        self._given, self._constants = given, constants
+        self._rest = tuple(constants.values())
+        self._run: Callable[..., object] | None = None
+
+    def __call__(self, *values: float) -> None:
+        if self._run is not None and Launch.by_kernel:
+            try:
+                self._run(*self._given, *values, *self._rest)
+                return
+            except TypeError as error:
+                Launch.by_kernel = False
+                logger.warning(f"ds_zo: this version of Triton launches kernels by their source alone ({error})")
+        launch = self._kernel[(self._num_programs,)]
+        compiled = launch(*self._given, *values, **self._constants, **self._options)
+        if compiled is not None:  # the interpreter has none
+            self._run = compiled[(self._num_programs, 1, 1)]
+
+
 class Gathers:
     """Sums of gathered rows, out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], that are to be launched."""
 
@@ -258,10 +294,10 @@ def _gathers_launch(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: 
         fields += row
         num_programs += -(-count // height) * -(-num_cols // width)
         max_depth = max(max_depth, depth)
-    return partial(
-        _gather_batch_kernel[(num_programs,)],
-        _table(tuple(fields), device),
-        len(rows),
+    return Launch(
+        _gather_batch_kernel,
+        num_programs,
+        (_table(tuple(fields), device), len(rows)),
         ELEMENT=_ELEMENTS[dtype],
         INDEX=tl.int32 if wide else tl.int16,
         BY_ROW=by_row,
@@ -291,10 +327,10 @@ def _updates_launch(kind: _UpdateKind, rows: Sequence[tuple[int, ...]], device: 
         rows_per_program = single.ceil_div(single.ceil_div(num_rows, num_chunks), height) * height
         fields += (num_programs, W, U, indices, values, num_rows, num_cols, rows_per_program, offset)
         num_programs += -(-num_rows // rows_per_program) * num_slabs
-    return partial(
-        _update_batch_kernel[(num_programs,)],
-        _table(tuple(fields), device),
-        len(rows),
+    return Launch(
+        _update_batch_kernel,
+        num_programs,
+        (_table(tuple(fields), device), len(rows)),
         ELEMENT=_ELEMENTS[dtype],
         INDEX=tl.int32 if wide else tl.int16,
         ALIGNED=is_aligned,

@@ -71,6 +71,9 @@ def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypa
     for out in outs:
         out.zero_()
     prepared.launch()
+    from ds_zo.ops.triton_projector_batches import Launch
+
+    assert Launch.by_kernel and all(call._run is not None for _, _, call in prepared._calls)
     assert all(bool((other == 7.0).all()) for other in others)
     assert all(torch.equal(out, compress(G, *both)) for G, both, out in zip(grads, pairs, outs, strict=True))
 
@@ -87,7 +90,7 @@ def test_a_layers_products_together_are_the_same_bits() -> None:
         updated(W, S, *both, lr=0.1, weight_decay=0.1, step=3, offset=1024 * i)
         for i, (W, S, both) in enumerate(zip(weights, alone, pairs, strict=True))
     ]
-    apply_all_(
+    prepared = apply_all_(
         [
             Application(W, out, *both, 0.1, 0.1, offset=1024 * i)
             for i, (W, out, both) in enumerate(zip(weights, outs, pairs, strict=True))
@@ -95,6 +98,11 @@ def test_a_layers_products_together_are_the_same_bits() -> None:
         step=3,
     )
     assert all(torch.equal(W, one) for W, one in zip(weights, expected, strict=True))
+    assert prepared is not None
+    prepared.launch(lr=0.2, decay=0.9, step=2**31 + 4)  # by the compiled kernels
+    for i, (W, S, both, one) in enumerate(zip(weights, alone, pairs, expected, strict=True)):
+        again = updated(one, S, *both, lr=0.2, weight_decay=0.5, step=2**31 + 4, offset=1024 * i)
+        assert torch.equal(W, again)
 
 
 def test_streams_do_not_share_scratch() -> None:
