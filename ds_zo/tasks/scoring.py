@@ -45,7 +45,10 @@ class Evaluator:
             )
             labels = batch.pop("labels").to(self.device)
             log_probabilities = at_labels(self.logits(batch, use_cache=False), labels)
-            owners, positions, targets, first = [], [], [], 0
+            owners: list[int] = []
+            positions: list[int] = []
+            targets: list[int] = []
+            first = 0
             for group in (groups[i] for i in chosen):
                 for index in group:
                     wanted = [label for label in sequences[index].labels[1:] if label != IGNORED]
