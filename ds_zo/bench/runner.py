@@ -56,7 +56,7 @@ WARM = (
 )
 """What most cases import, and what importing leaves the driver alone."""
 _POLL_S = 0.02
-_LAST_WORDS = 2000
+_LAST_WORDS = 4000
 _LAST_WORDS_S = 0.3
 _NUM_FRAMES = 12
 _SETTLE_S = 10.0
@@ -312,7 +312,7 @@ class _Harness:
             elif self.told:
                 stopped = (NOT_RUN, f"{_TOLD} before it was done; --resume runs it")
             if stopped is not None:
-                if stopped[0] == "timeout":
+                if stopped[0] != "killed":
                     os.kill(pid, signal.SIGUSR1)  # it writes where it stands into its log
                     time.sleep(_LAST_WORDS_S)
                 _end(pid)

@@ -146,7 +146,8 @@ def test_a_run_that_is_terminated_has_a_row_for_every_case(tmp_path: Path) -> No
     assert ended.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
     rows = read_rows(out)
     assert [row["status"] for row in rows] == ["ok", "not run", "not run"]
-    assert rows[1]["last_words"] == "waiting" and "SIGTERM" in rows[1]["error"] and rows[2]["wall_s"] == 0
+    assert rows[1]["last_words"].startswith("waiting\n") and "SIGTERM" in rows[1]["error"] and rows[2]["wall_s"] == 0
+    assert "in terminate_parent_and_wait" in rows[1]["last_words"], "where it stood"
 
 
 def test_a_run_is_of_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
