@@ -238,6 +238,18 @@ PRESETS = {"targets": targets, "paper": paper, "all": everything}
 _MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
 
 
+def tiny(case: Case, *, device: str) -> Case:
+    """The same case in kind, on a model that a CPU trains in no time: a rehearsal."""
+    params: dict[str, Any] = {**case.params, "device": device}
+    if case.target == CASE:
+        shape = "bloom-tiny" if params["shape"] in BLOOM else "opt-tiny"
+        params |= {"shape": shape, "layers": 2, "length": 8, "warmup": 1, "steps": 1, "age": False, "cap_gb": None}
+        params |= {"inputs": [[2, 4], [1, 8]]} if "inputs" in params else {}
+        stream = {key: value for key, value in params.get("stream", {}).items() if key != "device_memory_gb"}
+        params |= {"stream": {**stream, "resident_blocks": 1}} if stream.get("resident_blocks") else {"stream": stream}
+    return Case(case.name, case.target, params, timeout_s=case.timeout_s)
+
+
 def compiled_first(cases: Sequence[Case]) -> list[Case]:
     """With a case before them that compiles their kernels."""
     kinds = toy_kinds([case.params for case in cases if case.target == CASE])

@@ -194,7 +194,7 @@ def _host_limit(row: Row) -> float | None:
 def all_rows(rows: Rows) -> str | None:
     heads = [
         *("case", "layers", "B x T", "wire", "master", "interval", "resident", "tokens/s", "x MeZO"),
-        "ms (min-max)",
+        "ms (min-max of steps)",
     ]
     heads += ["GPU GB", "host GB", "up, down GB a step", "link busy", "load s", "status"]
     body = []
@@ -215,7 +215,9 @@ def _cells(row: Row, rows: Rows) -> list[str]:
     streams = row["method"] == "zo" and not row.get("resident")
     measured = row.get("tokens_per_s") is not None
     spread = (
-        f"{1e3 * row['step_s']:.0f} ({1e3 * row['step_s_min']:.0f}-{1e3 * row['step_s_max']:.0f})" if measured else ""
+        f"{1e3 * row['step_s']:.0f} ({1e3 * row['step_s_min']:.0f}-{1e3 * row['step_s_max']:.0f} of {row['steps']})"
+        if measured
+        else ""
     )
     moved = f"{row['up_gb_a_step']:.2f}, {row['down_gb_a_step']:.2f}" if measured and streams else ""
     status = row.get("status", "ok")

@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     preset.add_argument("--skip", help="a regular expression that it must not contain")
     preset.add_argument("--total-s", type=float, help="end after this, starting no case that would not end before")
     preset.add_argument("--host-gb", type=float, help="paper: host memory for models too large for any host (Table 10)")
+    preset.add_argument("--device", default="cuda")
+    preset.add_argument("--tiny", action="store_true", help="a rehearsal on toy models; --device cpu needs no GPU")
     preset.add_argument("--list", action="store_true", help="print the cases and their expected seconds instead")
     preset.set_defaults(run=_preset, forks=True)
 
@@ -104,23 +106,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _preset(args: argparse.Namespace) -> None:
-    from ds_zo.bench.zo_presets import PRESETS, compiled_first
+    from ds_zo.bench.zo_presets import CASE, PRESETS, WARMUP, compiled_first, tiny
 
     chosen = args.host_gb is not None and args.preset != "targets"
     cases = PRESETS[args.preset](**({"host_gb": args.host_gb} if chosen else {}))
     cases = [case for case in cases if args.only is None or re.search(args.only, case.name)]
-    cases = [case for case in cases if args.skip is None or not re.search(args.skip, case.name)]
-    cases = compiled_first(cases)
+    for more in (list, compiled_first):
+        cases = [case for case in more(cases) if args.skip is None or not re.search(args.skip, case.name)]
+    if args.device == "cpu":
+        cases = [case for case in cases if case.target in (CASE, WARMUP)]
+    if args.tiny:
+        cases = [tiny(case, device=args.device) for case in cases]
     if args.list:
         for case in cases:
             print(f"{case.expected_s:6.0f}  {case.name}")
         print(f"{sum(case.expected_s for case in cases):6.0f}  in all")
         return
-    run_preset(cases, out=args.out, resume=args.resume, total_s=args.total_s)
+    run_preset(cases, out=args.out, resume=args.resume, total_s=args.total_s, device=args.device)
 
 
 def run_preset(
-    cases: Sequence[Case], *, out: Path | None, resume: bool = False, total_s: float | None = None
+    cases: Sequence[Case],
+    *,
+    out: Path | None,
+    resume: bool = False,
+    total_s: float | None = None,
+    device: str = "cuda",
 ) -> list[Row]:
     """The cases in order, under one run id, a line printed for each as it ends, and how they compare when all have or
     the run is stopped. One that the time left no longer holds is passed over for later ones that it does."""
@@ -134,7 +145,7 @@ def run_preset(
 
     results = seen
     try:
-        results = run_cases(cases, out=out, resume=resume, total_s=total_s, warm=_WARM, on_row=show)
+        results = run_cases(cases, out=out, resume=resume, total_s=total_s, warm=_WARM, device=device, on_row=show)
     finally:
         print(ratios(results), flush=True)
     return results
