@@ -21,11 +21,12 @@ import torch
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_payload import Carry, Codec
-from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_
+from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_, apply_prepared_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
 from ds_zo.optim.subspace_adam import (
     NORM_FLOOR,
     FlatMoments,
+    FlatVectors,
     Moments,
     chunk_scratch,
     chunks_pay,
@@ -372,19 +373,13 @@ class HostGroup:
     def _apply(self, source: torch.Tensor) -> None:
         rates = [self._rates[i] for i in self._active]
         slots = [self.slots[i] for i in self._active]
+        directions = [self._direction(i, source) for i in self._active]
         rate = rates[0] if rates else None
-        key: tuple[int, ...] = ()
         if rate is not None and not self._is_lossy and all(other is rate for other in rates):
-            key = source.data_ptr(), *[slot.parameter.data_ptr() for slot in slots]
-            prepared = self._prepared.get(key, slots)
-            if prepared is not None:
-                prepared.launch(lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, step=rate.step)
-                return
-        triples = zip(slots, self._active, rates, strict=True)
-        moves = [(slot, self._direction(i, source), rate) for slot, i, rate in triples if rate is not None]
-        prepared = apply_directions_(moves)
-        if key:
-            self._prepared.put(key, slots, prepared)
+            apply_prepared_(self._prepared, slots, directions, rate)
+            return
+        triples = zip(slots, directions, rates, strict=True)
+        apply_directions_((slot, direction, rate) for slot, direction, rate in triples if rate is not None)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         if self._is_lossy and i < self._num_projected:
@@ -411,9 +406,14 @@ class DeviceGroup:
         self.slots = slots
         self._settings = settings
         self._max_norm = max_norm
-        self.moments = [Moments.zeros(slot.shape, device) for slot in slots]
-        self._sizes: tuple[list[int], torch.Tensor] | None = None
-        """Of the last step's vectors, also on the device."""
+        self._side_by_side: FlatVectors | None = None
+        """Where there is nothing else."""
+        self._prepared = PreparedProducts()
+        if all(slot.parameter.ndim < 2 for slot in slots):
+            self._side_by_side = FlatVectors([slot.shape for slot in slots], device)
+            self.moments = self._side_by_side.moments.parts
+        else:
+            self.moments = [Moments.zeros(slot.shape, device) for slot in slots]
         for slot in slots:
             if slot.subspace is not None:
                 slot.total = torch.empty(slot.shape, device=device)
@@ -425,31 +425,27 @@ class DeviceGroup:
         if not active:
             return None
         grads = [self.slots[i].gradient for i in active]
-        if any(grad.ndim > 1 for grad in grads):
+        settings = self._settings
+        vectors = self._side_by_side
+        if vectors is not None and len(active) == len(self.slots) and vectors.are_alike():
+            norms = vectors.step_(grads, max_norm=self._max_norm, betas=settings.betas, eps=settings.eps)
+            out = vectors.outs
+        else:
             grads = [grad.float() for grad in grads]
             out = [torch.empty_like(grad) for grad in grads]
             norms = clip_(grads, self._max_norm)
-        else:
-            grads, out, together = self._side_by_side(grads)
-            norms = clip_(grads, self._max_norm, together=together)
-        moments = [self.moments[i] for i in active]
-        directions_(out, grads, moments, norms=norms, betas=self._settings.betas, eps=self._settings.eps)
-        pairs = ((i, direction, rates[i]) for i, direction in zip(active, out, strict=True))
-        apply_directions_((self.slots[i], direction, rate) for i, direction, rate in pairs if rate is not None)
+            moments = [self.moments[i] for i in active]
+            directions_(out, grads, moments, norms=norms, betas=settings.betas, eps=settings.eps)
+        self._apply(active, out, [rates[i] for i in active])
         for i in active:
             self.slots[i].forget()
         return norms
 
-    def _side_by_side(
-        self, vectors: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """Vectors, of which there are many, in float32 by one copy, with room for their directions."""
-        flat = torch.cat([vector.reshape(-1) for vector in vectors]).float()
-        sizes = [vector.numel() for vector in vectors]
-        if self._sizes is None or self._sizes[0] != sizes:
-            self._sizes = sizes, torch.tensor(sizes).to(flat.device, non_blocking=True)
-        grads, out = (
-            [part.view(vector.shape) for part, vector in zip(side.split(sizes), vectors, strict=True)]
-            for side in (flat, torch.empty_like(flat))
-        )
-        return grads, out, (flat, self._sizes[1])
+    def _apply(self, active: list[int], out: list[torch.Tensor], rates: list[Rate | None]) -> None:
+        slots, rate = [self.slots[i] for i in active], rates[0]
+        stays = self._side_by_side is not None and out is self._side_by_side.outs
+        if stays and rate is not None and all(other is rate for other in rates):
+            apply_prepared_(self._prepared, slots, out, rate)
+            return
+        triples = zip(slots, out, rates, strict=True)
+        apply_directions_((slot, direction, rate) for slot, direction, rate in triples if rate is not None)

@@ -57,6 +57,19 @@ class PreparedProducts:
         self._found.clear()
 
 
+def apply_prepared_(
+    prepared: PreparedProducts, slots: Sequence[Slot], directions: Sequence[torch.Tensor], rate: Rate
+) -> None:
+    """`apply_directions_` at one rate, prepared once for all addresses."""
+    key = *[slot.parameter.data_ptr() for slot in slots], *[direction.data_ptr() for direction in directions]
+    found = prepared.get(key, slots)
+    if found is not None:
+        found.launch(lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, step=rate.step)
+        return
+    moves = [(slot, direction, rate) for slot, direction in zip(slots, directions, strict=True)]
+    prepared.put(key, slots, apply_directions_(moves))
+
+
 class HeldGradients:
     """Of projected matrices; each stays in its parameter's `.grad` until it is compressed."""
 
@@ -133,5 +146,7 @@ def apply_directions_(moves: Iterable[tuple[Slot, torch.Tensor, Rate]]) -> Prepa
             sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
             has_whole = True
     prepared = apply_all_(projected, step=step)
-    shift_all_(vectors, step=step)
-    return None if vectors or has_whole else prepared
+    shifted = shift_all_(vectors, step=step)
+    if has_whole or (projected and vectors):
+        return None
+    return shifted if vectors else prepared

@@ -75,9 +75,16 @@ class FlatMoments:
     """The same memory."""
 
     @classmethod
-    def zeros(cls, numel: int, num_parts: int, view: Callable[[int, torch.Tensor], torch.Tensor]) -> FlatMoments:
-        """On the CPU; `view` finds a part in flat memory."""
-        whole = Moments(torch.zeros(numel), torch.zeros(numel), torch.zeros(num_parts))
+    def zeros(
+        cls,
+        numel: int,
+        num_parts: int,
+        view: Callable[[int, torch.Tensor], torch.Tensor],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> FlatMoments:
+        """`view` finds a part in flat memory."""
+        whole = Moments(*(torch.zeros(n, device=device) for n in (numel, numel, num_parts)))
         parts = [
             Moments(view(i, whole.mean), view(i, whole.mean_square), num_steps)
             for i, num_steps in enumerate(whole.num_steps.unbind())
@@ -115,6 +122,50 @@ def chunks_pay() -> bool:
 def chunk_scratch() -> torch.Tensor:
     """For `host_directions_` in this thread."""
     return torch.empty(2, _CHUNK_NUMEL * torch.get_num_threads())
+
+
+class FlatVectors:
+    """Vectors of a device side by side in float32, with their moments: as few launches as for one.
+
+    One call steps them all where they have made equally many steps. Only somebody else can have changed that, and then
+    the counts' version tells: no step waits for the device to look.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self._shapes = list(shapes)
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self.grad, self.out = (torch.zeros(sum(self._sizes), device=device) for _ in range(2))
+        self._grads, self.outs = ([self._part(i, x) for i in range(len(shapes))] for x in (self.grad, self.out))
+        self._numels = torch.tensor(self._sizes).to(device)
+        self.moments = FlatMoments.zeros(self.grad.numel(), len(shapes), self._part, device=device)
+        self._version = self.moments.whole.num_steps._version
+        self._are_alike = True
+
+    def _part(self, i: int, flat: torch.Tensor) -> torch.Tensor:
+        start = sum(self._sizes[:i])
+        return flat[start : start + self._sizes[i]].view(self._shapes[i])
+
+    def are_alike(self) -> bool:
+        counts = self.moments.whole.num_steps
+        if counts._version != self._version:
+            self._version, self._are_alike = counts._version, bool((counts == counts[0]).all())
+        return self._are_alike
+
+    @torch.no_grad()
+    def step_(
+        self, grads: Sequence[torch.Tensor], *, max_norm: float, betas: tuple[float, float], eps: float
+    ) -> torch.Tensor:
+        """`clip_` and `directions_` of all of them, into `outs`; returns the norms."""
+        assert self._are_alike
+        whole = self.moments.whole
+        self.grad.copy_(torch.cat([grad.reshape(-1) for grad in grads]))
+        norms = clip_(self._grads, max_norm, together=(self.grad, self._numels))
+        overflow = _count_step([whole.num_steps], norms)
+        self._version = whole.num_steps._version
+        self.out.zero_()
+        states = [whole.mean], [whole.mean_square], [self.moments.parts[0].num_steps]
+        _adam_([self.out], [self.grad], *states, overflow=overflow, betas=betas, eps=eps)
+        return norms
 
 
 @torch.no_grad()

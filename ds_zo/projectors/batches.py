@@ -68,6 +68,7 @@ class Prepared:
         self._weights: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         self._scratch: tuple[int, int] | None = None
+        self._needs_scratch = False
 
     def add(
         self,
@@ -77,8 +78,10 @@ class Prepared:
         weights: Iterable[torch.Tensor] = (),
         copies: Iterable[torch.Tensor] = (),
     ) -> None:
-        """A batch. The next one uses the same scratch, which must not have moved since the first."""
+        """A batch. The next one uses the same scratch, which must not have moved since the first; gathers need it."""
+        before = len(self._calls)
         self._calls += [(None, 1.0, call) for call in gathers]
+        self._needs_scratch |= len(self._calls) > before
         self._calls += updates
         self._weights += weights
         self._copies += copies
@@ -86,7 +89,9 @@ class Prepared:
 
     def holds(self) -> bool:
         """Nothing was copied and scratch is where it was: the caller's own addresses decide."""
-        return self._scratch is not None and not self._copies and self._scratch == scratch_place(self._device)
+        if self._copies or not self._needs_scratch:
+            return not self._copies
+        return self._scratch is not None and self._scratch == scratch_place(self._device)
 
     def launch(self, *, lr: float | None = None, decay: float = 1.0, seed: int = 0, step: int = 0) -> None:
         """`lr` and `decay` take the place of what every update was prepared with."""
@@ -179,14 +184,15 @@ def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) ->
 
 
 @torch.no_grad()
-def shift_all_(shifts: Sequence[Shift], *, seed: int = 0, step: int = 0) -> None:
-    """A vector is a matrix of one row, updated by its own entry with value 1."""
+def shift_all_(shifts: Sequence[Shift], *, seed: int = 0, step: int = 0) -> Prepared | None:
+    """A vector is a matrix of one row, updated by its own entry with value 1. What it returns does the same again,
+    where the addresses are the same."""
     if not shifts or not has_kernels(shifts[0].w):
         for w, d, lr, weight_decay, rounding, offset in shifts:
             x = (w.float() * (1.0 - lr * weight_decay)).sub_(d, alpha=lr)
             reference.round_into_(w, x, (seed, step, offset) if rounding == "stochastic" else None)
-        return
-    from ds_zo.ops.triton_projector_batches import Updates, dither_words
+        return None
+    from ds_zo.ops.triton_projector_batches import Updates
 
     device = shifts[0].w.device
     one = _ones.get(device)
@@ -196,9 +202,10 @@ def shift_all_(shifts: Sequence[Shift], *, seed: int = 0, step: int = 0) -> None
     for w, d, lr, weight_decay, rounding, offset in shifts:
         offset_or_none = offset if rounding == "stochastic" else None
         updates.add(w, d.data_ptr(), one.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
-    for lr, decay, call in updates.launches():
-        call(lr, decay, *dither_words(seed, step))
-    torch.autograd.graph.increment_version([shift.w for shift in shifts])
+    prepared = Prepared(device)
+    prepared.add((), updates.launches(), weights=[shift.w for shift in shifts])
+    prepared.launch(seed=seed, step=step)
+    return prepared
 
 
 _ones: dict[torch.device, SparseProjector] = {}
