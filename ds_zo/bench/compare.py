@@ -2,11 +2,11 @@
 
 ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1.3b
 ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
-ds-zo bench --report-only --out results/opt-13b
+ds-zo bench --preset results --resume --total-s 540 --out results    # again, until it says that nothing is left
+ds-zo bench --report-only --out results
+ds-zo bench --headline results/* --into README.md
 
-[Note: one case, two cards] Several caps are one run with a table each: OUT/uncapped, OUT/24gb. The largest card comes
-first. A contender that is set up alike for a smaller one, and whose allocator never held more than that one has, would
-do there what it did: its row is shown in both tables, and the smaller card's says so.
+Several caps have a folder each: OUT/uncapped, OUT/24gb. A preset has one for each model around them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ds_zo.bench.runner import Case, Row, append_row, prepare_to_fork, read_rows, run_cases
+from ds_zo.bench.result_set import PRESETS, arguments_of
+from ds_zo.bench.runner import NOT_RUN, Case, Row, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
+from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 
-MACHINE = "machine"
-"""The case that measures link and CPU-Adam bandwidth."""
-_BUILD_S = 300.0
-"""The first use of CPU Adam may compile it, and a build that is stopped leaves a lock behind."""
-_IMPORTS_GB = 1.5
-"""Host memory of a child before its model: Python, torch, CUDA."""
-_LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps")
+_LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="random:opt-125m",
         metavar="NAME",
         help="random:SHAPE (random weights, say random:opt-6.7b), a local folder or a Hub name (default: %(default)s)",
+    )
+    what.add_argument(
+        "--preset", choices=tuple(PRESETS), help="several models, each on the card as it is and on one of 24 GB"
     )
     what.add_argument("--layers", type=int, metavar="N", help="cut a random model's depth")
     what.add_argument("--batch", type=int, default=1, help="sequences a step (default: %(default)s)")
@@ -65,23 +63,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--steps", type=int, default=16, help="timed steps (default: %(default)s)")
     how.add_argument("--warmup", type=int, default=4, help="untimed steps before them (default: %(default)s)")
     how.add_argument(
-        "--max-s", type=float, default=40.0, help="fewer timed steps where they take longer (default: %(default)s)"
+        "--max-s",
+        type=float,
+        default=8.0,
+        help="fewer timed steps, two at least, and fewer before them, where they take longer (default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    how.add_argument("--timeout-s", type=float, default=150.0, help="limit of one case (default: %(default)s)")
+    how.add_argument("--timeout-s", type=float, default=240.0, help="limit of one case (default: %(default)s)")
     how.add_argument(
         "--min-free-host-gib", type=float, default=4.0, help="a case leaves this much (default: %(default)s)"
     )
     how.add_argument("--total-s", type=float, help="end after this; --resume makes the rest")
+    how.add_argument(
+        "--dry-run", action="store_true", help="list the cases with what they are planned to take, and end"
+    )
     how.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
     to = parser.add_argument_group("results")
     to.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: %(default)s")
-    to.add_argument("--run-id", help="default: the time; tables compare rows of one run")
+    to.add_argument("--run-id", help="default: the time; one that DIR has is gone on with; a table is of one run")
     to.add_argument("--resume", action="store_true", help="go on with the last run in DIR, if it was on this machine")
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
+    to.add_argument("--headline", nargs="+", type=Path, metavar="DIR", help="one table and one plot of several results")
+    to.add_argument("--into", type=Path, metavar="FILE", help="put the headline between its markers in this file")
     to.add_argument("--list", action="store_true", help="list contenders with their settings, and end")
 
 
@@ -108,40 +114,145 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
             print(f"{name:<{width}}  {contender.title}: {contender.settings}")
-        return
-    if args.report_only:
+    elif args.headline:
+        from ds_zo.bench.headline import write_headline
+
+        print(write_headline(args.headline, into=args.into))
+    elif args.report_only:
         for folder in folders_with_rows(args.out):
-            _write(last_run(folder / "rows.jsonl", args.run_id), folder, args)
-        return
+            print(_write(last_run(folder / "rows.jsonl", args.run_id), folder, args))
+    else:
+        _compare(args)
+
+
+@dataclass
+class _Part:
+    """One model under one cap."""
+
+    folder: Path
+    cases: list[Case]
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "rows.jsonl"
+
+
+def _compare(args: argparse.Namespace) -> None:
     device = args.device or _device()
     ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
-    run_id, done = args.run_id, list[Row]()
-    for cap in args.device_memory_gb:
-        folder = args.out if len(args.device_memory_gb) == 1 else args.out / folder_of(cap)
-        cases = make_cases(args, device=device, device_memory_gb=cap)
-        write_configs(cases, folder / "configs")
-        carry_over(done, cases, folder / "rows.jsonl")
-        rows = run_cases(
+    wanted = [arguments_of(args, table) for table in PRESETS[args.preset]] if args.preset else [args]
+    tables = [_parts_of(each, device) for each in wanted]
+    if args.dry_run:
+        print("\n".join(_plan_lines(tables, min_free_host_gib=args.min_free_host_gib)))
+        return
+    run_ids = [args.run_id or _run_to_go_on_with(parts, resume=args.resume) for parts in tables]
+    for parts in tables:
+        for part in parts:
+            write_configs(part.cases, part.folder / "configs")
+    machine: list[Row] = []
+    try:
+        for tier in _tiers(args):
+            for parts, run_id in zip(tables, run_ids, strict=True):
+                known = [row | {"run_id": run_id} for row in machine]
+                rows = _run_parts(parts, tier, run_id, args, known=known, device=device, ends=ends)
+                machine = [row for row in rows if row["case"] == MACHINE][:1]
+    finally:  # also when it is told to end
+        if args.preset is None:
+            for part in (part for part in tables[0] if part.out.exists()):
+                print(_write(last_run(part.out, run_ids[0]), part.folder, args))
+        else:
+            _say_what_is_left([part for parts in tables for part in parts], args.out)
+
+
+def _parts_of(args: argparse.Namespace, device: str) -> list[_Part]:
+    caps = args.device_memory_gb
+    return [
+        _Part(
+            args.out if len(caps) == 1 else args.out / folder_of(cap),
+            make_cases(args, device=device, device_memory_gb=cap),
+        )
+        for cap in caps
+    ]
+
+
+def _run_to_go_on_with(parts: Sequence[_Part], *, resume: bool) -> str:
+    """One for all caps of a model."""
+    found = run_to_resume(*((part.out, part.cases) for part in parts)) if resume else None
+    return found or new_run_id()
+
+
+def _tiers(args: argparse.Namespace) -> list[set[str] | None]:
+    """All models of a preset have their first contenders before one has its last."""
+    from ds_zo.bench.contenders import TIERS
+
+    return [None] if args.preset is None else [set(tier) for tier in TIERS]
+
+
+def _run_parts(
+    parts: Sequence[_Part],
+    tier: set[str] | None,
+    run_id: str,
+    args: argparse.Namespace,
+    *,
+    known: Sequence[Row],
+    device: str,
+    ends: float,
+) -> list[Row]:
+    """`known`: what this call has found out about the machine."""
+    done = list(known)
+    for part in parts:
+        cases = [case for case in part.cases if tier is None or case.name in {MACHINE, *tier}]
+        carry_over(done, cases, part.out)
+        done += run_cases(
             cases,
-            out=folder / "rows.jsonl",
+            out=part.out,
             run_id=run_id,
-            resume=args.resume or bool(done),
+            resume=True,
             min_free_host_gib=args.min_free_host_gib,
             device=device,
             spawn=args.spawn,
             total_s=None if math.isinf(ends) else ends - time.monotonic(),
         )
-        run_id = rows[0]["run_id"]
-        done += rows
-        _write(rows, folder, args)
+    return done
 
 
-def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> None:
+def _plan_lines(tables: Sequence[Sequence[_Part]], *, min_free_host_gib: float) -> list[str]:
+    from ds_zo.bench.measure import host_total_bytes
+
+    room_gb = (host_total_bytes() - min_free_host_gib * 2**30) / 1e9
+    lines, total_s = list[str](), 0.0
+    for parts in tables:
+        first, *smaller = parts
+        for part in parts:
+            lines.append(f"{part.folder}:")
+            for case in part.cases:
+                host_gb = case.planned_host_gb or 0.0
+                fits = case.cannot_run is None and host_gb <= room_gb
+                told = " ".join(f"{name}={value}" for name, value in case.env.items())
+                text = (
+                    f"{case.expected_s:4.0f} s, {host_gb:.1f} GB of host memory {told}"
+                    if fits
+                    else (case.cannot_run or f"not run: planned {host_gb:.1f} of {room_gb:.1f} GB of host memory")
+                )
+                lines.append(f"  {case.name:<20} {text.rstrip()}")
+                total_s += case.expected_s if fits and part is first else 0.0
+        lines += ["  (what held no more than that with more memory is not run again)"] * bool(smaller)
+    return [*lines, f"about {total_s:.0f} s for the largest card alone"]
+
+
+def _say_what_is_left(parts: Sequence[_Part], out: Path) -> None:
+    rows = [row for part in parts if part.out.exists() for row in last_run(part.out, None)]
+    left = sum(len(part.cases) for part in parts) - sum(row["status"] != NOT_RUN for row in rows)
+    again = f"{left} cases are left: the same command with --resume goes on" if left else "nothing is left"
+    print(f"{again}; tables and pages: ds-zo bench --report-only --out {out}")
+
+
+def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> str:
     from ds_zo.bench.report import in_table_order, write_report
 
     ordered = in_table_order(rows)
     write_csv(ordered, folder / "rows.csv")
-    print(write_report(ordered, folder, target_loss=args.target_loss))
+    return write_report(ordered, folder, target_loss=args.target_loss)
 
 
 def _caps(text: str) -> list[float | None]:
@@ -158,34 +269,10 @@ def folders_with_rows(out: Path) -> list[Path]:
     """A comparison's own folder, or those of its caps."""
     if (out / "rows.jsonl").exists():
         return [out]
-    found = sorted(path.parent for path in out.glob("*/rows.jsonl"))
+    found = sorted(path.parent for pattern in ("*", "*/*") for path in out.glob(f"{pattern}/rows.jsonl"))
     if not found:
         raise ValueError(f"looked for rows in {out}: there are none (--out)")
     return found
-
-
-def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:
-    """Writes rows that hold for these cases too into their file, unless it has them: [Note: one case, two cards]."""
-    known = {(row["run_id"], row["case"], row["config_hash"]) for row in (read_rows(out) if out.exists() else ())}
-    for case in cases:
-        row = next((row for row in done if row["case"] == case.name and holds_for(row, case)), None)
-        if row is not None and (row["run_id"], case.name, case.config_hash) not in known:
-            moved = {"params": case.params, "config_hash": case.config_hash}
-            if case.name != MACHINE:
-                moved["ran_with_gb"] = row.get("ran_with_gb") or row["params"]["spec"]["device_memory_gb"] or "all"
-            append_row(out, row | moved)
-
-
-def holds_for(row: Row, case: Case) -> bool:
-    """Whether what a row says of a larger card is what the case would find on its own."""
-    if row["status"] != "ok" or row["target"] != case.target:
-        return False
-    if case.name == MACHINE:
-        return bool(row["params"] == case.params)
-    there, here = row["params"]["spec"], case.params["spec"]
-    alike = {**there, "device_memory_gb": None} == {**here, "device_memory_gb": None}
-    held_gb = max(row["reserved_before_gb"], row["peak_reserved_gb"])
-    return alike and row["params"]["config"] == case.params["config"] and held_gb <= here["device_memory_gb"]
 
 
 def _device() -> str:
@@ -205,78 +292,6 @@ def last_run(path: Path, run_id: str | None) -> list[Row]:
         known = ", ".join(dict.fromkeys(row["run_id"] for row in rows))
         raise ValueError(f"{path} has no run {run_id}; it has {known} (--run-id)")
     return list(found.values())
-
-
-def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float | None = None) -> list[Case]:
-    """The machine, then contenders by the host memory they fill, which takes most of the time: where that runs out,
-    most have a row."""
-    from ds_zo.bench.contenders import chosen, config_of, shared_config
-    from ds_zo.bench.entrant import Spec
-
-    names = args.contenders.split(",") if args.contenders else None
-    rates = _rates(args.lr)
-    shared = shared_config(batch=args.batch, dtype=args.dtype, gradient_clipping=args.gradient_clipping)
-    spec = Spec(
-        model=args.model,
-        batch=args.batch,
-        length=args.seq,
-        steps=args.steps,
-        warmup=args.warmup,
-        dtype=args.dtype,
-        device=device,
-        layers=args.layers,
-        device_memory_gb=device_memory_gb,
-        checkpointing=not args.no_checkpointing,
-        data=None if args.data is None else str(args.data),
-        seed=args.seed,
-        profile=not args.no_profile,
-        max_s=args.max_s,
-    )
-    num_parameters = count_parameters(spec)
-    machine = Case(
-        MACHINE, "ds_zo.bench.entrant:measure_machine", {"device": device}, timeout_s=max(args.timeout_s, _BUILD_S)
-    )
-    cases = [machine]
-    for contender in sorted(chosen(names), key=lambda contender: contender.host_bytes(num_parameters)):
-        if contender.missing is not None:
-            print(f"{contender.name} left out: {contender.missing}", file=sys.stderr)
-            continue
-        config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
-        cases.append(
-            Case(
-                contender.name,
-                "ds_zo.bench.entrant:run_contender",
-                {"contender": contender.name, "config": config, "spec": asdict(spec)},
-                timeout_s=args.timeout_s,
-                planned_host_gb=contender.host_bytes(num_parameters) / 1e9 + _IMPORTS_GB if device == "cuda" else None,
-            )
-        )
-    return cases
-
-
-def count_parameters(spec: Any) -> int:
-    """From the config alone, on the meta device."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    from ds_zo.bench.shapes import config_of_model
-
-    config = config_of_model(spec.model, num_layers=spec.layers, max_length=spec.length)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    return sum(p.numel() for p in model.parameters())
-
-
-def _rates(given: Sequence[str]) -> dict[str, float]:
-    rates = {}
-    for text in given:
-        name, _, rate = text.partition("=")
-        try:
-            rates[name] = float(rate)
-        except ValueError:
-            raise ValueError(f"a learning rate is NAME=NUMBER, got {text!r}, say zo=1e-6 (--lr)") from None
-    return rates
 
 
 def write_configs(cases: Sequence[Case], folder: Path) -> None:

@@ -11,6 +11,7 @@ import copy
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ds_zo.engines import available_backends
@@ -53,7 +54,17 @@ _BUDGET_SHARE = 0.96
 """Of a smaller card, that ours are told of: what the allocator caches beyond what is used counts against the card."""
 
 
-def _nothing(num_parameters: int) -> int:
+TIERS = (
+    ("zo", "lomo", "lsp", "lomo-streamed", "adamw", "sgd", "lomo-optim", "zero2-offload"),
+    ("zero3-offload-param", "zero3-offload", "zenflow", "superoffload"),
+    ("zo-streamed", "adalomo", "adamw-flat", "zo-wire"),
+)
+"""In what order they run: where time runs out, those that a table needs most have a row."""
+EXACT_PINNING = {"DS_PIN_MEMORY_BACKEND": "native"}
+"""DeepSpeed's own pinned memory. PyTorch's, its default, takes up to twice as much: see `_pinned`."""
+
+
+def _nothing(num_parameters: int, *, exact: bool = False) -> int:
     return 0
 
 
@@ -68,8 +79,11 @@ class Contender:
     ds_zo: Section | None = None
     backend: str | None = None
     """Of ours: who places the parameters, and what this version must have."""
-    host_bytes: Callable[[int], int] = field(default=_nothing, compare=False)
-    """Host memory by number of parameters, at least: a case that cannot have it is not started."""
+    host_bytes: Callable[..., int] = field(default=_nothing, compare=False)
+    """Host memory by number of parameters, at least: a case that cannot have it is not started. `exact`: with
+    `EXACT_PINNING`, which is less where DeepSpeed pins."""
+    device_bytes_each: int = 0
+    """Device memory a parameter for weights and states alone, in 16-bit training."""
     period: int = 1
     """Steps after which they repeat: times of fewer say little."""
     peer: str | None = None
@@ -85,33 +99,42 @@ class Contender:
         return None
 
 
-def _pinned(nbytes: int) -> int:
+def _pinned(nbytes: int, exact: bool) -> int:
     """PyTorch's pinned allocator rounds a request up to a power of two, and keeps what is returned to it."""
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+    return nbytes if exact or not nbytes else 1 << (nbytes - 1).bit_length()
 
 
-def _stage2_on_host(num_parameters: int) -> int:
+def _stage2_on_host(num_parameters: int, *, exact: bool = False) -> int:
     """Master weights and gradients in float32 and 16-bit staging, pinned; two moments."""
-    return 8 * num_parameters + 2 * _pinned(4 * num_parameters) + 2 * num_parameters
+    return 8 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + 2 * num_parameters
 
 
-def _zenflow_on_host(num_parameters: int) -> int:
+def _zenflow_on_host(num_parameters: int, *, exact: bool = False) -> int:
     """Beside what is pinned, which then moves to shared memory: master, a stale copy, two sets of gradients and two of
     moments."""
-    return 32 * num_parameters + 2 * _pinned(4 * num_parameters) + 2 * num_parameters
+    return 32 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + 2 * num_parameters
 
 
-def _stage3_on_host(num_parameters: int, *, group: int = _GROUP_NUMEL, weights: bool = False) -> int:
+def _stage3_on_host(
+    num_parameters: int, *, exact: bool = False, group: int = _GROUP_NUMEL, weights: bool = False
+) -> int:
     """Master and moments; gradients pinned in float32, one request a group, and in 16 bits, all in one."""
     whole, rest = divmod(num_parameters, group)
-    gradients = whole * _pinned(4 * group) + _pinned(4 * rest) + _pinned(2 * num_parameters)
-    return 12 * num_parameters + gradients + (_pinned(2 * num_parameters) if weights else 0)
+    gradients = whole * _pinned(4 * group, exact) + _pinned(4 * rest, exact) + _pinned(2 * num_parameters, exact)
+    return 12 * num_parameters + gradients + (_pinned(2 * num_parameters, exact) if weights else 0)
 
 
-def _superoffload_on_host(num_parameters: int) -> int:
+def _superoffload_on_host(num_parameters: int, *, exact: bool = False) -> int:
     """The same, with gradients copied once more into memory that the helper process shares, and its staging."""
     group = min(_SUPER_GROUP_NUMEL, num_parameters)
-    return _stage3_on_host(num_parameters, group=group) + 4 * num_parameters + _pinned(4 * group)
+    there = _stage3_on_host(num_parameters, exact=exact, group=group)
+    return there + 4 * num_parameters + _pinned(4 * group, exact)
+
+
+def _streamed_on_host(num_parameters: int, *, exact: bool = False, each: int = 2) -> int:
+    """16-bit weights, with float32's low bits beside them where the master is split; those that are to stay on the
+    device start here."""
+    return each * num_parameters
 
 
 def _ours(name: str, title: str, settings: str, **sections: Any) -> Contender:
@@ -128,6 +151,7 @@ ALL: dict[str, Contender] = {
             "stage 0, torch's fused kernel, float32 master weights and moments on the GPU",
             _FUSED_ADAMW,
             {"stage": 0},
+            device_bytes_each=18,
         ),
         Contender(
             "adamw-flat",
@@ -135,6 +159,7 @@ ALL: dict[str, Contender] = {
             "stage 1, whose only rank keeps all: torch's fused kernel over one flat float32 buffer, no norm computed",
             _FUSED_ADAMW,
             {"stage": 1, "overlap_comm": True, "contiguous_gradients": True, "compute_grad_norm": False},
+            device_bytes_each=16,
         ),
         Contender(
             "sgd",
@@ -142,6 +167,7 @@ ALL: dict[str, Contender] = {
             "stage 0, no momentum, float32 master weights on the GPU",
             {"type": "SGD", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             {"stage": 0},
+            device_bytes_each=10,
         ),
         Contender(
             "zero2-offload",
@@ -150,6 +176,7 @@ ALL: dict[str, Contender] = {
             _ADAMW,
             _OFFLOAD2,
             host_bytes=_stage2_on_host,
+            device_bytes_each=2,
         ),
         Contender(
             "zero3-offload",
@@ -158,6 +185,7 @@ ALL: dict[str, Contender] = {
             _ADAMW,
             _OFFLOAD3,
             host_bytes=_stage3_on_host,
+            device_bytes_each=2,
         ),
         Contender(
             "zero3-offload-param",
@@ -165,7 +193,7 @@ ALL: dict[str, Contender] = {
             "stock: the same with offload_param pinned",
             _ADAMW,
             {**_OFFLOAD3, "offload_param": _HOST},
-            host_bytes=lambda n: _stage3_on_host(n, weights=True),
+            host_bytes=partial(_stage3_on_host, weights=True),
         ),
         Contender(
             "zenflow",
@@ -184,6 +212,7 @@ ALL: dict[str, Contender] = {
                 },
             },
             host_bytes=_zenflow_on_host,
+            device_bytes_each=2,
             period=4,
         ),
         Contender(
@@ -199,6 +228,7 @@ ALL: dict[str, Contender] = {
                 "offload_optimizer": {**_HOST, "ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9},
             },
             host_bytes=_superoffload_on_host,
+            device_bytes_each=2,
         ),
         _ours(
             "zo",
@@ -207,7 +237,7 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {}},
-            host_bytes=lambda n: 2 * n,
+            host_bytes=partial(_streamed_on_host, each=4),
         ),
         _ours(
             "zo-streamed",
@@ -216,7 +246,7 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {"resident_blocks": 0}},
-            host_bytes=lambda n: 4 * n,
+            host_bytes=partial(_streamed_on_host, each=4),
         ),
         _ours(
             "zo-wire",
@@ -225,7 +255,7 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {"resident_blocks": 0, "master": "wire"}},
-            host_bytes=lambda n: 2 * n,
+            host_bytes=_streamed_on_host,
         ),
         _ours(
             "lomo",
@@ -233,6 +263,7 @@ ALL: dict[str, Contender] = {
             "parameters on the GPU, one backward pass, stochastic rounding",
             optimizer={"type": "LOMO", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             zero_optimization={"stage": 0},
+            device_bytes_each=2,
         ),
         _ours(
             "lomo-streamed",
@@ -241,7 +272,7 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "LOMO", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {}},
-            host_bytes=lambda n: 2 * n,
+            host_bytes=_streamed_on_host,
         ),
         _ours(
             "adalomo",
@@ -249,6 +280,7 @@ ALL: dict[str, Contender] = {
             "parameters on the GPU, factored second moments",
             optimizer={"type": "AdaLOMO", "params": {"lr": 5e-4, "weight_decay": 0.0}},
             zero_optimization={"stage": 0},
+            device_bytes_each=2,
         ),
         _ours(
             "lsp",
@@ -256,6 +288,7 @@ ALL: dict[str, Contender] = {
             "d = 512, r = 4, learned projectors, layer-wise schedule, float32 payload",
             optimizer={"type": "LSP", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
             zero_optimization={"stage": 0, "offload_optimizer": _HOST},
+            device_bytes_each=2,
         ),
         Contender(
             "lomo-optim",
@@ -263,10 +296,24 @@ ALL: dict[str, Contender] = {
             "the authors' package, fused_backward, no clipping, nearest rounding",
             {"type": "Lomo", "params": {"lr": 1e-2}},
             {"stage": 0},
+            device_bytes_each=2,
             peer="lomo_optim",
         ),
     )
 }
+
+
+def in_order_of_runs(names: Sequence[str] | None) -> list[Contender]:
+    """As `chosen`, with those first that a table needs most."""
+    place = {name: i for i, name in enumerate(name for tier in TIERS for name in tier)}
+    return sorted(chosen(names), key=lambda contender: place[contender.name])
+
+
+def settings_of(contender: Contender, env: Mapping[str, str]) -> str:
+    """In words, with what its case was told beside the JSON."""
+    exact = "; pinned in exact sizes by DeepSpeed (" + ", ".join(f"{k}={v}" for k, v in EXACT_PINNING.items()) + ")"
+    told = all(env.get(key) == value for key, value in EXACT_PINNING.items())
+    return contender.settings + (exact if told else "")
 
 
 def chosen(names: Sequence[str] | None) -> list[Contender]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.bench.contenders import ALL, Contender
+from ds_zo.bench.contenders import ALL, Contender, settings_of
 from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps, synchronize
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
 from ds_zo.bench.workload import batches_of
+from ds_zo.streaming.allocator import expand_segments
 
 Row = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NUM_EXTRA = 4
-"""Steps taken apart, and as many profiled."""
-SLOW_S, NUM_EXTRA_SLOW = 0.5, 2
+EXTRA_STEPS = ((0.5, 4), (3.0, 2), (math.inf, 1))
+"""(longest step, how many are taken apart): as many more are profiled."""
+_LONGEST_AGEING = 16
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Trainer:
     """The classes that do the work: a setting that DeepSpeed passed over would show here."""
     starts_as_given: bool | None = None
     """Whether the weights are those it was given, where they can be looked at."""
+    ages_after: Callable[[], int] | None = None
+    """Steps until each costs what it costs in the middle of a run."""
 
 
 def measure_machine(*, device: str) -> Row:
@@ -93,10 +98,11 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         torch.cuda.set_device(wanted.where)
         if wanted.device_memory_gb is not None:
             cap_device_memory(wanted.device_memory_gb, wanted.where)
+            expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: what fits is not to fail for the gaps between
     torch.manual_seed(wanted.seed)
-    start = time.perf_counter()
+    clock = _Clock()
     trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted)
-    load_s = time.perf_counter() - start
+    clock.lap("load")
 
     model_config = config_of_model(wanted.model, num_layers=wanted.layers, max_length=wanted.length)
     batches = batches_of(
@@ -129,29 +135,47 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         device=wanted.where,
         max_s=wanted.max_s,
         period=entrant.period,
+        ages_after=trainer.ages_after,
     )
+    clock.lap("steps")
     measured["losses"] = [round(float(loss), 5) for loss in losses]
     tokens = wanted.batch * wanted.length
     row: Row = {
         "contender": contender,
         "title": entrant.title,
-        "settings": entrant.settings,
+        "settings": settings_of(entrant, os.environ),
         "running": trainer.running,
         "starts_as_given": trainer.starts_as_given,
         "parameters": trainer.num_parameters,
         "tokens_per_s": tokens / measured["step_s"],
         "tokens_per_s_mean": tokens / measured["step_wall_s"],
-        "load_s": round(load_s, 2),
+        "load_s": clock.laps["load"],
         **measured,
     }
-    num_extra = max(entrant.period, NUM_EXTRA if measured["step_s"] < SLOW_S else NUM_EXTRA_SLOW)
+    few = next(number for longest_s, number in EXTRA_STEPS if measured["step_s"] < longest_s)
+    num_extra = max(entrant.period, few)
     row |= _parts(trainer, batch, wanted.where, steps=num_extra)
+    clock.lap("parts")
     if wanted.profile and wanted.device == "cuda":
         try:
             row |= profile_steps(step, steps=num_extra)
         except Exception as error:  # what was measured without the profiler is not lost for it
             row["profile_error"] = f"{type(error).__name__}: {error}"
-    return row
+        clock.lap("profile")
+    return row | {"laps_s": clock.laps}
+
+
+class _Clock:
+    """Where a case's own time goes; the rest of `wall_s` is CUDA's start and what was held being given back."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._last, 2)
+        self._last = now
 
 
 def _parts(trainer: Trainer, batch: Callable[[], torch.Tensor], device: torch.device, *, steps: int) -> Row:
@@ -189,7 +213,15 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
         num_parameters=num_parameters,
         running=_classes(engine.optimizer),
         starts_as_given=_starts_as_given(model) if entrant.backend is None else None,
+        ages_after=partial(_ages_after, engine) if entrant.backend == "zo" else None,
     )
+
+
+def _ages_after(engine: Any) -> int:
+    """ZO's steps grow dearer until every streamed block has been written back once: past updates are replayed."""
+    homes = engine.backend.homes
+    streams = any(unit.streamed for unit in homes.placement.blocks)
+    return min(homes.interval, _LONGEST_AGEING) if streams else 0
 
 
 def _starts_as_given(model: nn.Module) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 
 _REPO = Path(__file__).resolve().parents[2]
-_FEWEST_STEPS = 3
+_FEWEST_STEPS = 2
+_SETTLING_STEPS = 2
+"""After these an engine has made its choices: what it placed where, how often it writes back."""
 _PACKAGES = ("ds_zo", "deepspeed", "torch", "transformers", "accelerate", "triton")
 
 
@@ -32,17 +35,27 @@ def measure_steps(
     device: torch.device | str,
     max_s: float | None = None,
     period: int = 1,
+    ages_after: Callable[[], int] | None = None,
 ) -> dict[str, Any]:
     """Median, fastest and slowest of `steps` calls after `warmup` untimed ones, with the peaks of memory.
 
     A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
-    timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, three at
-    least, where the warm-up says that they would take longer. Steps that differ in turns of `period` are warmed up and
-    timed in whole turns, or their mean would depend on where it stops.
+    timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, two at
+    least, where the warm-up says that they would take longer, and ends a warm-up whose first step took longer, or whose
+    first two took half of it. Steps that differ in turns of `period` are warmed up and timed in whole turns, or their
+    mean would depend on where it stops. `ages_after` is asked, once the engine has settled, how many steps it takes
+    until they cost what they cost in the middle of a run: those are warmed up whatever they take.
     """
     device = torch.device(device)
-    warmup_seconds = []
-    for _ in range(-(-warmup // period) * period):
+    warmup_seconds: list[float] = []
+    least = 0 if ages_after is None else _SETTLING_STEPS
+    while len(warmup_seconds) < -(-max(warmup, least) // period) * period:
+        if len(warmup_seconds) == _SETTLING_STEPS and ages_after is not None:
+            least = max(least, ages_after())
+        done, spent_s = len(warmup_seconds), sum(warmup_seconds)
+        may_end = done and done >= least and done % period == 0
+        if may_end and max_s is not None and spent_s > (max_s if done == 1 else max_s / 2):
+            break
         start = time.perf_counter()
         step()
         synchronize(device)
@@ -131,6 +144,26 @@ def host_free_bytes() -> int:
     return free
 
 
+def host_total_bytes() -> int:
+    """Of the machine, or of the container where its limit is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int((Path("/sys/fs/cgroup") / limit).read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return total
+
+
+def may_lock_memory() -> bool:
+    """Any amount of it, as `mlock` wants: no limit, or the capability to pass over it."""
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+        return True
+    cap_ipc_lock = 1 << 14
+    status = Path("/proc/self/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) & cap_ipc_lock for line in status if line.startswith("CapEff:"))
+
+
 def _file_cache_bytes(stat: Path) -> int:
     """File pages that the kernel drops when memory runs short: a limit counts them as used."""
     fields = dict(line.split() for line in stat.read_text().splitlines() if len(line.split()) == 2)
@@ -200,6 +233,14 @@ def machine_id() -> str:
     """Tells this machine from others of its kind, which may have the same name, and names neither."""
     cards = _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader") or ""
     return hashlib.sha256(f"{platform.node()} {cards}".encode()).hexdigest()[:8]
+
+
+@lru_cache(maxsize=1)
+def gpu_memory_gb() -> float | None:
+    """Of the first card, in 10**9 bytes."""
+    found = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    first = found.partition("\n")[0].strip()
+    return int(first) * 2**20 / 1e9 if first.isdigit() else None
 
 
 @lru_cache(maxsize=1)

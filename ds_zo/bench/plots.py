@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
@@ -37,19 +37,47 @@ def memory_against_speed(rows: Sequence[Row]) -> str:
     points = sorted((row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s"))
     for gb, speed, row in points:
         axes.scatter(gb, speed, s=64, color=_colour(rows, row), marker=_marker(row), zorder=3)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis, limits, values in (
-        (axes.xaxis, axes.set_xlim, [gb for gb, _, _ in points]),
-        (axes.yaxis, axes.set_ylim, [speed for _, speed, _ in points]),
-    ):
-        _plain_ticks(axis)
-        if min(values) > 0:
-            limits(min(values) / 1.5, max(values) * 1.5)
+    _log_axes(axes, [gb for gb, _, _ in points], [speed for _, speed, _ in points])
     _label_points(axes, [(gb, speed, row["contender"]) for gb, speed, row in points])
     axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
     axes.set_ylabel("tokens/s (median step)")
     return _svg(figure, "memory against speed")
+
+
+def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = ()) -> str:
+    """Memory against speed, a panel a model, as a file of its own. Rows that ran under a cap are hollow."""
+    names = list(dict.fromkeys(row["contender"] for rows in rows_of.values() for row in rows))
+    num_columns = min(2, len(rows_of))
+    num_rows = -(-len(rows_of) // num_columns)
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(6.2 * num_columns, 4.4 * num_rows), layout="constrained", facecolor="white")
+        grid = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes in list(grid.flat)[len(rows_of) :]:
+        axes.remove()
+    key = memory_key([row for rows in rows_of.values() for row in rows])
+    for axes, (model, rows) in zip(grid.flat, rows_of.items(), strict=False):
+        points = [(row[key], row["tokens_per_s_mean"], row) for row in rows]
+        for gb, speed, row in points:
+            colour = _COLOURS[names.index(row["contender"]) % len(_COLOURS)]
+            face = colour if row.get("cap_gb") is None else "none"
+            axes.scatter(gb, speed, s=44, marker=_marker(row), facecolors=face, edgecolors=colour, zorder=3)
+        _log_axes(axes, [gb for gb, _, _ in points], [speed for _, speed, _ in points])
+        for cap in caps_gb:
+            axes.axvline(cap, color="#888", linestyle=":", linewidth=1, zorder=1)
+        axes.set_title(model, fontsize=11)
+        axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
+        axes.set_ylabel("tokens/s")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.canvas.draw()  # places the axes, which labels are fitted to
+    for axes, rows in zip(grid.flat, rows_of.values(), strict=False):
+        _label_points(axes, [(row[key], row["tokens_per_s_mean"], _label(row)) for row in rows])
+    return _svg(figure, "memory against speed by model")
+
+
+def _label(row: Row) -> str:
+    cap = row.get("cap_gb")
+    return str(row["contender"]) if cap is None else f"{row['contender']} within {cap:g} GB"
 
 
 def breakdown(rows: Sequence[Row]) -> str:
@@ -141,6 +169,15 @@ def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> Non
             va="center",
             fontsize=9,
         )
+
+
+def _log_axes(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis, limits, values in ((axes.xaxis, axes.set_xlim, across), (axes.yaxis, axes.set_ylim, up)):
+        _plain_ticks(axis)
+        if min(values) > 0:
+            limits(min(values) / 1.5, max(values) * 1.5)
 
 
 def _plain_ticks(axis: Axis) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 from deepspeed.utils import logger
 
 from ds_zo.bench.curves import smoothed, time_to_loss
+from ds_zo.bench.runner import NOT_RUN
 
 Row = dict[str, Any]
 _ERROR_CHARACTERS = 110
 _SETTINGS = "set up as"
 
 NOTES = (
-    "Speed is of the median step, in brackets of the mean, which counts steps that wait for a delayed update.",
+    "Speed is of the median step, in brackets of the mean, which counts steps that wait for a delayed update. Steps: "
+    "how many were timed, and how many before them were not; slow ones are fewer.",
     "Forward, backward and update are each waited for, so what overlaps across them shows in the step's time only.",
     "Copies alone: time a step in which the GPU's copy engines work and nothing computes. Up and down: bytes copied "
     "between host and GPU. Both are from the profiler's trace of later steps.",
@@ -68,13 +70,19 @@ def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
     entrants = contenders(rows)
-    elsewhere = ", ".join(row["contender"] for row in entrants if row.get("ran_with_gb"))
+    moved = [row for row in entrants if row.get("ran_with_gb")]
+    elsewhere = ", ".join(row["contender"] for row in moved if row["status"] == "ok")
+    failed = ", ".join(row["contender"] for row in moved if row["status"] != "ok")
     astray = ", ".join(row["contender"] for row in entrants if row.get("starts_as_given") is False)
     notes = list(NOTES)
     if elsewhere:
         notes.append(
             f"Run once, with more memory than this cap, of which they never held more than it has: {elsewhere}."
         )
+    if failed:
+        notes.append(f"Run once, with more memory than this cap, where they failed: {failed}.")
+    if entrants[0]["params"]["spec"].get("device_memory_gb") is not None:
+        notes.append("Under a cap PyTorch's allocator has expandable_segments, for all that ran under it.")
     if astray:
         notes.append(f"Not started from the weights they were given, so without losses: {astray}.")
     return notes
@@ -144,9 +152,9 @@ def in_table_order(rows: Sequence[Row]) -> list[Row]:
 
 def _settings(row: Row) -> str:
     """Of a case that ended before it could say."""
-    from ds_zo.bench.contenders import ALL
+    from ds_zo.bench.contenders import ALL, settings_of
 
-    return ALL[row["case"]].settings if row["case"] in ALL else ""
+    return settings_of(ALL[row["case"]], row.get("env", {})) if row["case"] in ALL else ""
 
 
 def title_of(rows: Sequence[Row]) -> str:
@@ -178,39 +186,51 @@ def facts_of(rows: Sequence[Row]) -> str:
 
 def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
     def milliseconds(key: str) -> Callable[[Row], str]:
-        return lambda row: _number(row.get(key), scale=1e3)
+        return lambda row: shown(row.get(key), scale=1e3)
 
     columns: dict[str, Callable[[Row], str]] = {
         "contender": lambda row: str(row["contender"]),
         "tokens/s": _speed,
         "step ms": _spread,
+        "steps": _steps,
         "forward ms": milliseconds("forward_s"),
         "backward ms": milliseconds("backward_s"),
         "update ms": milliseconds("update_s"),
         "copies alone ms": milliseconds("copy_exposed_s"),
         "GPU GB": lambda row: _pair(row.get("peak_gb"), row.get("peak_reserved_gb")),
-        "host GB": lambda row: _number(_host_gb(row)),
-        "up GB": lambda row: _number(row.get("up_gb")),
-        "down GB": lambda row: _number(row.get("down_gb")),
+        "host GB": lambda row: shown(host_gb(row)),
+        "up GB": lambda row: shown(row.get("up_gb")),
+        "down GB": lambda row: shown(row.get("down_gb")),
         "loss after N": _loss,
     }
     if target_loss is not None:
-        columns[f"s to loss {target_loss:g}"] = lambda row: _number(time_to_loss(row, target_loss))
+        columns[f"s to loss {target_loss:g}"] = lambda row: shown(time_to_loss(row, target_loss))
     columns[_SETTINGS] = lambda row: str(row.get("settings") or "")
     return columns
 
 
 def _speed(row: Row) -> str:
     if row["status"] != "ok":
-        return f"{row['status']}: {_first_line(row.get('error'))}"
+        return reason_of(row)
     return f"{row['tokens_per_s']:,.0f} ({row['tokens_per_s_mean']:,.0f})"
+
+
+def reason_of(row: Row) -> str:
+    """Of a case that has no numbers."""
+    reason = _first_line(row.get("error"))
+    return reason if reason.startswith(NOT_RUN) else f"{row['status']}: {reason}"
+
+
+def _steps(row: Row) -> str:
+    timed, before = row.get("seconds"), row.get("warmup_seconds")
+    return "" if timed is None or before is None else f"{len(timed)} after {len(before)}"
 
 
 def _spread(row: Row) -> str:
     if row.get("step_s") is None:
         return ""
-    return f"{_number(row['step_s'], scale=1e3)} ({_number(row['step_s_min'], scale=1e3)} to " + (
-        f"{_number(row['step_s_max'], scale=1e3)})"
+    return f"{shown(row['step_s'], scale=1e3)} ({shown(row['step_s_min'], scale=1e3)} to " + (
+        f"{shown(row['step_s_max'], scale=1e3)})"
     )
 
 
@@ -219,17 +239,17 @@ def _loss(row: Row) -> str:
     return f"{smoothed(losses)[-1]:.3f} ({len(losses)})" if losses else ""
 
 
-def _host_gb(row: Row) -> float | None:
+def host_gb(row: Row) -> float | None:
     peak = row.get("host_peak_gb")
     on_gpu = row.get("device") == "cuda"
     return max(peak, row.get("host_drop_gb") or 0.0) if peak is not None and on_gpu else peak
 
 
 def _pair(value: float | None, bracketed: float | None) -> str:
-    return "" if value is None else f"{_number(value)} ({_number(bracketed)})"
+    return "" if value is None else f"{shown(value)} ({shown(bracketed)})"
 
 
-def _number(value: float | None, *, scale: float = 1.0) -> str:
+def shown(value: float | None, *, scale: float = 1.0) -> str:
     if value is None:
         return ""
     value *= scale

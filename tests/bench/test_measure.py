@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,12 +45,18 @@ def test_the_environment_is_found_without_initialising_cuda() -> None:
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
 
 
-def test_slow_steps_are_fewer_but_three_at_least() -> None:
-    def count(max_s: float) -> int:
-        return len(measure_steps(lambda: time.sleep(0.01), warmup=1, steps=50, device="cpu", max_s=max_s)["seconds"])
+def test_slow_steps_are_fewer_and_so_is_their_warm_up() -> None:
+    def made(max_s: float, **options: Any) -> tuple[int, int]:
+        row = measure_steps(lambda: time.sleep(0.01), warmup=5, steps=50, device="cpu", max_s=max_s, **options)
+        return len(row["warmup_seconds"]), len(row["seconds"])
 
-    assert count(0.001) == 3
-    assert 3 < count(0.1) <= 10
+    assert made(0.001) == (1, 2)
+    assert made(0.001, period=4) == (4, 4)
+    assert made(0.001, ages_after=lambda: 7) == (7, 2), "what makes steps cheaper than they are is not left out"
+    warmup, steps = made(0.03)
+    assert warmup == 2 and 2 <= steps <= 3
+    warmup, steps = made(0.2)
+    assert warmup == 5 and 3 < steps <= 20
 
 
 def test_steps_that_differ_in_turns_are_timed_in_whole_turns() -> None:

@@ -1,0 +1,197 @@
+"""What several comparisons come to: a table for each card, one column a model, and one plot, from rows alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.report import contenders, host_gb, in_table_order, reason_of, shown
+from ds_zo.bench.runner import NOT_RUN
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
+"""What stands between them in a file is the headline's: `--into` replaces it."""
+PLOT = "headline.svg"
+_MISSING = ""
+_SHORT = {"oom": "out of memory", "timeout": "too slow", "killed": "stopped: host memory", NOT_RUN: "no time"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model under one cap, as its run left it."""
+
+    folder: Path
+    rows: list[Row]
+
+    @property
+    def spec(self) -> Row:
+        return dict(self.entrants[0]["params"]["spec"])
+
+    @property
+    def entrants(self) -> list[Row]:
+        return contenders(self.rows)
+
+    @property
+    def model(self) -> str:
+        """A column's head."""
+        spec = self.spec
+        cut = f", {spec['layers']} layers" if spec.get("layers") else ""
+        return f"{spec['model'].removeprefix('random:')}{cut}, {spec['batch']} x {spec['length']}"
+
+    @property
+    def cap_gb(self) -> float | None:
+        found = self.spec["device_memory_gb"]
+        return None if found is None else float(found)
+
+
+def write_headline(folders: Sequence[Path], *, into: Path | None = None) -> str:
+    """The Markdown, which also goes between the markers of `into`; the plot is a file beside the results."""
+    parts = read_parts(folders)
+    root = Path(os.path.commonpath([str(folder) for folder in folders]))
+    plot = root / PLOT
+    _draw(parts, plot)
+    base = into.parent if into is not None else Path()
+    text = markdown(parts, root=_relative(root, base), plot=_relative(plot, base))
+    if into is not None:
+        put_between_markers(into, text)
+    return text
+
+
+def read_parts(folders: Sequence[Path]) -> list[Part]:
+    from ds_zo.bench.compare import folders_with_rows, last_run
+
+    found = dict.fromkeys(part for folder in folders if folder.is_dir() for part in folders_with_rows(folder))
+    if not found:
+        raise ValueError(f"looked for rows in {', '.join(map(str, folders))}: there are none (--headline)")
+    parts = [Part(folder, last_run(folder / "rows.jsonl", None)) for folder in found]
+    size = {part.model: max(row.get("parameters") or 0 for row in part.rows) for part in parts}
+    return sorted(parts, key=lambda part: (size[part.model], part.model, part.cap_gb is not None, part.cap_gb))
+
+
+def put_between_markers(file: Path, text: str) -> None:
+    """Changes nothing else in the file."""
+    before = file.read_text(encoding="utf-8")
+    begin, end = before.find(BEGIN), before.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"the headline goes between {BEGIN} and {END}, which {file} lacks: add them (--into)")
+    file.write_text(f"{before[:begin]}{BEGIN}\n{text}\n{before[end:]}", encoding="utf-8")
+
+
+def markdown(parts: Sequence[Part], *, root: str, plot: str) -> str:
+    lines = [_facts(parts), ""]
+    caps = sorted({part.cap_gb for part in parts}, key=lambda cap: float("inf") if cap is None else cap)
+    for cap in caps:
+        of_cap = [part for part in parts if part.cap_gb == cap]
+        card = "On the card as it is" if cap is None else f"Within {cap:g} GB of GPU memory"
+        lines += [f"{card} (tokens/s, GPU GB, host GB):", "", *_table(of_cap), ""]
+    lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
+    lines.append(
+        "Speed is the mean over the timed steps, memory its peak. Every contender's settings, the spread, the parts of "
+        f"a step, bytes moved and last words are in the tables and pages under [{root}]({root}). Made by"
+    )
+    return "\n".join([*lines, "", "```bash", *_commands(parts, root), "```"])
+
+
+def _facts(parts: Sequence[Part]) -> str:
+    first = parts[0].entrants[0]
+    machines = {row.get("machine") for part in parts for row in part.rows}
+    where = f"one {first.get('gpu') or 'CPU'}" if len(machines) == 1 else f"{len(machines)} machines, one a column"
+    link = next((row["link_gbps"] for part in parts for row in part.rows if row.get("link_gbps")), None)
+    facts = [where, f"{first.get('cpus')} cores"]
+    if link is not None:
+        facts.append(f"link {link['up']:.1f} GB/s up, {link['down']:.1f} down")
+    speed = next((row["cpu_adam_gparams_per_s"] for p in parts for row in p.rows if "cpu_adam_gparams_per_s" in row), 0)
+    if speed:
+        facts.append(f"CPU Adam {speed:.2f} G parameters/s")
+    versions = first.get("versions", {})
+    facts += [f"{name} {versions[name]}" for name in ("deepspeed", "torch") if name in versions]
+    spec = parts[0].spec
+    facts.append(f"{spec['dtype']}, activations {'recomputed' if spec['checkpointing'] else 'kept'}")
+    commits = dict.fromkeys(str(row.get("commit")) for part in parts for row in part.entrants)
+    text = "; ".join([*facts, f"commit {', '.join(commits)}"])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _table(parts: Sequence[Part]) -> list[str]:
+    names = {row["case"]: row for part in parts for row in part.entrants}
+    lines = ["| | " + " | ".join(part.model for part in parts) + " |", "| --- " * (len(parts) + 1) + "|"]
+    for row in in_table_order(list(names.values())):
+        cells = [_cell(next((r for r in part.entrants if r["case"] == row["case"]), None)) for part in parts]
+        lines.append(f"| {_title(row)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _title(row: Row) -> str:
+    from ds_zo.bench.contenders import ALL
+
+    return ALL[row["case"]].title if row["case"] in ALL else str(row["case"])
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return _MISSING
+    if row["status"] != "ok":
+        return _SHORT.get(row["status"]) or reason_of(row).removeprefix(f"{NOT_RUN}: ").replace("|", "\\|")
+    speed = f"{row['tokens_per_s_mean']:,.0f}"
+    return ", ".join([speed, shown(row.get("peak_gb")), shown(host_gb(row))])
+
+
+def _commands(parts: Sequence[Part], root: str) -> list[str]:
+    """Those that make such rows, from what the rows were told."""
+    from ds_zo.bench.result_set import PRESETS
+
+    told = {(part.spec["model"], part.spec["batch"], part.spec["length"]) for part in parts}
+    for name, tables in PRESETS.items():
+        if told == {(table.model, table.batch, table.seq) for table in tables}:
+            return [_command(parts[0], f"--preset {name}", root, model=False)]
+    models = dict.fromkeys(part.model for part in parts)
+    lines = []
+    for model in models:
+        of_model = [part for part in parts if part.model == model]
+        caps = ",".join("none" if part.cap_gb is None else f"{part.cap_gb:g}" for part in of_model)
+        out = Path(root) / of_model[0].folder.parent.name if len(of_model) > 1 else Path(root) / of_model[0].folder.name
+        lines.append(_command(of_model[0], f"--device-memory-gb {caps}", str(out), model=True))
+    return lines
+
+
+def _command(part: Part, what: str, out: str, *, model: bool) -> str:
+    from ds_zo.bench.compare import add_arguments
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    spec = part.spec
+    given = {key: spec[key] for key in ("steps", "warmup", "max_s", "dtype", "layers", "seed")}
+    if model:
+        given = {"model": spec["model"], "batch": spec["batch"], "seq": spec["length"], **given}
+    options = [
+        f"--{key.replace('_', '-')} {shlex.quote(str(value))}"
+        for key, value in given.items()
+        if value is not None and value != parser.get_default(key)
+    ]
+    return " ".join(["python launch/compare.py", *options, what, "--out", shlex.quote(out)])
+
+
+def _draw(parts: Sequence[Part], path: Path) -> None:
+    from ds_zo.bench.plots import panels
+
+    models = dict.fromkeys(part.model for part in parts)
+    shown_rows = {
+        model: [
+            row | {"cap_gb": part.cap_gb}
+            for part in parts
+            for row in part.entrants
+            if part.model == model and row["status"] == "ok" and not row.get("ran_with_gb")
+        ]
+        for model in models
+    }
+    caps = sorted({part.cap_gb for part in parts if part.cap_gb is not None})
+    path.write_text(panels({m: rows for m, rows in shown_rows.items() if rows}, caps_gb=caps), encoding="utf-8")
+
+
+def _relative(path: Path, base: Path) -> str:
+    return Path(os.path.relpath(path, base)).as_posix()

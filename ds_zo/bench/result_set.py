@@ -1,0 +1,41 @@
+"""Sets of tables that one command makes, as often as it takes: `ds-zo bench --preset results --resume`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+SMALLER_CARD_GB = 24.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """One model and batch, on the card as it is and on a smaller one."""
+
+    model: str
+    batch: int
+    seq: int
+
+    @property
+    def folder(self) -> str:
+        return self.model.partition(":")[2]
+
+
+PRESETS: dict[str, tuple[Table, ...]] = {
+    "results": (
+        Table("random:llama-1.3b", 4, 1024),
+        Table("random:llama-7b", 4, 1024),
+        Table("random:opt-6.7b", 1, 2048),
+        Table("random:opt-13b", 1, 2048),
+    ),
+    "tiny": (Table("random:llama-tiny", 2, 16), Table("random:opt-tiny", 1, 32)),
+}
+"""`results` is the committed set; `tiny` goes the same way in a minute on a CPU."""
+
+
+def arguments_of(args: argparse.Namespace, table: Table) -> argparse.Namespace:
+    """Those of one table, as if they had been given."""
+    own = {"model": table.model, "batch": table.batch, "seq": table.seq, "out": Path(args.out) / table.folder}
+    caps = [None, SMALLER_CARD_GB] if args.device_memory_gb == [None] else args.device_memory_gb
+    return argparse.Namespace(**{**vars(args), **own, "device_memory_gb": caps})

@@ -1,0 +1,184 @@
+"""The cases of one table: the machine, then its contenders, and which of them need not run.
+
+[Note: one case, two cards] Several caps are one run with a table each, the largest card first. A contender that is set
+up alike for a smaller one, and whose allocator never held more than that one has, would do there what it did: its row
+is shown in both tables, and the smaller card's says so. The same holds for one that failed with more memory. What ours
+are told of the card (`device_memory_gb`) decides how many blocks stay on it: it may differ where their number is given,
+and where all of them stayed and leave the margin that the engine wants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ds_zo.bench.runner import Case, Row, append_row, read_rows
+
+MACHINE = "machine"
+"""The case that measures link and CPU-Adam bandwidth."""
+_BUILD_S = 300.0
+"""The first use of CPU Adam may compile it, and a build that is stopped leaves a lock behind."""
+_IMPORTS_GB = 1.5
+"""Host memory of a child before its model: Python, torch, CUDA."""
+_MOST_OF_HOST = 0.9
+"""Stock DeepSpeed pins in exact sizes where PyTorch's rounding up would take more than this share of the host."""
+_SURELY_TOO_LARGE = 1.1
+"""Of a card, weights and states alone: the case is not run. Nearer ones may still surprise."""
+_FAILED = ("oom", "crash", "timeout")
+_START_S, _S_PER_GPARAMETER = 7.0, 0.5
+_PINNED_S_PER_GB, _REGISTERED_S_PER_GB = 1.0, 0.5
+"""Taking, filling and giving back host memory: by PyTorch's and DeepSpeed's pinned allocators, and by ours."""
+
+
+def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float | None = None) -> list[Case]:
+    """In the order of `contenders.TIERS`: where time runs out, those that a table needs most have a row."""
+    from ds_zo.bench.contenders import EXACT_PINNING, config_of, in_order_of_runs, shared_config
+    from ds_zo.bench.entrant import Spec
+
+    names = args.contenders.split(",") if args.contenders else None
+    rates = _rates(args.lr)
+    shared = shared_config(batch=args.batch, dtype=args.dtype, gradient_clipping=args.gradient_clipping)
+    spec = Spec(
+        model=args.model,
+        batch=args.batch,
+        length=args.seq,
+        steps=args.steps,
+        warmup=args.warmup,
+        dtype=args.dtype,
+        device=device,
+        layers=args.layers,
+        device_memory_gb=device_memory_gb,
+        checkpointing=not args.no_checkpointing,
+        data=None if args.data is None else str(args.data),
+        seed=args.seed,
+        profile=not args.no_profile,
+        max_s=args.max_s,
+    )
+    num_parameters = count_parameters(spec.model, layers=spec.layers, length=spec.length)
+    cases: list[Case] = []
+    for contender in in_order_of_runs(names):
+        if contender.missing is not None:
+            print(f"{contender.name} left out: {contender.missing}", file=sys.stderr)
+            continue
+        exact = device == "cuda" and _pins_exactly(contender, num_parameters)
+        host_gb = contender.host_bytes(num_parameters, exact=exact) / 1e9
+        per_gb = _PINNED_S_PER_GB if contender.backend is None else _REGISTERED_S_PER_GB
+        config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
+        cases.append(
+            Case(
+                contender.name,
+                "ds_zo.bench.entrant:run_contender",
+                {"contender": contender.name, "config": config, "spec": asdict(spec)},
+                timeout_s=args.timeout_s,
+                env=EXACT_PINNING if exact else {},
+                planned_host_gb=host_gb + _IMPORTS_GB if device == "cuda" else None,
+                cannot_run=_too_large(contender, num_parameters, spec) if device == "cuda" else None,
+                expected_s=_START_S + _S_PER_GPARAMETER * num_parameters / 1e9 + per_gb * host_gb
+                if device == "cuda"
+                else 0.0,
+            )
+        )
+    machine = Case(
+        MACHINE,
+        "ds_zo.bench.entrant:measure_machine",
+        {"device": device},
+        timeout_s=max(args.timeout_s, _BUILD_S),
+    )
+    return [machine, *cases]
+
+
+def _pins_exactly(contender: Any, num_parameters: int) -> bool:
+    """Decided by what the machine has, not by what is free, so that a resumed run decides alike."""
+    from ds_zo.bench.measure import host_total_bytes, may_lock_memory
+
+    rounded, exact = (contender.host_bytes(num_parameters, exact=exact) for exact in (False, True))
+    return bool(exact < rounded > _MOST_OF_HOST * host_total_bytes() > 0 and may_lock_memory())
+
+
+def _too_large(contender: Any, num_parameters: int, spec: Any) -> str | None:
+    from ds_zo.bench.measure import gpu_memory_gb
+
+    card_gb = spec.device_memory_gb or gpu_memory_gb()
+    planned_gb = contender.device_bytes_each * num_parameters / 1e9
+    if spec.dtype == "fp32" or card_gb is None or planned_gb <= _SURELY_TOO_LARGE * card_gb:
+        return None
+    return f"not run: planned {planned_gb:.1f} of {card_gb:.1f} GB of GPU memory for weights and states alone"
+
+
+@lru_cache(maxsize=8)
+def count_parameters(model: str, *, layers: int | None, length: int) -> int:
+    """From the config alone, on the meta device."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    from ds_zo.bench.shapes import config_of_model
+
+    config = config_of_model(model, num_layers=layers, max_length=length)
+    with init_empty_weights(include_buffers=False):
+        made = AutoModelForCausalLM.from_config(config)
+    made.tie_weights()
+    return sum(p.numel() for p in made.parameters())
+
+
+def _rates(given: Sequence[str]) -> dict[str, float]:
+    rates = {}
+    for text in given:
+        name, _, rate = text.partition("=")
+        try:
+            rates[name] = float(rate)
+        except ValueError:
+            raise ValueError(f"a learning rate is NAME=NUMBER, got {text!r}, say zo=1e-6 (--lr)") from None
+    return rates
+
+
+def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:
+    """Writes rows that hold for these cases too into their file, unless it has them: [Note: one case, two cards]."""
+    known = {(row["run_id"], row["case"], row["config_hash"]) for row in (read_rows(out) if out.exists() else ())}
+    for case in cases:
+        row = next((row for row in done if row["case"] == case.name and holds_for(row, case)), None)
+        if row is not None and (row["run_id"], case.name, case.config_hash) not in known:
+            moved = {"params": case.params, "config_hash": case.config_hash}
+            if case.name != MACHINE:
+                moved["ran_with_gb"] = row.get("ran_with_gb") or row["params"]["spec"]["device_memory_gb"] or "all"
+            append_row(out, row | moved)
+
+
+def holds_for(row: Row, case: Case) -> bool:
+    """Whether what a row says of a larger card is what the case would find on its own."""
+    if row["target"] != case.target or row.get("env", {}) != dict(case.env):
+        return False
+    if case.name == MACHINE:
+        return bool(row["status"] in ("ok", *_FAILED) and row["params"] == case.params)
+    there, here = row["params"], case.params
+    alike = {**there["spec"], "device_memory_gb": None} == {**here["spec"], "device_memory_gb": None}
+    if not alike or _untold(there["config"]) != _untold(here["config"]):
+        return False
+    if row["status"] in _FAILED:
+        return bool(there["config"] == here["config"])
+    if row["status"] != "ok":
+        return False
+    held_gb = max(row["reserved_before_gb"], row["peak_reserved_gb"])
+    return bool(held_gb <= _room_gb(here))
+
+
+def _room_gb(params: Row) -> float:
+    """Within which a contender does the same as with more."""
+    from ds_zo.streaming.budget import MARGIN_NBYTES
+
+    stream = params["config"].get("ds_zo", {}).get("stream", {})
+    if "device_memory_gb" not in stream or "resident_blocks" in stream:
+        return float(params["spec"]["device_memory_gb"])
+    return float(stream["device_memory_gb"]) - MARGIN_NBYTES / 1e9
+
+
+def _untold(config: Row) -> Row:
+    """Without what ours are told of the card."""
+    config = copy.deepcopy(config)
+    config.get("ds_zo", {}).get("stream", {}).pop("device_memory_gb", None)
+    return config

@@ -1,0 +1,74 @@
+"""The README's table and plot are made from rows by a command, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparison_rows import rows
+
+from ds_zo.bench.compare import main
+from ds_zo.bench.headline import BEGIN, END
+
+TOLD = {"steps": 16, "warmup": 4, "max_s": 8.0, "seed": 0}
+
+
+def write_part(folder: Path, *, model: str, cap: float | None, **changes: dict[str, Any]) -> None:
+    """`changes`: of rows, by contender."""
+    made = []
+    for row in rows():
+        row = json.loads(json.dumps(row)) | {"machine": "m1"}
+        if "spec" in row["params"]:
+            row["params"]["spec"] |= {"model": model, "device_memory_gb": cap, **TOLD}
+            row |= changes.get(row["case"], {})
+        made.append(row)
+    folder.mkdir(parents=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+
+
+def test_the_command_fills_the_file_between_its_markers_from_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    failed = {"status": "skipped", "error": "not run: planned 121.3 of 24.0 GB of GPU memory"}
+    hollow = {"tokens_per_s_mean": 12_345.4, "peak_gb": 23.04, "host_peak_gb": 6.54, "host_drop_gb": 0.0}
+    write_part(results / "llama-1.3b" / "uncapped", model="random:llama-1.3b", cap=None)
+    write_part(results / "llama-1.3b" / "24gb", model="random:llama-1.3b", cap=24.0, adamw=failed, zo=hollow)
+    write_part(results / "big", model="random:opt-6.7b", cap=24.0, lsp={"parameters": 6_658_473_984})
+    before = f"# Title\n\n{BEGIN}\nold figures\n{END}\n\nThe rest.\n"
+    readme.write_text(before, encoding="utf-8")
+
+    assert main(["--headline", str(results), "--into", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"# Title\n\n{BEGIN}\nOne NVIDIA H200; 16 cores") and text.endswith(f"{END}\n\nThe rest.\n")
+    assert "old figures" not in text and capsys.readouterr().out.strip() in text
+
+    small, whole = text.split("On the card as it is")
+    assert "| | llama-1.3b, 4 x 1024 | opt-6.7b, 4 x 1024 |" in small
+    assert "| ZO | 12,345, 23.0, 6.54 | 36,506, 4.90, 1.50 |" in small
+    assert "| AdamW on the GPU | planned 121.3 of 24.0 GB of GPU memory |" in small
+    assert "| SuperOffload | out of memory | out of memory |" in small
+    assert "| | llama-1.3b, 4 x 1024 |\n" in whole and "| AdamW on the GPU | 16,258, 28.3," in whole
+    command = "python launch/compare.py --model random:llama-1.3b --batch 4 --device-memory-gb none,24 --out "
+    assert f"{command}results/llama-1.3b\n" in text
+
+    assert "](results/headline.svg)" in text
+    drawn = ET.parse(results / "headline.svg").getroot()
+    words = [element.text for element in drawn.iter() if element.text and element.text.strip()]
+    assert words.count("llama-1.3b, 4 x 1024") == 1 and "zo within 24 GB" in words and "zero2-offload" in words
+
+    assert main(["--headline", str(results), "--into", str(readme)]) == 0
+    assert readme.read_text(encoding="utf-8") == text, "the same rows make the same text"
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--headline", str(tmp_path / "none")]) == 1
+    assert "there are none (--headline)" in capsys.readouterr().err
+    write_part(tmp_path / "results" / "llama", model="random:llama-1.3b", cap=None)
+    (tmp_path / "page.md").write_text("no markers", encoding="utf-8")
+    assert main(["--headline", str(tmp_path / "results"), "--into", str(tmp_path / "page.md")]) == 1
+    assert "lacks: add them (--into)" in capsys.readouterr().err
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == "no markers"
