@@ -4,9 +4,10 @@
     python launch/sweep.py --grid smoke --results runs/smoke.jsonl --jobs 2
     python launch/sweep.py --grid mezo --model facebook/opt-1.3b --data-root DIR --results runs/mezo.jsonl --dry-run
 
-The accuracy table in pieces of eight minutes, eight runs at once on one GPU; the same command again goes on:
+The accuracy table in pieces of eight minutes, many runs at once on one GPU; the same command again goes on. CUDA's
+multi-process service (`nvidia-cuda-mps-control -d`) lets their short kernels run side by side:
 
-    python launch/sweep.py --grid accuracy --choose-rates --model DIR --data-root DIR --results rows.jsonl --jobs 8 \\
+    python launch/sweep.py --grid accuracy --choose-rates --model DIR --data-root DIR --results rows.jsonl --jobs 14 \\
         --max-seconds 480
     python -m ds_zo.bench.accuracy rows.jsonl
 

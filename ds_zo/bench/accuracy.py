@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_zo.bench.accuracy_claims import claims_table
+from ds_zo.bench.accuracy_claims import CLAIMS, claims_table
 from ds_zo.bench.grid import Case, Grid, GridError
 from ds_zo.bench.grids import read_grid
 from ds_zo.bench.sweep import Row, read_rows, remaining
@@ -172,7 +172,8 @@ def main(arguments: list[str] | None = None) -> None:
             method: {task: by_seed([row for row in mine if row["task"] == task]) for task in grid.tasks}
             for method, mine in at_chosen_rates(rows, grid).items()
         }
-        print(claims_table(scores, grid.tasks))
+        claims = [claim for claim in CLAIMS if {claim.method, claim.other} <= set(grid.methods)]
+        print(claims_table(scores, grid.tasks, claims=claims))
     else:
         print(table(rows, grid=grid))
 

@@ -39,6 +39,8 @@ CLAIMS = (
     Claim("lomo", "zero-shot", "above"),
     Claim("adalomo", "zero-shot", "above"),
     Claim("lsp", "adamw", "2%"),
+    Claim("lsp", "zero-offload", "above"),
+    Claim("lora+lomo", "lora", "above"),
 )
 
 
