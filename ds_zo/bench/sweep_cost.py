@@ -41,7 +41,7 @@ LSP_UPDATE_S = 0.04
 """Of the CPU's Adam a step, on two threads."""
 SAFETY = 1.15
 """On a time that was measured: neighbours change."""
-_EVAL_BATCH = 64
+_EVAL_BATCH = 128
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def cost(case: Case, size: Size, folder: Path, *, arguments: Sequence[str] = ())
     scored = {split: [min(n, most) for n in num_tokens(folder / f"{split}.jsonl")] for split in ("dev", "test")}
     num_evals = -(-case.steps // max(1, case.eval_every)) if case.steps else 1
     evals = [
-        _forward(size, tokens=2 * sum(found), batches=2 * len(found) / _EVAL_BATCH, flops=FLOPS[_dtype(case, options)])
+        _forward(size, tokens=sum(found), batches=len(found) / _EVAL_BATCH, flops=FLOPS[_dtype(case, options)])
         for found in (scored["dev"], scored["test"])  # a state that is the best so far is also tested: every other one
     ]
     eval_device_s, eval_host_s = (evals[0][i] + evals[1][i] / 2 for i in range(2))
