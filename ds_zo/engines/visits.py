@@ -219,10 +219,12 @@ class Visits:
         if slot is None and not fold:
             self._bench.unit, self._bench.version = unit, step
             target = self._bench.buffer
+        if slot is not None:
+            self.runtime.before_writing(slot)
+            slot.version = step  # the home follows when the slot is sent back
         brought, stored = self._planes(unit, source, low), self._planes(unit, target, low)
         self._apply(unit, brought, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
         if slot is not None:
-            slot.version = step  # the home follows when the slot is sent back
             if fold:
                 self.runtime.written(unit, slot)
         elif fold:

@@ -121,6 +121,13 @@ class Runtime:
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
+    def before_writing(self, slot: Slot) -> None:
+        """A kernel is about to change what a slot holds. A block that never left its slot, as where slots are as many
+        as blocks, may still be on its way home from there."""
+        if slot.is_saving:
+            for saved in slot.saved:
+                self._wait(self._compute, saved)
+
     def written(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
         """The last kernel that writes to the unit's slots has been issued: what the plan sends back goes, while others
         may still read it. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where
