@@ -41,6 +41,7 @@ SPARSE_SHARE = 0.25
 """Of each tensor's entries, the smallest, get noise."""
 CLIP_STEPS = 24
 """g is clipped at the median |g| of so many first steps."""
+_MOST_KEPT = 16
 NUM_POINTS = 4
 """At which a run is scored."""
 
@@ -273,9 +274,18 @@ class Bench:
         self.landscape = Landscape(self.model, lambda index: self._batches(index))
         self.start = self.landscape.clean.clone()
         self._order: Any = None
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._causal = causal_mask(plan.batch_size, plan.length) if self.device.type == "cuda" else None
 
     def _batches(self, index: int) -> dict[str, torch.Tensor]:
+        """The passes of a step ask for the same ones again."""
+        if index not in self._kept:
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.clear()
+            self._kept[index] = {name: tensor.to(self.device) for name, tensor in self._collated(index).items()}
+        return self._kept[index]
+
+    def _collated(self, index: int) -> dict[str, torch.Tensor]:
         size = self.plan.batch_size
         batch = self.task.collate(
             [self.sequences[i] for i in self._order.batch(index * size, size)],
@@ -290,6 +300,7 @@ class Bench:
 
         plan, variant = self.plan, VARIANTS[trial.variant]
         self._order = SeededOrder(len(self.sequences), seed=trial.seed)
+        self._kept.clear()
         self.landscape.clean.copy_(self.start)
         estimator = Estimator(self.landscape, variant, lr=trial.lr, seed=trial.seed)
         num_steps = plan.passes // variant.passes
