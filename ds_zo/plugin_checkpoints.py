@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 
 from ds_zo.checkpoint import CheckpointError
+from ds_zo.checkpoint.adapters import base_of, description
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
 from ds_zo.checkpoint.manifest import Manifest, offer
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, tag_to_load
@@ -171,7 +172,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """DeepSpeed's `load_checkpoint`, for our checkpoints, DeepSpeed's own, and folders of safetensors (weights)."""
-        self._background.wait()
+        self._together(self._background.wait)  # else a rank that writes nothing would read yesterday's `latest`
         folder = Path(load_dir)
         found = tag_to_load(folder, tag)
         if found is None and (source := model_source(folder)) is not None:
@@ -324,7 +325,8 @@ def _version() -> str:
 
 def _model_description(module: torch.nn.Module) -> dict[str, bytes]:
     """What `from_pretrained` needs besides weights, for `ds-zo export`."""
-    found = {}
+    found = description(module)
+    module = base_of(module)
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from ds_zo.checkpoint import files
+from ds_zo.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapters
+from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.replay import saved_values, unit_values
@@ -107,28 +109,44 @@ def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str] |
 
 
 def write_model_folder(
-    out: Path, stream: Stream, *, extra: Mapping[str, str], shard_nbytes: int = SHARD_NBYTES, progress: bool = False
+    out: Path,
+    stream: Stream,
+    *,
+    extra: Mapping[str, str],
+    apart: Mapping[str, str] | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
+    progress: bool = False,
 ) -> None:
-    """A folder that appears whole, checked against what was meant to be in it."""
+    """A folder that appears whole, checked against what was meant to be in it. `apart` names the file of tensors that
+    are not the model's."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is there already: name a folder that is not, or an empty one (OUT)")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}-{os.getpid()}")
     files.remove(temporary)
+    apart = apart or {}
+    own = [spec for spec in stream[0] if spec.name not in apart]
     try:
         files.make_folder(temporary)
-        shards = _shards(stream[0], shard_nbytes)
-        digests = _write_shards(temporary, shards, stream[1], progress=progress)
+        shards = _shards(own, shard_nbytes)
         if len(shards) > 1:
             index = {
-                "metadata": {"total_size": sum(spec.nbytes for spec in stream[0])},
+                "metadata": {"total_size": sum(spec.nbytes for spec in own)},
                 "weight_map": {spec.name: file for file, specs in shards.items() for spec in specs},
             }
             files.write_json(temporary / "model.safetensors.index.json", index)
+        for spec in stream[0]:
+            if spec.name in apart:
+                shards.setdefault(apart[spec.name], []).append(spec)
+        folders = sorted({str(Path(name).parent) for name in (*shards, *extra)} - {"."})
+        for name in folders:
+            files.make_folder(temporary / name)
+        digests = _write_shards(temporary, shards, stream[1], progress=progress)
         for name, text in extra.items():
             files.write_bytes(temporary / name, text.encode())
         _verify(temporary, shards, digests)
-        files.sync_folder(temporary)
+        for folder in (*(temporary / name for name in folders), temporary):
+            files.sync_folder(folder)
         if out.exists():
             out.rmdir()
         files.rename(temporary, out)
@@ -199,6 +217,22 @@ def _verify(folder: Path, shards: Mapping[str, list[Spec]], digests: Mapping[str
 
 
 def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES, progress: bool = True) -> None:
-    """`ds-zo export`: a checkpoint's weights and model config as a folder for `from_pretrained`."""
+    """`ds-zo export`: a checkpoint's weights and config as a folder for `from_pretrained`. A PEFT model's adapters
+    stand in a folder inside it, for `PeftModel.from_pretrained`."""
     extra = {name: text for name in ("config.json", "generation_config.json") if (text := saved.text(name)) is not None}
-    write_model_folder(out, saved_weights(saved), extra=extra, shard_nbytes=shard_nbytes, progress=progress)
+    stream = saved_weights(saved)
+    adapters = Adapters.read(saved.text(ADAPTERS_FILE))
+    apart: dict[str, str] = {}
+    if adapters is not None:
+        stream, apart = _unwrapped(stream, adapters)
+        extra[CONFIG_FILE] = adapters.config
+    write_model_folder(out, stream, extra=extra, apart=apart, shard_nbytes=shard_nbytes, progress=progress)
+
+
+def _unwrapped(stream: Stream, adapters: Adapters) -> tuple[Stream, dict[str, str]]:
+    """A PEFT model's tensors by the names they have without PEFT, and the file of those that the adapter owns."""
+    placed = {spec.name: adapters.place(spec.name) for spec in stream[0]}
+    specs = [Spec(placed[spec.name][1], spec.dtype, spec.shape) for spec in stream[0]]
+    tensors = ((placed[name][1], value) for name, value in stream[1])
+    apart = {name: WEIGHTS_FILE for is_adapters, name in placed.values() if is_adapters}
+    return (specs, tensors), apart

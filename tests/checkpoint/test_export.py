@@ -58,6 +58,33 @@ def test_an_exported_checkpoint_loads_as_the_model(kind: str, name: str, tied: b
     assert all(value.numel() > 0 and torch.equal(value, expected[key]) for key, value in whole.items())
 
 
+@pytest.mark.parametrize("kind", ["ZO", "LOMO"])
+def test_a_peft_model_is_exported_as_the_model_and_its_adapter(kind: str, tmp_path: Path) -> None:
+    """Of LoRA beside LOMO both are new: PEFT's own `save_pretrained` would keep the adapter alone."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "embed_tokens"], use_dora=kind == "ZO", modules_to_save=["lm_head"]
+    )
+    model = peft.get_peft_model(tiny_model("llama", tie_word_embeddings=False), settings)
+    params: dict[str, Any] = {"lr": 1e-3} | ({"adapter": {"lr": 1e-3}} if kind == "LOMO" else {})
+    if kind == "LOMO":
+        for p in model.parameters():
+            p.requires_grad_(True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = engine_for(model, {**JSONS["fp32"], "optimizer": {"type": kind, "params": params}, "ds_zo": {}})
+    train(engine, batches("llama", 2))
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out")]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "out" / "adapter")
+    expected = weights(engine.module)
+    assert_equal(loaded.state_dict(), expected)
+    changed = {name for name, value in before.items() if not torch.equal(value, expected[name])}
+    assert any("lora_B" in name for name in changed) and any("base_layer" in name for name in changed) == (
+        kind == "LOMO"
+    )
+
+
 def test_export_overwrites_nothing_and_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     engine = engine_for(tiny_model("opt"), JSONS["fp32"])
     engine.save_checkpoint(str(tmp_path / "saves"))

@@ -1,0 +1,86 @@
+"""PEFT's names. A checkpoint holds one model with its adapters inside; `from_pretrained` wants the model as it was
+before it was wrapped, and `PeftModel.from_pretrained` the adapters in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_zo.checkpoint.errors import CheckpointError
+
+FILE = "peft.json"
+CONFIG_FILE = "adapter/adapter_config.json"
+WEIGHTS_FILE = "adapter/adapter_model.safetensors"
+_ROOT = "base_model.model."
+_WRAPPED = (".base_layer.", ".original_module.")
+_COPIED = ".modules_to_save."
+_MAGNITUDE = ".lora_magnitude_vector"
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The model that PEFT wrapped, or `module` itself."""
+    wrapped = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+    base: nn.Module = module.get_base_model() if wrapped else module  # type: ignore[operator]
+    return base
+
+
+def description(module: nn.Module) -> dict[str, bytes]:
+    """What `Adapters` is read from: a file for a PEFT model, none for any other."""
+    configs: Any = getattr(module, "peft_config", None)
+    if base_of(module) is module or not isinstance(configs, Mapping):
+        return {}
+    prefix = getattr(getattr(module, "base_model", None), "prefix", None)
+    content = {"prefix": prefix, "adapters": {name: config.to_dict() for name, config in configs.items()}}
+    return {FILE: json.dumps(content, indent=1, default=_plain).encode()}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """How to take a PEFT model apart by its parameters' names."""
+
+    prefix: str
+    """Of the names that a kind of adapter gives to its parameters."""
+    adapter: str
+    config: str
+    """As JSON."""
+
+    @classmethod
+    def read(cls, text: str | None) -> Adapters | None:
+        if text is None:
+            return None
+        content = json.loads(text)
+        configs = content["adapters"]
+        remedy = "load the checkpoint into an engine and call save_pretrained there"
+        if not content["prefix"]:
+            kinds = sorted({str(config.get("peft_type")) for config in configs.values()})
+            raise CheckpointError(
+                f"adapters of the kind {', '.join(kinds)} do not stand inside the model's layers and can't be told "
+                f"from it by name: {remedy}"
+            )
+        if len(configs) > 1:
+            raise CheckpointError(f"one adapter beside the model can be exported, got {', '.join(configs)}: {remedy}")
+        ((adapter, config),) = configs.items()
+        return cls(content["prefix"], adapter, json.dumps(config, indent=1))
+
+    def place(self, name: str) -> tuple[bool, str]:
+        """Whether a parameter is the adapter's and not the model's, and its name there."""
+        copied = f"{_COPIED}{self.adapter}."
+        if copied in name:
+            return True, name.replace(copied, ".", 1)
+        owner, _, rest = name.partition(f".{self.prefix}")
+        part, _, end = rest.partition(f".{self.adapter}")
+        if rest and "." not in part and (not end or end.startswith(".")):
+            found = f"{owner}.{self.prefix}{part}"
+            return True, found if found.endswith(_MAGNITUDE) else found + end
+        plain = name.removeprefix(_ROOT)
+        for wrapped in _WRAPPED:
+            plain = plain.replace(wrapped, ".", 1)
+        return False, plain
