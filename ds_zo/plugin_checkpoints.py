@@ -172,7 +172,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """DeepSpeed's `load_checkpoint`, for our checkpoints, DeepSpeed's own, and folders of safetensors (weights)."""
-        self._together(self._background.wait)  # else a rank that writes nothing would read yesterday's `latest`
+        self._together(self._background.wait)  # a rank that writes nothing would read an older `latest`
         folder = Path(load_dir)
         found = tag_to_load(folder, tag)
         if found is None and (source := model_source(folder)) is not None:

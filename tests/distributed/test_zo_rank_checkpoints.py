@@ -39,6 +39,7 @@ def test_every_rank_had_the_same_bits(saved: dict[Path, list[Any]]) -> None:
             for name in SETTINGS:
                 same(mine[name], found[0]["whole"])
                 assert mine[f"{name} next"] == found[0]["whole next"]
+            assert mine["loaded"] == "third", "a rank that does not write has to wait for the one that does"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -333,7 +334,25 @@ def save(rank: int, folder: Path, settings: dict[str, dict[str, Any]]) -> dict[s
         made.save_16bit_model(str(folder / name), "model.bin")
         found[f"{name} next"] = digest(made)
         dist.barrier()
+        if name.endswith("async"):
+            found["loaded"] = _load_while_written(made, folder / "slow")
     return found
+
+
+def _load_while_written(engine: Any, folder: Path) -> str:
+    """The tag of a checkpoint that is loaded as the newest while one rank still writes it."""
+    from ds_zo.checkpoint import files
+
+    engine.save_checkpoint(str(folder), tag="first")
+    engine.save_checkpoint(str(folder), tag="second")  # after the first is whole
+    write = files.replace_text
+    files.replace_text = lambda *args: (time.sleep(1.0), write(*args))  # type: ignore[assignment]
+    try:
+        engine.save_checkpoint(str(folder), tag="third")
+        path, _ = engine.load_checkpoint(str(folder))
+    finally:
+        files.replace_text = write
+    return Path(path).name
 
 
 def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
