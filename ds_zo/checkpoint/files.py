@@ -21,6 +21,8 @@ from ds_zo.checkpoint.workers import in_threads
 
 _CHUNK_NBYTES = 32 * 2**20
 """Between two of them a thread needs Python, which training needs too."""
+_READ_NBYTES = 4 * 2**20
+"""Several threads have one each beside a model that fills the host."""
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -201,10 +203,11 @@ class TensorFile:
 def sha256_of(path: Path, *, progress: Callable[[int], None] = _ignore) -> str:
     """The hash of a file as it is on disk."""
     found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            found.update(chunk)
-            progress(len(chunk))
+    buffer = memoryview(bytearray(_READ_NBYTES))
+    with path.open("rb", buffering=0) as file:
+        while num := file.readinto(buffer):
+            found.update(buffer[:num])
+            progress(num)
     return found.hexdigest()
 
 

@@ -243,9 +243,14 @@ class LOMOBackend(Backend):
                 f"ds_zo: of {budget:g} GB, PyTorch's allocator may hold several that no tensor fits in: start with "
                 f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
             )
-        if self.settings.adapter is not None and not any(
-            slot.parameter.requires_grad and not slot.is_adapter for slot in self._slots
-        ):
+        if self.settings.adapter is None:
+            return
+        if any(slot.parameter.requires_grad and not slot.is_adapter for slot in self._slots):
+            logger.warning(
+                "ds_zo: PEFT's save_pretrained, and Trainer's saving by it, keep adapters alone: for the weights that "
+                f"{self.name} trains beside them save a checkpoint and run ds-zo export"
+            )
+        else:
             logger.warning(
                 "ds_zo: only adapters are trainable, because PEFT freezes the weights it wraps: to train those by "
                 f"{self.name}, call requires_grad_(True) on them before deepspeed.initialize"
