@@ -66,6 +66,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once (default: %(default)s)")
     how.add_argument("--max-seconds", type=float, metavar="S", help="end within so long; running cases save themselves")
     how.add_argument(
+        "--fill",
+        action="store_true",
+        help="with --max-seconds: begin cases to the end, also such as the next call on this machine must resume",
+    )
+    how.add_argument(
         "--case-seconds", type=float, metavar="S", help="training time a case, for comparisons at equal time"
     )
     how.add_argument("--folder", type=Path, metavar="DIR", help="logs and checkpoints (default: beside the results)")
@@ -169,7 +174,8 @@ def main(argv: list[str] | None = None) -> None:
         for case, s in zip(left, expected, strict=True):
             print(f"{case.key}{f' ({s:.0f} s)' if s else ''}: launch/train.py {shlex.join(sweep.command(case))}")
         return
-    num_rows = run(sweep, listing, expectation=seconds if args.case_seconds is None else lambda case, rows: None)
+    guess = args.case_seconds is None and not args.fill
+    num_rows = run(sweep, listing, expectation=seconds if guess else lambda case, rows: None)
     rows = read_rows(args.results)
     failed = sum(row["status"] == "failed" for row in rows[-num_rows:]) if num_rows else 0
     num_left = len(listing(rows))
