@@ -25,6 +25,7 @@ from zoo import Wandering, plain_batch, seeded
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.encoding import encode
 from ds_zo.checkpoint.reader import open_folder
+from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import FILE, read_trajectory
 from ds_zo.streaming.runtime import Runtime
 
@@ -168,6 +169,9 @@ def test_a_trajectory_is_written_beside_the_device_and_continues_a_run(tmp_path:
         resumed.load_checkpoint(str(tmp_path))
         assert resumed.global_steps == 10
         assert_same_bits(bits(resumed), expected)
+        resumed.save_checkpoint(str(tmp_path))
+    path, out = tmp_path / FILE, tmp_path / "out"
+    assert replay(tmp_path / "global_step3", path, step=10, out=out, device="cuda", progress=False), "the saved hash"
 
 
 def test_an_automatic_choice_is_recorded_and_taken_over(tmp_path: Path) -> None:
