@@ -150,6 +150,22 @@ class WorkingCopies:
         torch.set_grad_enabled(self._grad_modes.pop())
         self.visited.discard(id(unit))
 
+    def recover(self) -> None:
+        """Before a training forward: puts back what an evaluation left that Ctrl-C broke off. Torch calls hooks after
+        an error, but not after that."""
+        if not self._grad_modes:
+            return
+        if self._grad_modes[0]:
+            torch.set_grad_enabled(True)
+        self._grad_modes.clear()
+        self._entered.clear()
+        with torch.no_grad():
+            self._homes.visits.end()
+        for unit in self._placement.units:
+            if id(unit) in self.visited:
+                unit.bind_home()
+        self.visited.clear()
+
     # Parameters that are alive through a whole pass
 
     @torch.no_grad()

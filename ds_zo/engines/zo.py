@@ -104,6 +104,8 @@ class ZOBackend(Backend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._never_in_train_mode &= not self.module.training
+        if self.module.training:
+            self._copies.recover()
         if not (torch.is_grad_enabled() and (self.module.training or self._never_in_train_mode)):
             return self.module(*args, **kwargs)
         self._check_model()
