@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
+from ds_zo.bench.runner import Case, Row, is_named_like, prepare_to_fork, read_rows, run_cases
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -38,13 +38,7 @@ def main(
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
     run.add_argument("--preset", choices=presets, default="speed")
-    run.add_argument("--out", type=Path, required=True, help="rows are appended here as they come")
-    run.add_argument("--only", help="a glob or a part of case names")
-    run.add_argument("--resume", action="store_true", help="go on with the last run in --out")
-    run.add_argument("--total-s", type=float, help="end after this; --resume makes the rest")
-    run.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
-    run.add_argument("--device", default="cuda")
-    run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
+    add_run_arguments(run)
     report = commands.add_parser("report", help="rows as Markdown")
     report.add_argument("rows", type=Path)
     report.add_argument("--out", type=Path, help="a file to write instead of printing")
@@ -60,8 +54,43 @@ def main(
         else:
             args.out.write_text(text, encoding="utf-8")
         return
+    cases = chosen(cases_of(args.preset, device=args.device, tiny=args.tiny), args)
+    if args.list:
+        print(listed(cases))
+        return
     if arguments is None:
         prepare_to_fork()
-    cases = cases_of(args.preset, device=args.device, tiny=args.tiny)
-    options = {name: getattr(args, name) for name in ("out", "only", "resume", "device", "spawn", "total_s")}
-    print(markdown(run_cases(cases, warm=warm, **options)))
+    print(markdown(run_chosen(cases, args, warm=warm)))
+
+
+def add_run_arguments(run: argparse.ArgumentParser) -> None:
+    """What every command that runs cases takes; `chosen` and `run_chosen` read it."""
+    run.add_argument("--out", type=Path, help="rows are appended here as they come; without it they are only shown")
+    run.add_argument("--only", help="cases by a glob, a part of the name, or a regular expression")
+    run.add_argument("--skip", help="of these leave out, named likewise")
+    run.add_argument("--resume", action="store_true", help="go on with the last run in --out, keeping its rows")
+    run.add_argument("--total-s", type=float, help="end after this, starting no case that would not end before")
+    run.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
+    run.add_argument("--device", default="cuda")
+    run.add_argument("--tiny", action="store_true", help="a rehearsal on toy models; with --device cpu without a GPU")
+    run.add_argument("--list", action="store_true", help="print the cases and their expected seconds instead")
+
+
+def chosen(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
+    found = [case for case in cases if args.only is None or is_named_like(case.name, args.only)]
+    found = [case for case in found if args.skip is None or not is_named_like(case.name, args.skip)]
+    if not found:
+        names = ", ".join(case.name for case in cases)
+        raise SystemExit(f"no case is left of {names} (--only {args.only}, --skip {args.skip})")
+    return found
+
+
+def listed(cases: Sequence[Case]) -> str:
+    """0 s where nobody said."""
+    lines = [f"{case.expected_s:6.0f}  {case.name}" for case in cases]
+    return "\n".join([*lines, f"{sum(case.expected_s for case in cases):6.0f}  in all"])
+
+
+def run_chosen(cases: Sequence[Case], args: argparse.Namespace, **options: Any) -> list[Row]:
+    given = {name: getattr(args, name) for name in ("out", "resume", "device", "spawn", "total_s")}
+    return run_cases(cases, **given, **options)

@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -119,14 +120,14 @@ def run_cases(
 ) -> list[Row]:
     """One row a case, appended to `out` as it comes and shown to `on_row`. Tables compare rows of one `run_id`.
 
-    `only` names cases by a glob or a part of the name. `resume` goes on with the last run of `out`: cases that have a
+    `only` names cases as `is_named_like` has it. `resume` goes on with the last run of `out`: cases that have a
     row there keep it; on another machine than that run's it begins a new one, unless none is missing. A child is
     stopped when the host has less than `min_free_host_gib` left. The call ends after `total_s`: what is running then
     and what is left have rows that say so, and are there for `resume`. SIGTERM ends it the same way, and then the
     process.
     """
     ends = time.monotonic() + (math.inf if total_s is None else total_s)
-    chosen = [case for case in cases if only is None or fnmatch(case.name, only) or only in case.name]
+    chosen = [case for case in cases if only is None or is_named_like(case.name, only)]
     if not chosen:
         raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
     for name in warm if not spawn else ():
@@ -163,6 +164,15 @@ def run_cases(
             bar.update()
             bar.set_postfix_str(f"{case.name}: {row['status']}", refresh=True)
     return results
+
+
+def is_named_like(name: str, pattern: str) -> bool:
+    """By a glob, a part of the name, or a regular expression that is found in it."""
+    if fnmatch(name, pattern) or pattern in name:
+        return True
+    with suppress(re.error):
+        return re.search(pattern, name) is not None
+    return False
 
 
 def new_run_id() -> str:

@@ -37,7 +37,7 @@ interval before it is timed."""
 _FIRST_FORWARDS = 5
 """The first step's: in lockstep, one pass after the other, three rehearsals."""
 _DEVICE_BYTES, _HOST_GB = 140e9, 133.0
-_TOY: Mapping[str, Any] = {"shape": "opt-tiny", "layers": 2, "length": 64, "warmup": 2, "steps": 6, "age": False}
+_TOY: Mapping[str, Any] = {"shape": "opt-tiny", "layers": 4, "length": 64, "warmup": 2, "steps": 6, "age": False}
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def tiny(case: Case, *, device: str) -> Case:
     params: dict[str, Any] = {**case.params, "device": device}
     if case.target == CASE:
         shape = "bloom-tiny" if params["shape"] in BLOOM else "opt-tiny"
-        params |= {"shape": shape, "layers": 2, "length": 8, "warmup": 1, "steps": 1, "age": False, "cap_gb": None}
+        params |= {"shape": shape, "layers": 4, "length": 8, "warmup": 1, "steps": 1, "age": False, "cap_gb": None}
         params |= {"inputs": [[2, 4], [1, 8]]} if "inputs" in params else {}
         stream = {key: value for key, value in params.get("stream", {}).items() if key != "device_memory_gb"}
         params |= {"stream": {**stream, "resident_blocks": 1}} if stream.get("resident_blocks") else {"stream": stream}

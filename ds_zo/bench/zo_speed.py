@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import WARM, Case, prepare_to_fork, read_rows, run_cases
+from ds_zo.bench import presets
+from ds_zo.bench.runner import WARM, Case, is_named_like, prepare_to_fork, read_rows, run_cases
 
 Row = dict[str, Any]
 _WARM = (*WARM, "ds_zo.bench.zo_case")
@@ -53,15 +53,8 @@ def _parser() -> argparse.ArgumentParser:
 
     preset = commands.add_parser("preset", help="a preset's cases, one process each")
     preset.add_argument("preset", choices=sorted(PRESETS))
-    preset.add_argument("--out", type=Path, help="JSONL file to append rows to")
-    preset.add_argument("--only", help="a regular expression that a case's name must contain")
-    preset.add_argument("--resume", action="store_true", help="go on with the last run of --out, skipping what it has")
-    preset.add_argument("--skip", help="a regular expression that it must not contain")
-    preset.add_argument("--total-s", type=float, help="end after this, starting no case that would not end before")
+    presets.add_run_arguments(preset)
     preset.add_argument("--host-gb", type=float, help="paper: host memory for models too large for any host (Table 10)")
-    preset.add_argument("--device", default="cuda")
-    preset.add_argument("--tiny", action="store_true", help="a rehearsal on toy models; --device cpu needs no GPU")
-    preset.add_argument("--list", action="store_true", help="print the cases and their expected seconds instead")
     preset.set_defaults(run=_preset, forks=True)
 
     case = commands.add_parser("case", help="one case in this process; prints its row")
@@ -108,31 +101,21 @@ def _parser() -> argparse.ArgumentParser:
 def _preset(args: argparse.Namespace) -> None:
     from ds_zo.bench.zo_presets import CASE, PRESETS, WARMUP, compiled_first, tiny
 
-    chosen = args.host_gb is not None and args.preset != "targets"
-    cases = PRESETS[args.preset](**({"host_gb": args.host_gb} if chosen else {}))
-    cases = [case for case in cases if args.only is None or re.search(args.only, case.name)]
-    for more in (list, compiled_first):
-        cases = [case for case in more(cases) if args.skip is None or not re.search(args.skip, case.name)]
+    cut = args.host_gb is not None and args.preset != "targets"
+    cases = presets.chosen(PRESETS[args.preset](**({"host_gb": args.host_gb} if cut else {})), args)
+    if args.skip is None or not is_named_like("warmup", args.skip):
+        cases = compiled_first(cases)
     if args.device == "cpu":
         cases = [case for case in cases if case.target in (CASE, WARMUP)]
     if args.tiny:
         cases = [tiny(case, device=args.device) for case in cases]
     if args.list:
-        for case in cases:
-            print(f"{case.expected_s:6.0f}  {case.name}")
-        print(f"{sum(case.expected_s for case in cases):6.0f}  in all")
+        print(presets.listed(cases))
         return
-    run_preset(cases, out=args.out, resume=args.resume, total_s=args.total_s, device=args.device)
+    run_preset(cases, args)
 
 
-def run_preset(
-    cases: Sequence[Case],
-    *,
-    out: Path | None,
-    resume: bool = False,
-    total_s: float | None = None,
-    device: str = "cuda",
-) -> list[Row]:
+def run_preset(cases: Sequence[Case], args: argparse.Namespace) -> list[Row]:
     """The cases in order, under one run id, a line printed for each as it ends, and how they compare when all have or
     the run is stopped. One that the time left no longer holds is passed over for later ones that it does."""
     from ds_zo.bench.zo_report import ratios
@@ -143,11 +126,12 @@ def run_preset(
         seen.append(row)
         print(json.dumps(_brief(row)), flush=True)
 
-    results = seen
     try:
-        results = run_cases(cases, out=out, resume=resume, total_s=total_s, warm=_WARM, device=device, on_row=show)
-    finally:
-        print(ratios(results), flush=True)
+        results = presets.run_chosen(cases, args, warm=_WARM, on_row=show)
+    except SystemExit:  # told to end: every case has its row
+        print(ratios(seen), flush=True)
+        raise
+    print(ratios(results), flush=True)
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +12,15 @@ import pytest
 
 from ds_zo.bench import zo_case
 from ds_zo.bench.runner import Case, read_rows, run_cases
-from ds_zo.bench.zo_presets import CASE, PRESETS, compiled_first, everything, paper, stored_gb, targets
+from ds_zo.bench.zo_presets import CASE, PRESETS, compiled_first, everything, paper, stored_gb, targets, tiny
 from ds_zo.bench.zo_report import report
 from ds_zo.bench.zo_speed import main, run_preset
-from ds_zo.planner.shapes import OPT
 
-HIDDEN, LAYERS = 64, 4
-
-
-def toy_config(shape: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:
-    import transformers as hf
-
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": HIDDEN, "bos_token_id": None, "eos_token_id": None}
-    if shape.startswith("bloom"):
-        return hf.BloomConfig(**sizes, n_layer=LAYERS, n_head=4)
-    return hf.OPTConfig(
-        **sizes,
-        num_hidden_layers=LAYERS,
-        ffn_dim=4 * HIDDEN,
-        num_attention_heads=4,
-        word_embed_proj_dim=16 if shape == "opt-350m" else HIDDEN,
-        max_position_embeddings=max_length,
-        pad_token_id=1,
-        dropout=0.0,
-    )
-
-
-@pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch, single_process: None) -> None:
-    monkeypatch.setattr(zo_case, "config_of", toy_config)
-    monkeypatch.setitem(OPT, "opt-toy", (LAYERS, HIDDEN, 4, HIDDEN))
+LAYERS = 4
 
 
 def shrunk(params: dict[str, Any]) -> dict[str, Any]:
-    """The same case in kind: a few tokens, one step to warm up and one measured, residency in proportion."""
-    small = {**params, "device": "cpu", "steps": 1, "warmup": 1, "age": False, "length": 8}
-    if "inputs" in params:
-        small["inputs"] = [[2, 4], [1, 8]]
-    if (stream := dict(params.get("stream", {}))).get("resident_blocks"):
-        small["stream"] = {**stream, "resident_blocks": 1}
-    return small
+    return tiny(Case("", CASE, params), device="cpu").params
 
 
 def kinds() -> dict[str, dict[str, Any]]:
@@ -59,13 +29,13 @@ def kinds() -> dict[str, dict[str, Any]]:
     for case in (*targets(), *paper()):
         if case.target == CASE and not re.match(r"amp\.(fp16|tf32)\.(fp16|bf16|fp32)", case.name):
             params = shrunk(case.params)
-            key = {k: v for k, v in params.items() if k not in ("shape", "layers", "batch", "cap_gb", "fill_steps")}
+            key = {k: v for k, v in params.items() if k not in ("shape", "batch", "fill_steps")}
             found.setdefault(json.dumps(key, sort_keys=True), {"name": case.name, **params})
     return {params.pop("name"): params for params in found.values()}
 
 
 @pytest.mark.parametrize("name", kinds())
-def test_a_case_of_each_kind_runs(name: str, toy: None) -> None:
+def test_a_case_of_each_kind_runs(name: str, single_process: None) -> None:
     params = kinds()[name]
     row = zo_case.run_case(**params)
     json.dumps(row)
@@ -79,24 +49,24 @@ def test_a_case_of_each_kind_runs(name: str, toy: None) -> None:
 
 
 @pytest.mark.parametrize("stream", [{}, {"master": "wire", "wire_dtype": "fp8"}, {"wire_dtype": "bf12"}])
-def test_planned_host_memory_is_what_the_store_takes(stream: dict[str, Any], toy: None) -> None:
+def test_planned_host_memory_is_what_the_store_takes(stream: dict[str, Any], single_process: None) -> None:
     stream = {**stream, "resident_blocks": 0}
-    params = {"shape": "opt-toy", "method": "zo", "dtype": "bf16", "stream": stream}
-    row = zo_case.run_case(**shrunk(params))
+    params = shrunk({"shape": "opt-tiny", "method": "zo", "dtype": "bf16", "stream": stream})
+    row = zo_case.run_case(**params)
     assert row["host_gb"] == pytest.approx(stored_gb(params), rel=0.1)
 
 
-def test_streamed_zo_is_measured_with_its_updates_pending(toy: None) -> None:
+def test_streamed_zo_is_measured_with_its_updates_pending(single_process: None) -> None:
     """Before a whole interval has passed fewer updates wait for replay than later on."""
     stream = {"resident_blocks": 0, "writeback_interval": 5}
-    row = zo_case.run_case(**{**shrunk({"shape": "opt-toy", "method": "zo", "stream": stream}), "age": True})
+    row = zo_case.run_case(**{**shrunk({"shape": "opt-tiny", "method": "zo", "stream": stream}), "age": True})
     assert row["warmup"] == 5
 
 
-def test_wire_decides_the_bytes_moved(toy: None) -> None:
+def test_wire_decides_the_bytes_moved(single_process: None) -> None:
     def up(wire: str) -> float:
         stream = {"master": "wire", "resident_blocks": 0, "wire_dtype": wire}
-        params = {"shape": "opt-toy", "method": "zo", "dtype": "fp32", "stream": stream}
+        params = {"shape": "opt-tiny", "method": "zo", "dtype": "fp32", "stream": stream}
         moved: float = zo_case.run_case(**shrunk(params))["up_gb_a_step"]
         return moved
 
@@ -104,10 +74,7 @@ def test_wire_decides_the_bytes_moved(toy: None) -> None:
     assert up("fp8") == pytest.approx(0.25 * up("fp32"), rel=0.05)  # and the groups' scales
 
 
-def test_cases_become_rows_and_rows_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(zo_case, "config_of", toy_config)
+def test_cases_become_rows_and_rows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = {"shape": "opt-6.7b", "method": "zo", "dtype": "fp32", "stream": {"master": "wire", "resident_blocks": 0}}
     long = Case("long", CASE, {"shape": "no such shape"}, expected_s=1e4)
     cases = [
@@ -115,8 +82,9 @@ def test_cases_become_rows_and_rows_a_report(
         Case("6.7b.streamed", CASE, shrunk(ours)),
     ]
     out = tmp_path / "rows.jsonl"
-    first = run_preset(cases[:1], out=out)
-    passed_over, *both = run_preset([long, *cases], out=out, resume=True, total_s=600)
+    given: dict[str, Any] = {"out": out, "resume": False, "device": "cpu", "spawn": False, "total_s": None}
+    first = run_preset(cases[:1], Namespace(**given))
+    passed_over, *both = run_preset([long, *cases], Namespace(**given | {"resume": True, "total_s": 600}))
     assert passed_over["status"] == "not run" and "may take 10000 s" in passed_over["error"]
     rows = [row for row in read_rows(out) if row["case"] != "long"]
     assert [row["case"] for row in rows] == ["6.7b.mezo", "6.7b.streamed"], "the first row is kept, not run again"
