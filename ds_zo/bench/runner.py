@@ -293,10 +293,12 @@ class _Harness:
         }
         if watched.stopped is not None:
             _remove_locks(begun)
-            status, reason = watched.stopped
-            return outcome | {"status": status, "error": reason}
+        # Also of one that was stopped: giving tens of pinned gigabytes back takes a child seconds after its answer.
         with suppress(OSError, json.JSONDecodeError):
             return outcome | json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        if watched.stopped is not None:
+            status, reason = watched.stopped
+            return outcome | {"status": status, "error": reason}
         if watched.exit_status == -signal.SIGKILL:
             return outcome | {"status": "killed", "error": "killed from outside, as the kernel does out of memory"}
         return outcome | {"status": "crash", "error": f"ended without a result, exit status {watched.exit_status}"}
