@@ -103,11 +103,12 @@ def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
             for n, value in points if key == "tokens_per_s" and way != "mezo" else ():
                 if n in mezo:
                     ratio = f"{value / mezo[n]:.2f}x"
-                    at = (6, 3 if value >= mezo[n] else -11)  # off MeZO's line
-                    axes.annotate(ratio, (n, value), at, textcoords="offset points", fontsize=8, color=colour)
-        axes.set(xscale="log", yscale="log", xlabel="model", title=title)
-        axes.set_xticks(list(sizes), [_size_name(n, shape) for n, shape in sizes.items()])
-        axes.margins(x=0.12)
+                    at, side = ((6, 3), "left") if value >= mezo[n] else ((-5, -11), "right")  # of lines that fall
+                    axes.annotate(ratio, (n, value), at, textcoords="offset points", fontsize=8, color=colour, ha=side)
+        family, names = _size_names(sizes)
+        axes.set(xscale="log", yscale="log", xlabel=family, title=title)
+        axes.set_xticks(list(sizes), names)
+        axes.margins(x=0.12, y=0.1)
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
@@ -121,5 +122,10 @@ def _figure(run_id: str, dtype: str, lines: dict[str, list[Row]]) -> Any:
     return figure
 
 
-def _size_name(numel: int, shape: str) -> str:
-    return shape.upper() if shape else f"{numel / 1e9:.3g}B"
+def _size_names(sizes: dict[int, str]) -> tuple[str, list[str]]:
+    """(what all models are, what tells them apart)."""
+    names = [shape.upper() if shape else f"{numel / 1e9:.3g}B" for numel, shape in sizes.items()]
+    families = {name.rpartition("-")[0] for name in names}
+    if len(families) > 1 or families == {""}:
+        return "model", names
+    return families.pop(), [name.rpartition("-")[2] for name in names]

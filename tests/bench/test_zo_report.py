@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from ds_zo.bench import timeline, zo_plots, zo_report
 from ds_zo.bench.zo_presets import TARGETS, paper, targets
+from ds_zo.bench.zo_speed import main
 from ds_zo.streaming.schedule import Kind, price, sweep
 
 PNG = b"\x89PNG"
@@ -165,7 +167,9 @@ def test_a_planned_schedule_is_drawn(tmp_path: Path) -> None:
     priced = price(actions, seconds={Kind.UPLOAD: 0.010, Kind.COMPUTE: 0.006, Kind.DOWNLOAD: 0.010})
     recording = timeline.planned(priced)
     assert timeline.busy(recording)["upload"] == pytest.approx(0.060 / priced.total_s)
-    timeline.draw(recording, tmp_path / "step.png")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps(line) for line in (MACHINE, recording | {"case": "timeline", "run_id": "r1"})))
+    main(["timeline", "--draw", str(rows), "--out", str(tmp_path / "step.png")])
     assert (tmp_path / "step.png").read_bytes().startswith(PNG)
 
 
