@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.trajectory import FILE, Trajectory, TrajectoryFile, read_trajectory
@@ -35,6 +36,20 @@ class Recorder:
     def _restart(self, step: int, base_sha256: str) -> None:
         self.id = uuid.uuid4().hex
         self._base = {"step": step, "sha256": base_sha256}
+
+    def break_off(self, step: int) -> None:
+        """Something else than a step changed the weights at `step`, which no row tells: what is recorded leads that far
+        and no further. The next checkpoint starts a file of its own."""
+        self.flush()
+        with self._lock:
+            if self._file is not None:
+                logger.warning(
+                    f"ds_zo: weights were changed by something else than a step, so {self._file.path} ends at step "
+                    f"{step}; later steps are recorded from the next checkpoint on (ds_zo.checkpoint.trajectory)"
+                )
+                self._file.close()
+            self._file, self._waiting = None, []
+            self._restart(step, "")
 
     @property
     def path(self) -> Path | None:

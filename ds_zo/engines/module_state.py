@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,8 @@ class ReplayedState(ModuleState):
         self._homes = homes
         self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
+        self.on_write: Callable[[], None] = lambda: None
+        """Told that a weight was replaced."""
         super().__init__(homes.placement.units, module, device=homes.device)
 
     def forget(self) -> None:
@@ -160,6 +162,7 @@ class ReplayedState(ModuleState):
         unit.bind_home()
         self._homes.visits.runtime.forget()
         self._cached = None
+        self.on_write()
 
     def _before_load(self, unit: Unit) -> None:
         self._homes.visits.fold_now(unit)

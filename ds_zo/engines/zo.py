@@ -77,6 +77,7 @@ class ZOBackend(Backend):
         self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
+        self.state.on_write = self._break_trajectory
         self._closed = False
         self._never_in_train_mode = not module.training
         """`from_pretrained` returns models in eval mode, and DeepSpeed trains those of scripts that never call
@@ -307,6 +308,13 @@ class ZOBackend(Backend):
         for unit in self.homes.placement.units:
             unit.version = self.homes.log.length
         self._signature = signature
+        if self.homes.log.length:
+            self._break_trajectory()
+
+    def _break_trajectory(self) -> None:
+        """Weights, or what is trained, are changed by something else than a step."""
+        if self.recorder is not None:
+            self.recorder.break_off(self.homes.log.length)
 
     # Saving, loading, describing
 
@@ -317,6 +325,8 @@ class ZOBackend(Backend):
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         self._checkpoint.restore(saved, resume=resume, strict=strict)
         self.state.forget()
+        if not resume:
+            self._break_trajectory()
 
     @torch.no_grad()
     def replay_steps(self, rows: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
@@ -89,6 +90,36 @@ def test_a_torn_last_record_is_dropped_and_overwritten(tmp_path: Path) -> None:
     train(resumed, BATCHES[3:5])
     assert read_trajectory(file).end_step == 5
     assert file.read_bytes()[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("change", ["written", "frozen"])
+def test_what_no_step_made_ends_the_recording_until_the_next_checkpoint(change: str, tmp_path: Path) -> None:
+    """Rows that follow it would be applied to other weights than they were."""
+    first = start("fp32", trajectory=True)
+    train(first, BATCHES[:1])
+    first.save_checkpoint(str(tmp_path))
+    train(first, BATCHES[1:2])
+    before = weights(first.module)
+    parameter = next(first.module.parameters())
+    if change == "written":
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.zero_()
+    else:
+        parameter.requires_grad_(False)
+    train(first, BATCHES[2:3])
+    crash(first)
+    resumed = start("fp32", trajectory=True)
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.global_steps == 2
+    assert_equal(weights(resumed.module), before)
+    with deepspeed.zero.GatheredParameters([p := next(resumed.module.parameters())], modifier_rank=0):
+        p.data.zero_()
+    resumed.save_checkpoint(str(tmp_path))
+    train(resumed, BATCHES[2:4])
+    crash(resumed)
+    again = start("fp32", trajectory=True)
+    again.load_checkpoint(str(tmp_path))
+    assert_same_bits(planes(again), planes(resumed))
 
 
 def test_an_older_checkpoint_branches_off_and_the_other_branch_is_kept(tmp_path: Path) -> None:
