@@ -77,6 +77,17 @@ class _Base:
             raise CheckpointError(f"{self.folder} has no tensor {name}: it is another model (--base)")
         return self.weights[found]
 
+    def rows(self, trajectory: Trajectory) -> tuple[int, torch.Tensor]:
+        """All updates that a replay may need, and the step of the first. Units of a checkpoint may lag behind the step
+        that the trajectory begins with: those updates are in the checkpoint's own log."""
+        if self.saved is None:
+            return trajectory.first_step, trajectory.rows
+        log = self.saved.backend_state["rows"]
+        lagging = [self._versions[unit_key(u)] for u in self.saved.backend_state["units"] if _is_trained(u)]
+        first = min([self.step, *lagging])
+        before = log[torch.arange(first, self.step) % log.shape[0]]
+        return first, torch.cat([before, trajectory.rows[self.step - trajectory.first_step :]])
+
     def buffer(self, name: str) -> torch.Tensor | None:
         if self.saved is not None:
             return self.saved.tensor(name)
@@ -123,7 +134,8 @@ def replay(
         **{name: facts[name] for name in ("seed", "distribution", "rounding", "num_directions", "interval")},
         capacity=header["capacity"],
     )
-    rows = trajectory.rows.to(device)
+    first_row_step, rows = start.rows(trajectory)
+    rows = rows.to(device)
     if rows.shape[0] == 0:
         rows = torch.zeros(1, header["width"], device=device)
     recorded = trajectory.hashes.get(step)
@@ -136,9 +148,9 @@ def replay(
             unit = start.unit(description, device)
             for at in range(start.step, step):
                 if at > unit.version and due(unit, step=at, interval=recipe.interval, capacity=recipe.capacity):
-                    fold(unit, rows=rows, first_row_step=trajectory.first_step, step=at, recipe=recipe)
+                    fold(unit, rows=rows, first_row_step=first_row_step, step=at, recipe=recipe)
             digests[unit_key(description)] = _digest(unit)
-            found = values(unit, rows=rows, first_row_step=trajectory.first_step, step=step, recipe=recipe)
+            found = values(unit, rows=rows, first_row_step=first_row_step, step=step, recipe=recipe)
             yield from ((placed.name, value.cpu()) for placed, value in found)
         if comparable and combined(digests) != recorded:
             raise CheckpointError(
@@ -167,6 +179,10 @@ def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
             f"{base.folder} is not the model that the run started from: its weights, stored as the run stored them, "
             "have another hash (--base)"
         )
+
+
+def _is_trained(description: dict[str, Any]) -> bool:
+    return any(p["trainable"] for part in description["parts"] for p in part["params"])
 
 
 def _digest(unit: Unit) -> str:

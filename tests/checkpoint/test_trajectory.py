@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from safetensors.torch import load_file
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM
 from zo_runs import assert_equal, engine_for, train, weights, zo_json
@@ -159,6 +160,14 @@ def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None
     assert third.global_steps == 4
     assert_same_bits(planes(third), planes(silent))
     assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
+    train(third, BATCHES[:1])
+    third.save_checkpoint(str(tmp_path), tag="five")
+    versions = [unit.version for unit in third.backend.homes.placement.blocks]
+    train(third, BATCHES[1:3])
+    crash(third)
+    replay(tmp_path / "five", tmp_path / "trajectory.bin", step=7, out=tmp_path / "seven", progress=False)
+    assert_equal(load_file(tmp_path / "seven" / "model.safetensors"), weights(third.module))
+    assert min(versions) < 4, "a block lags behind the first step of the trajectory"
 
 
 @pytest.fixture(params=["fp32", "bf16 split", "bf12 wire", "fp8 split"])
