@@ -87,19 +87,29 @@ def _plan(args: argparse.Namespace) -> None:
         seq=args.seq,
         dtype=args.dtype,
         backends=args.backend,
-        stream=json.loads(args.stream),
-        params=json.loads(args.params),
+        stream=_json_object(args.stream, "--stream"),
+        params=_json_object(args.params, "--params"),
         offload=args.offload,
         checkpointing=args.checkpointing,
         rates=load_rates(args.rates) if args.rates else None,
     )
-    scaled = scale(found, gpus=args.gpus, nodes=args.nodes) if args.gpus * args.nodes > 1 else []
+    scaled = scale(found, gpus=args.gpus, nodes=args.nodes) if (args.gpus, args.nodes) != (1, 1) else []
     if args.json:
         print(json.dumps(found.to_json() | {"scaled": [s.to_json() for s in scaled]}, indent=2))
         return
     print(render(found, details=args.details))
     if scaled:
         print("\n" + render_scaling(scaled))
+
+
+def _json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be a JSON object, got {text!r}: {error} ({option})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"must be a JSON object, got {text!r}: write {{...}} ({option})")
+    return found
 
 
 def _add_report(commands: Any) -> None:

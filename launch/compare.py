@@ -2,6 +2,7 @@
 """Stock ZeRO-Offload, ZeRO-3, ZenFlow, SuperOffload, AdamW, SGD, ZO, LOMO, AdaLOMO and LSP on the same model and data.
 
     python launch/compare.py --model random:llama-1.3b --batch 4 --seq 1024 --out runs/llama-1.3b
+    python launch/compare.py --preset results --resume --total-s 540 --out runs/results
 
 The same as `ds-zo bench`, which `--help` describes, from a clone that is not installed.
 """

@@ -34,8 +34,17 @@ def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[
 
 
 def test_plan_tells_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "random:opt-7b"]) == 1
-    assert "unknown shape 'opt-7b'; there are opt-tiny" in capsys.readouterr().err
+    for arguments, said in (
+        (["--model", "random:opt-7b"], "unknown shape 'opt-7b'; there are opt-tiny"),
+        (["--stream", "{"], "must be a JSON object, got '{'"),
+        (["--params", "[1]", "--backend", "zo"], "write {...} (--params)"),
+        (["--stream", '{"device_slot": 3}'], 'did you mean "device_slots"? (ds_zo.stream.device_slot)'),
+        (["--params", '{"zoeps": 1}', "--backend", "zo"], 'did you mean "zo_eps"? (optimizer.params.zoeps)'),
+        (["--host-memory-gb", "0"], "memory must be > 0 GB, or left out for any amount, got 0 (--host-memory-gb)"),
+        (["--gpus", "0", "--backend", "zo"], "gpus and nodes must be >= 1, got 0 and 1"),
+    ):
+        assert main(["plan", "--model", "random:opt-tiny", "--seq", "16", *arguments]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_report_names_remedies_and_feeds_the_plan(

@@ -106,7 +106,7 @@ def _pinned(nbytes: int, exact: bool) -> int:
 
 def _stage2_on_host(num_parameters: int, *, exact: bool = False) -> int:
     """Master weights and gradients in float32 and 16-bit staging, pinned; two moments."""
-    return 8 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + 2 * num_parameters
+    return 8 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + _pinned(2 * num_parameters, exact)
 
 
 def _zenflow_on_host(num_parameters: int, *, exact: bool = False) -> int:

@@ -33,7 +33,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; m
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 .facts { color: #555; } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .84rem; } th, td { padding: .3rem .5rem; text-align: right;
-  border-bottom: 1px solid #e3e6ea; white-space: nowrap; } th { text-align: right; color: #444; }
+  border-bottom: 1px solid #e3e6ea; white-space: nowrap; }
+th { text-align: right; color: #444; vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child { text-align: left; font-weight: 600; } td.words { text-align: left; white-space: normal;
   min-width: 18rem; color: #444; } tr.failed td { color: #8a2f2f; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(34rem, 100%), 1fr)); gap: 0 2rem; }
@@ -176,7 +177,7 @@ def facts_of(rows: Sequence[Row]) -> str:
         facts.append(f"CPU Adam {machine['cpu_adam_gparams_per_s']:.2f} G parameters/s")
     size = next((row["parameters"] for row in rows if row.get("parameters")), None)
     if size is not None:
-        facts.append(f"{size / 1e9:.3g} B parameters")
+        facts.append(f"{size:,} parameters")
     spec = first["params"]["spec"]
     facts.append("activations recomputed" if spec["checkpointing"] else "activations kept")
     facts.append(f"commit {first.get('commit')}")

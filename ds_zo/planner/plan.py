@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
+from ds_zo.config.errors import translate
 from ds_zo.config.optimizers import LSPParams, ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner.estimate import Estimate, Limits
@@ -23,6 +26,8 @@ from ds_zo.planner.stock import (
 )
 from ds_zo.planner.zo import estimate_zo
 
+Params = TypeVar("Params", bound=BaseModel)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -36,7 +41,7 @@ class Options:
 
 
 def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
-    params = ZOParams(**options.params)
+    params = _typed(ZOParams, options.params)
     return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
 
 
@@ -52,7 +57,8 @@ def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Es
 
 
 def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
-    return estimate_lsp(model, limits, params=LSPParams(**options.params), checkpointing=options.checkpointing)
+    params = _typed(LSPParams, options.params)
+    return estimate_lsp(model, limits, params=params, checkpointing=options.checkpointing)
 
 
 def _stock(estimate: Callable[..., Estimate], model: Model, limits: Limits, options: Options, **fixed: Any) -> Estimate:
@@ -134,12 +140,15 @@ def plan(
         raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(CONTENDERS)} (--backend)")
     if params and len(chosen) != 1:
         raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
+    for key, value in (("device_memory_gb", device_memory_gb), ("host_memory_gb", host_memory_gb)):
+        if value is not None and not value > 0:
+            raise ValueError(f"memory must be > 0 GB, or left out for any amount, got {value:g} (--{_dashed(key)})")
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
+    options = Options(_stream(stream), params or {}, offload, checkpointing)
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
-    options = Options(StreamConfig(**(stream or {})), params or {}, offload, checkpointing)
     return Plan(
         model=model.name,
         num_parameters=model.numel,
@@ -151,6 +160,24 @@ def plan(
         rates=model.rates,
         estimates=tuple(CONTENDERS[name](model, limits, options) for name in chosen),
     )
+
+
+def _stream(given: Mapping[str, Any] | None) -> StreamConfig:
+    try:
+        return StreamConfig(**(given or {}))
+    except ValidationError as error:
+        raise translate(error, StreamConfig, at="ds_zo.stream") from None
+
+
+def _typed(model: type[Params], given: Mapping[str, Any]) -> Params:
+    try:
+        return model(**given)
+    except ValidationError as error:
+        raise translate(error, model, at="optimizer.params") from None
+
+
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")
 
 
 def _nbytes(gb: float | None) -> int | None:

@@ -97,16 +97,22 @@ def estimate_zero_offload(model: Model, limits: Limits, *, checkpointing: bool =
             logits=trace.peak.logits,
             workspace=WORKSPACE_NBYTES,
         ),
-        host=parts(master=_pinned(flat), gradients=_pinned(flat), states=2 * flat, process=PROCESS_NBYTES),
+        host=parts(
+            master=_pinned(flat),
+            gradients=_pinned(flat),
+            staging=_pinned(model.weights_nbytes),
+            states=2 * flat,
+            process=PROCESS_NBYTES,
+        ),
         step_s=step_s,
         divided_s=step_s - trace.forward.seconds - trace.backward.seconds,
         up_nbytes=model.weights_nbytes,
         down_nbytes=model.weights_nbytes,
         reduced_nbytes=model.weights_nbytes,
-        sharded=frozenset({"master", "gradients", "states"}),
+        sharded=frozenset({"master", "gradients", "staging", "states"}),
         config=base_config(batch=model.batch, dtype=model.dtype)
         | {"optimizer": _ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED}},
-        notes=("step by Eq. 1 of the LSP paper: a lower bound",),
+        notes=("step by Eq. 1 of the LSP paper: a lower bound", _exactly(18 * model.numel)),
         limits=limits,
     )
 
@@ -141,6 +147,7 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
             weights=_pinned(model.weights_nbytes) if offload_param else 0,
             master=_pinned(flat),
             gradients=_pinned(flat),
+            staging=_pinned(model.weights_nbytes),
             states=2 * flat,
             process=PROCESS_NBYTES,
         ),
@@ -149,9 +156,9 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
         up_nbytes=gathers + (0 if offload_param else model.weights_nbytes),
         down_nbytes=model.weights_nbytes,
         reduced_nbytes=3 * model.weights_nbytes // 2,  # gathered twice and reduced once, not summed and sent around
-        sharded=frozenset({"weights", "master", "gradients", "states"}),
+        sharded=frozenset({"weights", "master", "gradients", "staging", "states"}),
         config=base_config(batch=model.batch, dtype=model.dtype) | {"optimizer": _ADAM, "zero_optimization": zero},
-        notes=("step by Eq. 1 of the LSP paper: a lower bound",),
+        notes=("step by Eq. 1 of the LSP paper: a lower bound", _exactly((20 if offload_param else 18) * model.numel)),
         limits=limits,
     )
 
@@ -203,6 +210,10 @@ def estimate_low_rank(
         notes=("extra memory by Table 2 of the LSP paper; needs its own library (PEFT, galore-torch)",),
         limits=limits,
     )
+
+
+def _exactly(nbytes: int) -> str:
+    return f"PyTorch pins in powers of two; DS_PIN_MEMORY_BACKEND=native needs {nbytes / 1e9:.1f} GB of host memory"
 
 
 def _pinned(nbytes: int) -> int:

@@ -50,8 +50,8 @@ def test_a_learning_rate_is_one_contenders_own() -> None:
 
 
 def test_host_memory_planned_for_offload_is_what_was_measured() -> None:
-    """LLaMA-1.3B took 32 GB of host memory on an H200, of which 1.5 were libraries."""
-    assert ALL["zero2-offload"].host_bytes(1_345_423_360) / 1e9 + 1.5 == pytest.approx(32, rel=0.05)
+    """LLaMA-1.3B took 34.2 GB of host memory on an H200, of which 1.5 were libraries."""
+    assert ALL["zero2-offload"].host_bytes(1_345_423_360) / 1e9 + 1.5 == pytest.approx(34.2, rel=0.05)
 
 
 def test_contenders_are_chosen_by_name() -> None:

@@ -14,7 +14,7 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Limits, Model, load_model
 from ds_zo.planner.estimate import WORKSPACE_NBYTES
 from ds_zo.planner.lomo import estimate_lomo
-from ds_zo.planner.stock import estimate_on_device, estimate_torch_adamw, estimate_zero_offload
+from ds_zo.planner.stock import estimate_on_device, estimate_torch_adamw, estimate_zero3, estimate_zero_offload
 from ds_zo.planner.zo import estimate_zo
 
 RESULTS = Path(ds_zo.bench.__file__).parent / "results"
@@ -67,9 +67,11 @@ def test_lomo_and_adamw_of_llama_7b() -> None:
 
 
 def test_offload_and_adamw_of_llama_1_3b() -> None:
-    """4 x 1024 tokens, checkpointing: ZeRO-Offload 5.65 GB on the GPU and 32 on the host, DeepSpeed's AdamW 28.3."""
+    """4 x 1024 tokens, checkpointing: ZeRO-Offload 5.65 GB on the GPU and 34.2 on the host (ZeRO-3 with parameters
+    36.6), DeepSpeed's AdamW 28.3."""
     llama = model("llama-1.3b", 4, 1024)
     offload = estimate_zero_offload(llama, Limits())
     assert offload.device_nbytes / 1e9 == pytest.approx(5.65, rel=0.05)
-    assert offload.host_nbytes / 1e9 == pytest.approx(32, rel=0.1)
+    assert offload.host_nbytes / 1e9 == pytest.approx(34.2, rel=0.05)
+    assert estimate_zero3(llama, Limits()).host_nbytes / 1e9 == pytest.approx(36.6, rel=0.05)
     assert estimate_on_device(llama, Limits()).device_nbytes / 1e9 == pytest.approx(28.3, rel=0.05)
