@@ -481,6 +481,8 @@ class Trainer:
         path, state = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise UserError(f"the checkpoint in {folder} could not be loaded (--resume)")
+        if not {"task", "seed", "step", "num_seen"} <= state.keys():
+            raise UserError(f"{path} was not written by this script: pass a folder of weights as --model (--resume)")
         for name in ("task", "seed"):
             if state[name] != getattr(self.args, name):
                 raise UserError(
@@ -562,11 +564,11 @@ def run(args: argparse.Namespace) -> Summary | None:
     if args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
     trainer = Trainer(args, config)
-    if checkpoints is not None:
-        trainer.resume(checkpoints)
     before = None if args.skip_zero_shot else trainer.evaluate("test")
     if trainer.rank == 0 and before is not None:
         print(f"before: test {before}", flush=True)
+    if checkpoints is not None:  # only now: what a run began with is no less its zero-shot score if it was interrupted
+        trainer.resume(checkpoints)
     with Preemption() as preemption:
         finished = trainer.train(preemption)
     if not finished:
