@@ -91,7 +91,7 @@ class ZOBackend(Backend):
         }
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
-        self._tied_outputs_logged = self._left_behind_logged = False
+        self._tied_outputs_logged = self._left_behind_logged = self._narrow_loss_logged = False
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._model_configs = list(
             {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values()
@@ -122,6 +122,7 @@ class ZOBackend(Backend):
         output, passes = results[-1][0], [tensors for _, tensors in results]
         tied = tie(passes, anchor=self._anchor, accumulate=self._accumulate)
         if loss_of(output) is not None:
+            self._warn_of_narrow_loss(passes[0][0].dtype)
             return with_loss(output, tied[0])
         if not self._tied_outputs_logged:
             self._tied_outputs_logged = True
@@ -131,6 +132,14 @@ class ZOBackend(Backend):
                 "its own loss measured"
             )
         return with_floats(output, tied)
+
+    def _warn_of_narrow_loss(self, dtype: torch.dtype) -> None:
+        if dtype.itemsize < 4 and not self._narrow_loss_logged:
+            self._narrow_loss_logged = True
+            logger.warning(
+                f"ds_zo: ZO learns from the difference of two losses, of which {dtype} keeps little: most would be "
+                "equal, and no step made; compute the loss in float32 in the model's forward"
+            )
 
     def _one_pass(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         """One pass's output (the last's only: the others' logits would stay alive) and the tensors to difference."""

@@ -371,3 +371,16 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
     after = weights(engine.module)
     for name, value in before.items():
         assert torch.equal(after[name], value.to(after[name].dtype)) == ("lora_" not in name), name
+
+
+def test_a_loss_of_few_bits_is_warned_of() -> None:
+    """Two bf16 losses of one step are mostly equal, and the run would stand still without a word."""
+
+    class Narrow(Toy):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids).bfloat16()
+
+    for model, warned in ((Narrow(), True), (Toy(), False)):
+        with log_lines() as lines:
+            train(engine_for(model.train()), toy_batches(2))
+        assert sum("compute the loss in float32" in line for line in lines) == warned
