@@ -45,8 +45,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
 from ds_zo.bench.galore import TYPE as GALORE
 from ds_zo.bench.galore import galore_engine
+from ds_zo.bench.measure import commit
 from ds_zo.bench.mezo_engine import MeZOEngine
-from ds_zo.bench.run_summary import Best, Point, Summary, append_row, commit, versions
+from ds_zo.bench.run_summary import Best, Point, Summary, append_row, versions
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import backend_of
 from ds_zo.tasks import TASKS, DataSource, Draw, Evaluator, HeadTask, Score, SeededOrder, TaskError, make_task

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from ds_zo.bench.galore import biases_by_rank, rank_within
-from ds_zo.bench.run_summary import append_row, commit, versions
+from ds_zo.bench.measure import commit
+from ds_zo.bench.run_summary import append_row, versions
 from ds_zo.bench.shapes import RANDOM, config_of, materialise, random_model
 from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, fit, relative_bias
 from ds_zo.tasks import DataSource, SeededOrder, make_task, pad_token_id

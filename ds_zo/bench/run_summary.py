@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,16 +104,6 @@ def versions() -> dict[str, str]:
         "deepspeed": deepspeed.__version__,
         "python": platform.python_version(),
     }
-
-
-def commit() -> str | None:
-    """Of the clone that this package stands in; None where it is no clone."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short=12", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_zo.bench.run_summary import append_row, commit, versions
+from ds_zo.bench.measure import commit
+from ds_zo.bench.run_summary import append_row, versions
 from ds_zo.bench.sweep import Row, read_rows
 
 Noise = Literal["normal", "rademacher", "low-rank", "sparse"]
