@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ds_zo.planner.rates import Rates
 
@@ -206,6 +205,8 @@ class _Watcher(TorchDispatchMode):
     ) -> None:
         launch_s = (self._rates.backward_launch_us if self.in_backward else self._rates.launch_us) * 1e-6
         if func not in self._kinds:
+            from torch.utils.flop_counter import flop_registry  # imports Triton, which `import ds_zo` does without
+
             is_view = not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
             self._kinds[func] = is_view, flop_registry.get(func._overloadpacket)
         is_view, count = self._kinds[func]
