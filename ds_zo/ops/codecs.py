@@ -75,11 +75,17 @@ def encode_(
 
 
 def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`copy_`, from a device to the host by way of memory of its own: of a buffer that ranks share each has pinned its
-    piece, and CUDA refuses to copy to what is pinned in part. (`is_pinned` can't tell: of a view it answers for the
-    first byte of the storage.)"""
-    crosses = values.is_cuda and not target.is_cuda
-    target.copy_(values.cpu() if crosses else values)
+    """`copy_`; from a device to the host a piece at a time through a pinned buffer. Of a buffer that ranks share each
+    has pinned its piece, and CUDA refuses to copy to what is pinned in part (`is_pinned` can't tell: of a view it
+    answers for the first byte of the storage); through fresh pageable memory 13 GB took 15 s on an H200."""
+    if target.is_cuda or not values.is_cuda:
+        target.copy_(values)
+        return
+    values, target = values.reshape(-1), target.view(-1)
+    staging = torch.empty(min(values.numel(), PIECE_NUMEL), dtype=values.dtype, pin_memory=True)
+    for start in range(0, values.numel(), PIECE_NUMEL):
+        piece = values[start : start + PIECE_NUMEL]
+        target[start : start + PIECE_NUMEL].copy_(staging[: piece.numel()].copy_(piece))
 
 
 def encode_on_device_(
