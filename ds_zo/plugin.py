@@ -30,7 +30,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import log_dist
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
@@ -40,6 +40,7 @@ from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.engines import Backend, StepOutcome, backend_class
 from ds_zo.engines.late import Late
+from ds_zo.logs import show
 from ds_zo.plugin_checkpoints import CheckpointingEngine
 
 _stock_new = DeepSpeedEngine.__new__
@@ -206,7 +207,7 @@ class PluginEngine(CheckpointingEngine):
             f"{config.section.model_dump(exclude={'params'})}",
             *self.backend.describe().splitlines(),
         ]
-        _show("\n".join(lines))
+        show("\n".join(lines))
         if config.ignored:
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
@@ -466,17 +467,6 @@ class PluginEngine(CheckpointingEngine):
         """In a context of its own: leaving the module whole sets context variables (numpy's error state), and before
         Python 3.12 the collector may call this in the middle of `ContextVar.set`, whose context must not change."""
         contextvars.copy_context().run(super().__del__)
-
-
-def _show(text: str) -> None:
-    """Logs at INFO on rank 0, past the WARNING that DeepSpeed's logger starts with: what was asked for automatically
-    is worth knowing without asking again. A logger set to errors alone stays silent."""
-    if logger.getEffectiveLevel() > logging.WARNING or (dist.is_initialized() and dist.get_rank() != 0):
-        return
-    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, func="start")
-    for handler in logger.handlers:
-        if handler.level <= logging.WARNING:
-            handler.handle(record)
 
 
 def _peak_host_bytes() -> int:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
@@ -19,6 +18,7 @@ from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_link
 from ds_zo.engines.visits import Noise, Visits
 from ds_zo.engines.zo_ranks import Ranks
+from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
 from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes, zo_sizes
 from ds_zo.streaming.host_store import HostStore
@@ -103,6 +103,8 @@ class Homes:
         self._make_visits()
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+        if self.may_fill_device:
+            torch.cuda.empty_cache()  # what loading left is not to be taken for activations
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         return zo_sizes(
@@ -204,7 +206,7 @@ class Homes:
         self._computing_sets_pace = computing_sets_pace and more <= self._budget_nbytes()
         self.set_interval(interval)
         self.tempo = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
-        logger.info(
+        show(
             f"ds_zo: blocks are folded every {self.interval} steps from now on, {self.tempo}; set "
             "ds_zo.stream.writeback_interval to have the same in every run"
         )
@@ -224,10 +226,10 @@ class Homes:
 
     def fill_device(self) -> None:
         """After the first step: what the activations leave of the budget is filled with blocks that never leave
-        again."""
+        again. What the allocator holds counts, not what tensors fill of it, or the last block would not find room."""
         self.may_fill_device = False
         blocks = self.placement.blocks
-        peak = torch.cuda.max_memory_allocated(self.device)
+        peak = max(torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_reserved(self.device))
         activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
         budget = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
         num_resident = most_resident(
@@ -240,12 +242,13 @@ class Homes:
         self.claims.wait()
         self.runtime.forget()
         self.visits.close()
+        torch.cuda.empty_cache()  # blocks that stay are not to stand among pieces that activations fitted in
         all_stay = num_resident == len(blocks)
         for index in sorted(spread(len(blocks), num_resident)):
             self.runtime.host_wait(blocks[index])
             keep_on_device(blocks[index], self.store, self.device, low=all_stay or self.shared is not None)
         self._make_visits()
-        logger.info(
+        show(
             f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
             f"GB, peak of the first step {peak / 1e9:.2f} GB)"
         )

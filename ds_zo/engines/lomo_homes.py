@@ -25,6 +25,7 @@ from torch import nn
 
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
+from ds_zo.logs import show
 from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.host_store import HostStore
@@ -242,7 +243,7 @@ class BlockHomes:
             keep_on_device(blocks[index], self.store, self.device, low=False)
         self.runtime = self._make_runtime()
         self._retries = _alloc_retries(self.device)
-        logger.info(
+        show(
             f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
             f"GB, peak of the first step {peak / 1e9:.2f} GB)"
         )

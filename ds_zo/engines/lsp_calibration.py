@@ -21,6 +21,7 @@ from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Slot, Subspace, draw
 from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_ranks import RankLine
+from ds_zo.logs import show
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import carry_moments, fit, relative_bias
 
@@ -95,7 +96,7 @@ class Calibration:
             settings = self._settings
             biases = [self.biases[name] for name in news]
             failing = sum(bias > settings.bias_threshold for bias in biases)
-            logger.info(
+            show(
                 f"ds_zo: projectors of {len(news)} matrices fitted: relative bias {statistics.median(biases):.3f} "
                 f"(median), {max(biases):.3f} (largest), {failing} above bias_threshold {settings.bias_threshold:g}"
             )
