@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_clocks import ClockedRuntime, Event, Races
+from lomo_runs import start, streamed
+from stream_clocks import COMPUTE, ClockedRuntime, Event, Races
 from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 from ds_zo.engines import homes, lomo_homes
@@ -27,6 +28,7 @@ ZO: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: COMPUTE)
     for module in (homes, lomo_homes):
         monkeypatch.setattr(module, "Runtime", ClockedRuntime)
 
@@ -42,4 +44,18 @@ def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
                 with torch.no_grad():
                     model(**batch)
                 model.state_dict()
+    assert races.num_writes and not races.found
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("device_slots", [2, 3])
+def test_lomo_orders_what_touches_the_same_bytes(device_slots: int, clipping: float) -> None:
+    model = Toy().train()
+    engine = start(streamed(stream={"device_slots": device_slots}, clipping=clipping), model)
+    with Races() as races:
+        for batch in toy_batches(3):
+            one_step(engine, batch)
+            with torch.no_grad():
+                model(**batch)
+            model.state_dict()
     assert races.num_writes and not races.found
