@@ -137,7 +137,19 @@ class _Part:
         return self.folder / "rows.jsonl"
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Before every case fails for the same reason."""
+    for name, least in (("batch", 1), ("seq", 2), ("steps", 1), ("warmup", 0), ("layers", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
+    for gb in args.device_memory_gb:
+        if gb is not None and not gb > 0:
+            raise ValueError(f"a cap must be > 0 GB, or none for the card as it is, got {gb:g} (--device-memory-gb)")
+
+
 def _compare(args: argparse.Namespace) -> None:
+    _check(args)
     device = args.device or _device()
     ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
     wanted = [arguments_of(args, table) for table in PRESETS[args.preset]] if args.preset else [args]

@@ -154,6 +154,8 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--contenders", "zo,adam"], "unknown contender adam"),
         (["--lr", "zo"], "NAME=NUMBER"),
         (["--report-only"], "there are none"),
+        (["--batch", "0"], "batch must be >= 1, got 0 (--batch)"),
+        (["--device-memory-gb", "none,0"], "a cap must be > 0 GB"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
         assert words in capsys.readouterr().err
