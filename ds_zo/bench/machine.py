@@ -61,6 +61,8 @@ class Machine:
 
 def inspect_machine(*, layers: str | None = None, batch: int = 1, seq: int = 2048) -> Machine:
     """`layers` names a model whose layers are timed too."""
+    if batch < 1 or seq < 2:
+        raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
     has_gpu = torch.cuda.is_available()
     rates: dict[str, Any] = {}
     checks = [_cuda(), _driver(), _triton(), _locked_memory(), _host_memory(), _huge_pages(), _cores(), _compiler()]

@@ -37,7 +37,13 @@ def config_of_model(name: str, *, num_layers: int | None = None, max_length: int
         raise ValueError(f"only {RANDOM}SHAPE can be cut in depth, got {name} with {num_layers} layers (--layers)")
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(name)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(
+            f"a model must be {RANDOM}SHAPE, a folder with a config.json, or a name that the Hub or its cache knows, got "
+            f"{name}: {str(error).splitlines()[0]} (--model)"
+        ) from error
 
 
 def lazy_model(

@@ -154,6 +154,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--contenders", "zo,adam"], "unknown contender adam"),
         (["--lr", "zo"], "NAME=NUMBER"),
         (["--report-only"], "there are none"),
+        (["--model", "/no/such/folder"], "a model must be random:SHAPE, a folder with a config.json"),
         (["--batch", "0"], "batch must be >= 1, got 0 (--batch)"),
         (["--device-memory-gb", "none,0"], "a cap must be > 0 GB"),
     ):
