@@ -41,9 +41,6 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     elif config.section.rounding == "kahan":
         text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
         raise ConfigError(text, at="ds_zo.rounding")
-    if config.section.compile_blocks and isinstance(config.optimizer, ZOParams):
-        text = f"compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under {config.backend}; leave it out"
-        raise ConfigError(text, at="ds_zo.compile_blocks")
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:

@@ -108,9 +108,8 @@ class DsZoConfig(ConfigModel):
     """ZO: replay small blocks as CUDA graphs where weights stay on the device. What can't be recorded runs as usual."""
 
     compile_blocks: bool = False
-    """LOMO, AdaLOMO and LSP: torch.compile every block, all of a kind as one graph. Faster after a first step that
-    compiles; equal to rounding, not in bits; the gradients of one block are alive at a time in place of one
-    parameter's."""
+    """torch.compile every block, all of a kind as one graph. Faster after a first step that compiles; equal to
+    rounding, not in bits. Not ZO: the gradients of one block are alive at a time in place of one parameter's."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""

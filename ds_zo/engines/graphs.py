@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from deepspeed.utils import logger
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.twins import Lockstep
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
+from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.units import Unit
 
 MOST_KINDS = 16
@@ -56,29 +58,35 @@ class BlockGraphs:
         """None: seen not to be replayable."""
         self._outputs: dict[Key, list[torch.Tensor]] = {}
         """Where the replayable put their outputs."""
+        self._waited: set[Key] = set()
+        """Seen to read a number back, once."""
         self._statics: dict[Key, list[torch.Tensor]] = {}
         self._kinds: set[Key] = set()
         self._has_warned = False
         self._made_for: object = None
         self._gave_up = False
         self._stream = torch.cuda.Stream(device)
-        self._wrapped: list[Unit] = []
-        entered = {id(module) for module in homes.placement.entered_by}
-        for unit in homes.placement.blocks:
-            has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
-            if not has_hooks_inside and not any(part.direct for part in unit.parts):
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+        """Modules, and what stood for their forward before."""
+        for unit in blocks_without_hooks_inside(homes.placement):
+            if not any(part.direct for part in unit.parts):
+                self._wrapped.append((unit.module, vars(unit.module).get("forward")))
                 unit.module.forward = partial(self._forward, unit, unit.module.forward)
-                self._wrapped.append(unit)
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self._statics.clear()
         while self._wrapped:
-            self._wrapped.pop().module.__dict__.pop("forward", None)
+            module, before = self._wrapped.pop()
+            vars(module).pop("forward", None)
+            if before is not None:
+                module.forward = before
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Blocks run as usual once more before they are recorded."""
         self._recordings.clear()
         self._outputs.clear()
+        self._waited.clear()
 
     @property
     def _pool(self) -> Any:
@@ -90,7 +98,7 @@ class BlockGraphs:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._made_for is not self._homes.visits:  # working copies have moved
-            self._forget()
+            self.forget()
             self._made_for = self._homes.visits
         if self._gave_up or not (self._lockstep.inside and self._homes.visits.in_one_launch):
             return forward(*args, **kwargs)
@@ -149,6 +157,9 @@ class BlockGraphs:
         leaves, _ = pytree.tree_flatten(result)
         waits = any("synchronizing" in str(warning.message) for warning in seen)
         draws = generator.get_offset() != before
+        if waits and key not in self._waited:  # once may be a compiler that measures its kernels: watched again
+            self._waited.add(key)
+            return result
         if waits or draws or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
             return result
@@ -190,6 +201,12 @@ class BlockGraphs:
             logger.warning(f"ds_zo: blocks run without CUDA graphs from now on, for one can't be recorded: {error}")
             return None
         return Recording(graph, inputs, self._outputs[key], output_spec)
+
+
+def blocks_without_hooks_inside(placement: Placement) -> list[Unit]:
+    """Whose forward is one piece: no weights are brought up in the midst of it."""
+    entered = {id(module) for module in placement.entered_by}
+    return [unit for unit in placement.blocks if not any(id(m) in entered for m in unit.module.modules())]
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.twins import Lockstep
+from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
 
@@ -58,6 +58,10 @@ class WorkingCopies:
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    @property
+    def in_training_pass(self) -> bool:
+        return self._training
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
@@ -205,7 +209,7 @@ class WorkingCopies:
             self._kept.add(id(unit))
             unit.module = self._module  # from here on it is entered with the whole model
             self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
-        logger.info(
+        show(
             f"ds_zo: {', '.join(u.name for u in units)} is used outside its own module's forward: kept as "
             f"{self._num_passes} copies during a step"
         )

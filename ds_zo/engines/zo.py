@@ -29,7 +29,8 @@ from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.engines.graphs import BlockGraphs
+from ds_zo.engines.compiled_blocks import BlockCompiler
+from ds_zo.engines.graphs import BlockGraphs, blocks_without_hooks_inside
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
 from ds_zo.engines.module_state import ReplayedState
@@ -41,6 +42,7 @@ from ds_zo.engines.working_copies import WorkingCopies
 from ds_zo.engines.zo_buffers import SavedBuffers
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
 from ds_zo.engines.zo_ranks import Ranks
+from ds_zo.logs import show
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
 
@@ -71,6 +73,12 @@ class ZOBackend(Backend):
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ReplayedState(self.homes, module)
+        self._compiler = BlockCompiler(passes=True) if config.section.compile_blocks else None
+        self._compiles = False
+        """The first forward's checks are made of blocks as they are."""
+        if self._compiler is not None:  # before graphs, which record what is compiled
+            modules = [unit.module for unit in blocks_without_hooks_inside(self.homes.placement)]
+            self._compiler.stand_in(modules, when=lambda: self._compiles and self._copies.in_training_pass)
         graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
         self._pretrained = PretrainedSaving(module, self.state.read)
@@ -126,7 +134,7 @@ class ZOBackend(Backend):
             return with_loss(output, tied[0])
         if not self._tied_outputs_logged:
             self._tied_outputs_logged = True
-            logger.info(
+            show(
                 f"ds_zo: the model returns no loss, so ZO differentiates its {len(tied)} floating outputs: exact for a "
                 "loss that is linear in them, to first order in zo_eps otherwise; pass labels to the model to have "
                 "its own loss measured"
@@ -195,8 +203,14 @@ class ZOBackend(Backend):
                         "state on its modules between blocks; it runs one pass after the other from now on (each "
                         "uploads every block)"
                     )
-                    return apart
+                    if self._compiler is None:
+                        return apart
                 del apart  # its outputs, before more forwards
+            if self._compiler is not None:
+                del results
+                rewind()
+                results = self._first_compiled(calls)
+                after = before.split_off_changed()
             if self.homes.measures:
 
                 def again() -> None:
@@ -223,6 +237,13 @@ class ZOBackend(Backend):
             rewind()
             results = self._run(calls)
         return results
+
+    def _first_compiled(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The step counts what later ones do, so that a run that is continued here has the same bits."""
+        self._compiles = True
+        if self._graphs is not None:
+            self._graphs.forget()  # a compiler can't work while its code is recorded: again, it runs first
+        return self._run(calls)
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:
@@ -440,6 +461,8 @@ class ZOBackend(Backend):
         self._copies.close()
         if self._graphs is not None:
             self._graphs.close()
+        if self._compiler is not None:
+            self._compiler.close()
         self._pretrained.close()
         self.state.close()
         self.homes.close()

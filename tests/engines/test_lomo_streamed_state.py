@@ -202,10 +202,9 @@ def test_a_backward_without_the_engine_is_refused() -> None:
         (streamed(stream={"master": "split"}), r"belongs to ZO.*ds_zo\.stream\.master"),
         (streamed(ds_zo={"rounding": "kahan"}), r"excludes block streaming.*ds_zo\.rounding"),
         (config_for("ZO", lr=1e-6, ds_zo={"rounding": "kahan"}), r"belongs to LOMO.*ds_zo\.rounding"),
-        (config_for("ZO", lr=1e-6, ds_zo={"compile_blocks": True}), r"belongs to LOMO.*ds_zo\.compile_blocks"),
         (config_for("LSP", lr=1e-6, ds_zo={"rounding": "kahan"}), r"belongs to LOMO.*ds_zo\.rounding"),
     ],
-    ids=["wire", "master", "kahan streamed", "kahan ZO", "compiled ZO", "kahan LSP"],
+    ids=["wire", "master", "kahan streamed", "kahan ZO", "kahan LSP"],
 )
 def test_storage_that_lomo_does_not_have_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
