@@ -41,8 +41,8 @@ def config_of_model(name: str, *, num_layers: int | None = None, max_length: int
         return AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ValueError(
-            f"a model must be {RANDOM}SHAPE, a folder with a config.json, or a name that the Hub or its cache knows, got "
-            f"{name}: {str(error).splitlines()[0]} (--model)"
+            f"a model must be {RANDOM}SHAPE, a folder with a config.json, or a name that the Hub or its cache knows, "
+            f"got {name}: {str(error).splitlines()[0]} (--model)"
         ) from error
 
 
