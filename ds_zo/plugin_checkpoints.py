@@ -21,7 +21,7 @@ from deepspeed.utils import log_dist, logger
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
-from ds_zo.checkpoint.manifest import Manifest, offer
+from ds_zo.checkpoint.manifest import Manifest, is_unfinished, offer
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, tag_to_load
 from ds_zo.checkpoint.rng import random_states, set_random_states
 from ds_zo.checkpoint.snapshot import held
@@ -175,6 +175,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         self._together(self._background.wait)  # a rank that writes nothing would read an older `latest`
         folder = Path(load_dir)
         found = tag_to_load(folder, tag)
+        if found is None and is_unfinished(folder):
+            raise CheckpointError(f"the checkpoint in {folder} was not completed; {offer(folder, but='')}")
         if found is None and (source := model_source(folder)) is not None:
             self.backend.load_weights(source, strict=load_module_strict)
             return load_dir, {}

@@ -4,5 +4,6 @@ hashes, and `latest` last."""
 from __future__ import annotations
 
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.manifest import newest_complete
 
-__all__ = ["CheckpointError"]
+__all__ = ["CheckpointError", "newest_complete"]

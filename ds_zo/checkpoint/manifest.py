@@ -21,7 +21,8 @@ LATEST = "latest"
 REPLACED = ".replaced-"
 """Prefix of a tag's folder while a new one of the same tag takes its place."""
 WRITING = ".writing-"
-"""Prefix of a folder that is being written."""
+"""Between the tag and the process's id in the name of a folder that is being written. The tag comes first because HF
+Trainer asks for `global_step*` before it asks us: what it finds, we can name as unfinished."""
 REMOVED = ".removed-"
 """Prefix of a folder that is being deleted."""
 
@@ -125,7 +126,7 @@ def complete_tags(save_dir: Path) -> list[str]:
     if not save_dir.is_dir():
         return []
     for folder in save_dir.iterdir():
-        if folder.name.startswith(".") or not is_checkpoint(folder):
+        if folder.name.startswith(".") or WRITING in folder.name or not is_checkpoint(folder):
             continue
         try:
             manifest = read_manifest(folder)
@@ -139,6 +140,41 @@ def complete_tags(save_dir: Path) -> list[str]:
 def offer(save_dir: Path, *, but: str) -> str:
     """A sentence that names the other checkpoints there are."""
     others = [tag for tag in complete_tags(save_dir) if tag != but]
-    if not others:
-        return f"there is no other complete checkpoint in {save_dir}"
-    return f"the newest complete one besides it is {others[0]!r}: load_checkpoint({str(save_dir)!r}, tag={others[0]!r})"
+    if others:
+        call = f"load_checkpoint({str(save_dir)!r}, tag={others[0]!r})"
+        return f"the newest complete one besides it is {others[0]!r}: {call}"
+    if _TRAINERS.fullmatch(save_dir.name):
+        beside = newest_complete(save_dir.parent, but=save_dir.name)
+        if beside is not None:
+            return f"the newest complete one beside it is {beside}: train(resume_from_checkpoint={beside!r})"
+    return f"there is no other complete checkpoint in {save_dir}"
+
+
+_TRAINERS = re.compile(r"checkpoint-(\d+)")
+"""A folder of HF Trainer's: one save of ours, and Trainer's own files."""
+
+
+def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | None:
+    """HF Trainer's newest `checkpoint-N` that is whole, for `train(resume_from_checkpoint=...)`, which otherwise takes
+    the newest, whole or not; None where there is none, which starts at the beginning."""
+    folder = Path(output_dir)
+    names = [path.name for path in folder.iterdir() if path.name != but] if folder.is_dir() else []
+    numbers = {int(found[1]): name for name in names if (found := _TRAINERS.fullmatch(name))}
+    for number in sorted(numbers, reverse=True):
+        beside = folder / numbers[number]
+        try:
+            tag = (beside / LATEST).read_text(encoding="utf-8").strip()
+            check_sizes(folder_of(beside, tag), read_manifest(folder_of(beside, tag)))
+            json.loads((beside / "trainer_state.json").read_text(encoding="utf-8"))  # Trainer's last file
+        except (CheckpointError, OSError, ValueError):
+            continue
+        return str(beside)
+    return None
+
+
+def is_unfinished(save_dir: Path) -> bool:
+    """HF Trainer's folder of a save that was begun and never completed; the model beside it is not a checkpoint."""
+    if not _TRAINERS.fullmatch(save_dir.name) or not save_dir.is_dir():
+        return False
+    names = [path.name for path in save_dir.iterdir()]
+    return LATEST not in names and any(WRITING in name for name in names)

@@ -66,14 +66,17 @@ class Save:
 
 
 def check_tag(tag: str) -> None:
-    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST:
-        raise CheckpointError(f"a checkpoint's tag is a folder name that does not start with a dot, got {tag!r} (tag)")
+    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST or WRITING in tag:
+        raise CheckpointError(
+            f"a checkpoint's tag is a folder name that does not start with a dot nor contain {WRITING}, got {tag!r} "
+            "(tag)"
+        )
 
 
 def write_checkpoint(save: Save) -> Manifest:
     """See [Note: order of a save]. On any failure the snapshot is let go, what was written removed, and a
     `CheckpointError` says what failed."""
-    temporary = save.save_dir / f"{WRITING}{save.tag}-{os.getpid()}"
+    temporary = save.save_dir / f"{save.tag}{WRITING}{os.getpid()}"
     try:
         files.make_save_folder(save.save_dir)
         files.remove(temporary)
@@ -176,7 +179,7 @@ def _put_in_place(save: Save, temporary: Path) -> None:
 def _tidy(save: Save) -> None:
     """Removes what crashes left, and checkpoints beyond `keep_last`."""
     for path in save.save_dir.iterdir():
-        if path.name.startswith((WRITING, REMOVED)):
+        if WRITING in path.name or path.name.startswith(REMOVED):
             files.remove(path)
         elif path.name.startswith(REPLACED):
             tag = path.name.removeprefix(REPLACED).rpartition("-")[0]

@@ -14,6 +14,7 @@ from embedded import accuracy, collator, load, training_rows, world_of_one  # ma
 from transformers import Trainer, TrainingArguments, set_seed
 
 import ds_zo  # noqa: F401  (teaches DeepSpeed the name ZO)
+from ds_zo.checkpoint import newest_complete
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -29,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--resume", metavar="CHECKPOINT", help="a checkpoint-N folder of an earlier run")
+    parser.add_argument("--resume", metavar="CHECKPOINT", help="a checkpoint-N folder, or newest: the newest whole one")
     parser.add_argument("--output-dir", default="runs/example-trainer")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher's
     args = parser.parse_args()
@@ -64,7 +65,7 @@ def main() -> None:
         processing_class=tokenizer,
     )
     before = accuracy(model, tokenizer)
-    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.train(resume_from_checkpoint=newest_complete(args.output_dir) if args.resume == "newest" else args.resume)
     trainer.save_model(f"{args.output_dir}/model")
     if trainer.is_world_process_zero():
         print(f"test {before} before, {accuracy(model, tokenizer)} after; saved in {args.output_dir}/model")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from library_runs import (
     batches,
     config_for,
     engine_of,
+    forget,
     fresh_libraries,  # noqa: F401
     logged,
     section_for,
@@ -28,6 +31,7 @@ from library_runs import (
 from tiny_models import VOCAB, tiny_model
 from transformers import EarlyStoppingCallback
 
+from ds_zo.checkpoint import CheckpointError, newest_complete, writer
 from ds_zo.engines import available_backends
 
 pytestmark = pytest.mark.parametrize("backend", available_backends())
@@ -132,6 +136,43 @@ def test_resume_equals_uninterrupted(backend: str, own_optimizer: bool, stream: 
     # the log restored from the checkpoint has the first two steps; the rest was trained anew
     assert logged(again, "loss") == logged(whole, "loss")
     assert logged(again, "learning_rate") == logged(whole, "learning_rate")
+
+
+def test_a_save_that_was_killed_is_named_with_the_checkpoint_to_take_instead(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is copied when all files of the last asynchronous save are written but for its place: what a kill
+    at that moment leaves."""
+    if backend != "zo":
+        pytest.skip("saving is the same for all backends")
+    out, killed = tmp_path / "out", tmp_path / "killed"
+    put_in_place = writer._put_in_place
+
+    def copy_first(save: Any, temporary: Path) -> None:
+        while save.tag == "global_step4" and not (out / "checkpoint-4" / "trainer_state.json").exists():
+            time.sleep(0.01)
+        if save.tag == "global_step4":
+            shutil.copytree(out, killed)
+        put_in_place(save, temporary)
+
+    monkeypatch.setattr(writer, "_put_in_place", copy_first)
+    config = config_for(backend, ds_zo={"checkpoint": {"asynchronous": True}})
+    whole = trainer_for(arguments(out, config, **saving(max_steps=4)), 4)
+    whole.train()
+    engine_of(whole).wait_for_checkpoint()
+    monkeypatch.undo()
+    assert newest_complete(out) == str(out / "checkpoint-4")
+
+    again = trainer_for(arguments(killed, config, **saving(max_steps=4)), 4, tiny_model("llama", seed=1))
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 was not completed; .* is .*checkpoint-2: train\("):
+        again.train(resume_from_checkpoint=True)  # takes the newest, and would find a model in it
+    assert newest_complete(tmp_path / "nothing") is None
+    forget()
+    again = trainer_for(arguments(killed, config, **saving(max_steps=4)), 4, tiny_model("llama", seed=1))
+    again.train(resume_from_checkpoint=newest_complete(killed))
+    assert_same(weights_of(engine_of(whole)), weights_of(engine_of(again)))
+    engine_of(again).wait_for_checkpoint()
+    assert newest_complete(killed) == str(killed / "checkpoint-4")
 
 
 def test_save_model_loads_with_from_pretrained(backend: str, tmp_path: Path) -> None:
