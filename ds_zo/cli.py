@@ -166,3 +166,7 @@ def _bench(args: argparse.Namespace) -> None:
     if not (args.list or args.report_only):
         prepare_to_fork()
     run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,7 +69,7 @@ def test_console_script_is_ours_and_answers() -> None:
     if not installed:
         pytest.skip("the package is run from its source folder, not installed")
     assert [script.value for script in installed] == [PROJECT["scripts"]["ds-zo"]]
-    command = [sys.executable, "-c", "import sys; from ds_zo.cli import main; sys.exit(main())", "--version"]
+    command = [sys.executable, "-m", "ds_zo.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == f"ds-zo {ds_zo.__version__}"
 
