@@ -313,7 +313,8 @@ def settings_of(contender: Contender, env: Mapping[str, str]) -> str:
     """In words, with what its case was told beside the JSON."""
     exact = "; pinned in exact sizes by DeepSpeed (" + ", ".join(f"{k}={v}" for k, v in EXACT_PINNING.items()) + ")"
     told = all(env.get(key) == value for key, value in EXACT_PINNING.items())
-    return contender.settings + (exact if told else "")
+    pins = contender.backend is None and "offload_optimizer" in contender.zero_optimization
+    return contender.settings + (exact if told and pins else "")
 
 
 def chosen(names: Sequence[str] | None) -> list[Contender]:
