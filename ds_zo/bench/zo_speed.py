@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument("--stream", default={}, type=json.loads, help="the ds_zo.stream section, as JSON")
     case.add_argument("--params", default={}, type=json.loads, help="more optimizer.params, as JSON")
     case.add_argument("--resident", action="store_true", help="no offload_param: all blocks stay on the GPU")
+    case.add_argument("--compiled", action="store_true", help="ZO: ds_zo.compile_blocks")
     case.add_argument("--cap-gb", type=float, help="refuse device memory beyond this many GB")
     case.add_argument("--lr", type=float, default=1e-7)
     case.add_argument("--warmup", type=int, default=4)
@@ -147,7 +148,7 @@ def _case(args: argparse.Namespace) -> None:
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
-    params = {key: value for key, value in vars(args).items() if key not in ("command", "run")}
+    params = {key: value for key, value in vars(args).items() if key not in ("command", "run", "forks")}
     print("ROW " + json.dumps(run_case(**params) | environment()), flush=True)
 
 

@@ -238,6 +238,11 @@ class ZOBackend(Backend):
             results = self._run(calls)
         return results
 
+    @property
+    def compile_failure(self) -> str | None:
+        """Why blocks run as they are under `ds_zo.compile_blocks`."""
+        return None if self._compiler is None else self._compiler.failure
+
     def _first_compiled(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The step counts what later ones do, so that a run that is continued here has the same bits."""
         self._compiles = True

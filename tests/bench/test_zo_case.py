@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from ds_zo.bench import zo_case
 from ds_zo.bench.runner import Case, read_rows, run_cases
 from ds_zo.bench.zo_presets import CASE, PRESETS, compiled_first, everything, paper, stored_gb, targets, tiny
 from ds_zo.bench.zo_report import report
 from ds_zo.bench.zo_speed import main, run_preset
+from ds_zo.engines import compiled_blocks
 
 LAYERS = 4
 
@@ -48,12 +52,39 @@ def test_a_case_of_each_kind_runs(name: str, single_process: None) -> None:
         assert [(p["batch"], p["length"]) for p in row["points"]] == [tuple(pair) for pair in params["inputs"]]
 
 
+def test_a_compiled_case_says_so_and_ends_where_the_compiler_fails(
+    single_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        if not works:
+            raise RuntimeError("no such compiler")
+        return graph.forward
+
+    monkeypatch.setattr(compiled_blocks, "BACKEND", backend)
+    case = next(case for case in targets() if case.name == "6.7b.batch4.compiled")
+    assert case.params["compiled"]
+    for works in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        with nullcontext() if works else pytest.raises(RuntimeError, match=r"not compiled: .*no such compiler"):
+            assert zo_case.run_case(**shrunk(case.params), compiled=True)["compiled"]
+            assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("stream", [{}, {"master": "wire", "wire_dtype": "fp8"}, {"wire_dtype": "bf12"}])
 def test_planned_host_memory_is_what_the_store_takes(stream: dict[str, Any], single_process: None) -> None:
     stream = {**stream, "resident_blocks": 0}
     params = shrunk({"shape": "opt-tiny", "method": "zo", "dtype": "bf16", "stream": stream})
     row = zo_case.run_case(**params)
     assert row["host_gb"] == pytest.approx(stored_gb(params), rel=0.1)
+
+
+def test_one_case_by_hand_prints_its_row(single_process: None, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--length", "8", "--warmup", "1", "--steps", "1", "--layers", str(LAYERS)]
+    main(["case", "--shape", "opt-tiny", "--method", "zo", "--device", "cpu", *sizes])
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("ROW "))
+    assert json.loads(line.removeprefix("ROW "))["num_blocks"] == LAYERS
 
 
 def test_streamed_zo_is_measured_with_its_updates_pending(single_process: None) -> None:
