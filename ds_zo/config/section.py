@@ -109,7 +109,8 @@ class DsZoConfig(ConfigModel):
 
     compile_blocks: bool = False
     """torch.compile every block, all of a kind as one graph. Faster after a first step that compiles; equal to
-    rounding, not in bits. Not ZO: the gradients of one block are alive at a time in place of one parameter's."""
+    rounding, not in bits. ZO: resumes to the bit if batches keep one shape. LOMO, AdaLOMO and LSP: the gradients of one
+    block are alive at a time in place of one parameter's."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""

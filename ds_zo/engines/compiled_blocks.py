@@ -15,7 +15,8 @@ asks for such a backward runs it.
 [Note: compiled passes] ZO's blocks have no backward, and several passes of a forward are under way at once, paused in
 hooks of the same block. So what is compiled stands in the block for good, and is entered and left without a pause. ZO
 continues a run to the bit, which code does that is chosen by rule: the compiler is told not to let a stopwatch decide
-what changes rounding. CUDA graphs, where they pay, are ours.
+what changes rounding. (Inputs of several lengths end that: the first length gets code of its own, later ones share
+theirs, and which was first depends on where a run starts.) CUDA graphs, where they pay, are ours.
 """
 
 from __future__ import annotations
