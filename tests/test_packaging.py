@@ -65,13 +65,13 @@ def test_every_requirement_has_one_pin_that_satisfies_it(environment: dict[str, 
 def test_console_script_is_ours_and_answers() -> None:
     import ds_zo
 
+    command = [sys.executable, "-m", "ds_zo.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == f"ds-zo {ds_zo.__version__}"
     installed = entry_points(group="console_scripts", name="ds-zo")
     if not installed:
         pytest.skip("the package is run from its source folder, not installed")
     assert [script.value for script in installed] == [PROJECT["scripts"]["ds-zo"]]
-    command = [sys.executable, "-m", "ds_zo.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == f"ds-zo {ds_zo.__version__}"
 
 
 def test_cli_prints_every_key_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
@@ -30,7 +32,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def run_source(source: str, folder: Path, run_script: Run) -> subprocess.CompletedProcess[str]:
     """As one rank, in the environment that the deepspeed launcher gives it, in a folder holding `ds_configs`."""
-    shutil.copytree(REPO / "ds_configs", folder / "ds_configs")
+    shutil.copytree(REPO / "ds_configs", folder / "ds_configs", dirs_exist_ok=True)
     script = folder / "finetune.py"
     script.write_text(source, encoding="utf-8")
     with socket.socket() as probe:
@@ -41,7 +43,11 @@ def run_source(source: str, folder: Path, run_script: Run) -> subprocess.Complet
     return run_script(script, cwd=folder, env=env)
 
 
-SCRIPTS = dict(zip(["deepspeed", "streamed", "accelerate", "trainer"], fences("python"), strict=True))
+PARTS = ["deepspeed", "lora", "streamed", "accelerate", "trainer", "checkpoints"]
+SCRIPTS = dict(zip(PARTS, fences("python"), strict=True))
+JSONS = dict(zip(["before", "after", "LOMO", "AdaLOMO", "LoRA"], fences("json"), strict=True))
+LORA, CHECKPOINTS = SCRIPTS.pop("lora"), SCRIPTS.pop("checkpoints")
+"""Lines for the first script: before its engine is made, and instead of all from there on."""
 USED_OUR_ENGINE = """
 import gc
 from ds_zo.plugin import PluginEngine
@@ -58,6 +64,53 @@ def test_script_trains_offline(name: str, tmp_path: Path, run_script: Run) -> No
     assert 0 < float(loss) < 8, "a pretrained model predicts better than a uniform choice among a few thousand tokens"
 
 
+MOVED = """
+moved = {name for name, p in model.named_parameters() if not torch.equal(p.cpu(), before[name])}
+print(engine.resolved.backend, bool(moved), any("lora_B" in n for n in moved), any("base_layer" in n for n in moved))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("LOMO", "lomo True False False"), ("AdaLOMO", "adalomo True False False"), ("LoRA", "lomo True True True")],
+)
+def test_the_first_script_trains_by_the_json_of(name: str, expected: str, tmp_path: Path, run_script: Run) -> None:
+    if name == "LoRA":
+        pytest.importorskip("peft")
+    (tmp_path / "lomo.json").write_text(JSONS[name], encoding="utf-8")
+    head, made, rest = SCRIPTS["deepspeed"].replace("ds_configs/zo.json", "lomo.json").partition("engine, *_ =")
+    keep = "import torch\nbefore = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+    lines = [head, LORA if name == "LoRA" else "", keep, made, rest, MOVED]
+    done = run_source("".join(lines), tmp_path, run_script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == expected
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_export_and_replay_as_shown(
+    tmp_path: Path, run_script: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = SCRIPTS["deepspeed"].partition("engine, *_ =")[0]
+    last = "print(engine.global_steps, [p.double().sum().item() for p in model.parameters()])\n"
+    first, again = (run_source(head + CHECKPOINTS + last, tmp_path, run_script) for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0), (first.stderr + again.stderr)[-3000:]
+    assert first.stdout.splitlines()[-1] == again.stdout.splitlines()[-1]
+    assert "2 steps after the checkpoint were recorded" in again.stdout + again.stderr
+
+    (tmp_path / "ds_zo").symlink_to(REPO / "ds_zo")
+    monkeypatch.chdir(tmp_path)
+    shown = [line for block in fences("bash") for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True)[1:] for line in shown if re.match("ds-zo (export|replay) ", line)]
+    assert [main(command) for command in commands] == [0, 0]
+    on_gpu = torch.cuda.is_available()  # where the run's hashes are: the commands as shown replay on the CPU
+    assert ("its hash is the recorded one" in capsys.readouterr().out) != on_gpu
+    exported, replayed = (load_file(tmp_path / "runs" / name / "model.safetensors") for name in ("exported", "step8"))
+    assert exported.keys() == replayed.keys()
+    for name, value in exported.items():
+        torch.testing.assert_close(value, replayed[name], rtol=0, atol=1e-5 if on_gpu else 0, msg=name)
+
+
 @pytest.mark.slow
 def test_without_the_import_deepspeed_says_what_the_readme_quotes(tmp_path: Path, run_script: Run) -> None:
     script = SCRIPTS["deepspeed"]
@@ -72,7 +125,7 @@ def test_without_the_import_deepspeed_says_what_the_readme_quotes(tmp_path: Path
 
 
 def test_edit_changes_the_optimizer_alone() -> None:
-    before, after = (json.loads(block) for block in fences("json"))
+    before, after = (json.loads(JSONS[name]) for name in ("before", "after"))
     assert backend_of(before) is None
     assert resolve(after).backend == "zo"
     assert {**before, "optimizer": None} == {**after, "optimizer": None}
