@@ -50,8 +50,11 @@ class Recording:
 class BlockGraphs:
     """Stands before the forward of each block and replays it where it can."""
 
-    def __init__(self, homes: Homes, lockstep: Lockstep, *, device: torch.device) -> None:
+    def __init__(self, homes: Homes, lockstep: Lockstep, *, device: torch.device, compiled: bool = False) -> None:
+        """`compiled`: by torch, when blocks first run. What a recording reads may have other strides than what it
+        stands for, and code that is made for them must be there before recording starts."""
         self._homes = homes
+        self._compiled = compiled
         self._lockstep = lockstep
         self._device = device
         self._recordings: dict[Key, Recording | None] = {}
@@ -60,6 +63,8 @@ class BlockGraphs:
         """Where the replayable put their outputs."""
         self._waited: set[Key] = set()
         """Seen to read a number back, once."""
+        self._tried: set[Key] = set()
+        """Have run on the inputs that will be recorded."""
         self._statics: dict[Key, list[torch.Tensor]] = {}
         self._kinds: set[Key] = set()
         self._has_warned = False
@@ -87,6 +92,7 @@ class BlockGraphs:
         self._recordings.clear()
         self._outputs.clear()
         self._waited.clear()
+        self._tried.clear()
 
     @property
     def _pool(self) -> Any:
@@ -118,6 +124,9 @@ class BlockGraphs:
             return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
         if key not in self._outputs:
             return self._watched(key, same, partial(forward, *args, **kwargs))
+        if self._compiled and key not in self._tried:
+            self._tried.add(key)
+            return self._try(forward, leaves, spec, same=same)
         self._recordings[key] = recording = self._record(forward, leaves, spec, key=key, same=same)
         return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
 
@@ -172,12 +181,23 @@ class BlockGraphs:
             self._statics[key] = [torch.empty_like(t) for t in like]
         return self._statics[key]
 
+    def _statics_for(self, leaves: list[Any], spec: Any, *, same: Key) -> tuple[list[torch.Tensor], Any]:
+        """Where a recording of these inputs reads, and (args, kwargs) made of it."""
+        inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        rest = iter(inputs)
+        return inputs, pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+    def _try(self, forward: Callable[..., Any], leaves: list[Any], spec: Any, *, same: Key) -> Any:
+        """What a replay would give, run as usual."""
+        inputs, (args, kwargs) = self._statics_for(leaves, spec, same=same)
+        for static, tensor in zip(inputs, (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), strict=True):
+            static.copy_(tensor)
+        return pytree.tree_map(torch.clone, forward(*args, **kwargs))
+
     def _record(
         self, forward: Callable[..., Any], leaves: list[Any], spec: Any, *, key: Key, same: Key
     ) -> Recording | None:
-        inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        rest = iter(inputs)
-        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        inputs, (args, kwargs) = self._statics_for(leaves, spec, same=same)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)

@@ -80,7 +80,10 @@ class ZOBackend(Backend):
             modules = [unit.module for unit in blocks_without_hooks_inside(self.homes.placement)]
             self._compiler.stand_in(modules, when=lambda: self._compiles and self._copies.in_training_pass)
         graphs = config.section.cuda_graphs and device.type == "cuda"
-        self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
+        self._graphs = None
+        if graphs:
+            compiled = self._compiler is not None
+            self._graphs = BlockGraphs(self.homes, self._lockstep, device=device, compiled=compiled)
         self._pretrained = PretrainedSaving(module, self.state.read)
         self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
