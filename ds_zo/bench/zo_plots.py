@@ -63,7 +63,7 @@ def _way(row: Row) -> str | None:
         return None
     if row["method"] != "zo":
         return "mezo" if row["method"] == "mezo" else None
-    if row.get("optimizer_params", {}).get("compute_dtype", "auto") != "auto":
+    if row.get("optimizer_params", {}).get("compute_dtype", "auto") != "auto" or row.get("compiled"):
         return None
     if row["resident"]:
         return "resident"
@@ -71,6 +71,7 @@ def _way(row: Row) -> str | None:
         return None
     stream = row["stream"]
     plain = all(stream.get(key, True) for key in ("overlap", "reuse_buffers", "fuse_update"))
+    plain = plain and stream.get("device_slots", 2) == 2 and stream.get("master") != "split"
     if not plain or stream.get("wire_dtype", row["dtype"]) not in (row["dtype"], "auto", *_NARROW):
         return None
     return stream["wire_dtype"] if stream.get("wire_dtype") in _NARROW else "streamed"
