@@ -30,9 +30,6 @@ from ds_zo.plugin import PluginEngine
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
 """Large enough that a few steps move a toy model."""
 
-STREAMS = ("zo",)
-"""Backends that take `offload_param`; the others run such tests with the model on the device."""
-
 MICRO_BATCH = 4
 Weights = dict[str, torch.Tensor]
 Batch = dict[str, torch.Tensor]
@@ -79,8 +76,8 @@ def config_for(backend: str, *, accumulation: int = 1, stream: bool = False, **e
 
 
 def zero_for(backend: str, *, stage: int, stream: bool = True) -> dict[str, Any]:
-    streams = stream and backend in STREAMS
-    return {"stage": stage, **({"offload_param": {"device": "cpu"}} if streams else {})}
+    places = ("param", "optimizer") if backend == "lsp" else ("param",)
+    return {"stage": stage, **{f"offload_{place}": {"device": "cpu"} for place in places if stream}}
 
 
 def section_for(backend: str, **extra: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import torch
 import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
 from library_runs import (
-    STREAMS,
     assert_moved,
     assert_same,
     batches,
@@ -153,7 +152,8 @@ def no_sync(engine: Any, folder: Path) -> None:
 def destroy(engine: Any, folder: Path) -> None:
     """`accelerator.free_memory`, which every `train` begins with: the module stays whole and can be trained again."""
     backend = engine.resolved.backend
-    streams = ({"wire_dtype": "fp8", "master": "wire"}, {"wire_dtype": "bf16"}) if backend in STREAMS else ()
+    narrow = ({"wire_dtype": "fp8", "master": "wire"}, {"wire_dtype": "bf16"})
+    streams = narrow if backend == "zo" else ({"resident_blocks": 0},)
     for stream in ({}, *streams):
         engine = start(config_for(backend, stream=bool(stream), ds_zo={"stream": stream}))
         train(engine, batches(3))

@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import DummyOptim
 from library_runs import (
     LEARNING_RATE,
-    STREAMS,
     Run,
     accelerator_for,
     arguments,
@@ -155,8 +154,6 @@ def test_params_of_the_section_reach_the_backend(backend: str) -> None:
 
 
 def test_no_blocks_streams_and_trains_as_with_blocks(backend: str) -> None:
-    if backend not in STREAMS:
-        pytest.skip(f"{backend} does not stream yet")
     config = config_for(backend, stream=True)
     runs = []
     for blocks in ([], None):
