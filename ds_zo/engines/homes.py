@@ -20,7 +20,7 @@ from ds_zo.engines.visits import Noise, Visits
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
-from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes, zo_sizes
+from ds_zo.streaming.budget import check_fits, device_bytes, residents_after_a_step, usable_nbytes, zo_sizes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
@@ -203,7 +203,9 @@ class Homes:
         interval = agree(tempo.best_interval(**sizes))
         computing_sets_pace = tempo.busy_s(interval) > tempo.link_s(interval, **sizes)
         more = torch.cuda.max_memory_allocated(self.device) + self.placement.block_scratch_nbytes
-        self._computing_sets_pace = computing_sets_pace and more <= self._budget_nbytes()
+        self._computing_sets_pace = computing_sets_pace and more <= usable_nbytes(
+            self.device, budget_gb=self._stream.device_memory_gb
+        )
         self.set_interval(interval)
         self.tempo = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
         show(
@@ -219,21 +221,13 @@ class Homes:
         self.visits.close()
         self._make_visits()
 
-    def _budget_nbytes(self) -> int:
-        if self._stream.device_memory_gb is not None:
-            return int(self._stream.device_memory_gb * 1e9)
-        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-
     def fill_device(self) -> None:
         """After the first step: what the activations leave of the budget is filled with blocks that never leave
-        again. What the allocator holds counts, not what tensors fill of it, or the last block would not find room."""
+        again."""
         self.may_fill_device = False
         blocks = self.placement.blocks
-        peak = max(torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_reserved(self.device))
-        activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
-        budget = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
-        num_resident = most_resident(
-            self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
+        num_resident, figures = residents_after_a_step(
+            self.placement, device=self.device, budget_gb=self._stream.device_memory_gb, sizes=self._sizes
         )
         if self.shared is not None:
             num_resident = self.shared.node.smallest(num_resident)
@@ -248,10 +242,7 @@ class Homes:
             self.runtime.host_wait(blocks[index])
             keep_on_device(blocks[index], self.store, self.device, low=all_stay or self.shared is not None)
         self._make_visits()
-        show(
-            f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
-            f"GB, peak of the first step {peak / 1e9:.2f} GB)"
-        )
+        show(f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on ({figures})")
 
     def describe(self) -> str:
         gib = 2**30

@@ -26,7 +26,7 @@ from torch import nn
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
 from ds_zo.logs import show
-from ds_zo.streaming.budget import check_fits, device_bytes, most_resident, usable_nbytes
+from ds_zo.streaming.budget import check_fits, device_bytes, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
@@ -216,8 +216,7 @@ class BlockHomes:
 
     def fill_device(self) -> None:
         """After the first step: what its activations and gradients leave of the budget is filled with blocks that never
-        leave again. What the allocator holds counts, not what tensors fill of it: in a budget filled to the last block
-        it would give up and take back memory all the time."""
+        leave again."""
         if self._retries is not None:
             self._check_room(self._retries)
             self._retries = None
@@ -225,11 +224,8 @@ class BlockHomes:
             return
         self._may_fill = False
         blocks = self.placement.blocks
-        peak = max(torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_reserved(self.device))
-        activations = max(0, peak - device_bytes(self.placement, num_resident=0, **self._sizes(0)).total)
-        budget = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
-        num_resident = most_resident(
-            self.placement, budget_nbytes=budget, activations_nbytes=activations, sizes=self._sizes
+        num_resident, figures = residents_after_a_step(
+            self.placement, device=self.device, budget_gb=self._stream.device_memory_gb, sizes=self._sizes
         )
         if self.shared is not None:
             num_resident = self.shared.node.smallest(num_resident)
@@ -243,10 +239,7 @@ class BlockHomes:
             keep_on_device(blocks[index], self.store, self.device, low=False)
         self.runtime = self._make_runtime()
         self._retries = _alloc_retries(self.device)
-        show(
-            f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on (budget {budget / 1e9:.1f} "
-            f"GB, peak of the first step {peak / 1e9:.2f} GB)"
-        )
+        show(f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on ({figures})")
 
     def _check_room(self, retries: int) -> None:
         """A step that waited for memory goes on doing so: slow, and nothing else tells why."""

@@ -113,3 +113,16 @@ def most_resident(
         if needed + activations_nbytes + MARGIN_NBYTES <= budget_nbytes:
             return num_resident
     return -1
+
+
+def residents_after_a_step(
+    placement: Placement, *, device: torch.device, budget_gb: float | None, sizes: Callable[[int], dict[str, Any]]
+) -> tuple[int, str]:
+    """How many blocks may stay on the device beside what a step with none took, and the figures that say so. What the
+    allocator holds counts, not what tensors fill of it: in a budget filled to the last block it would give up and take
+    back memory all the time, or find no room."""
+    peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device))
+    budget = usable_nbytes(device, budget_gb=budget_gb)
+    activations = max(0, peak - device_bytes(placement, num_resident=0, **sizes(0)).total)
+    found = most_resident(placement, budget_nbytes=budget, activations_nbytes=activations, sizes=sizes)
+    return found, f"budget {budget / 1e9:.1f} GB, peak of the first step {peak / 1e9:.2f} GB"
