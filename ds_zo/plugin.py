@@ -31,6 +31,7 @@ from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import log_dist
+from deepspeed.utils.timer import ThroughputTimer
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
@@ -40,6 +41,7 @@ from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.engines import Backend, StepOutcome, backend_class
 from ds_zo.engines.late import Late
+from ds_zo.engines.throughput import EventTimer
 from ds_zo.logs import show
 from ds_zo.plugin_checkpoints import CheckpointingEngine
 
@@ -150,6 +152,15 @@ class PluginEngine(CheckpointingEngine):
         self._log_start()
 
     # What DeepSpeed asks while it builds the engine.
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        return self._throughput
+
+    @tput_timer.setter
+    def tput_timer(self, timer: ThroughputTimer) -> None:
+        """Set before DeepSpeed makes a data loader, which starts it with every batch."""
+        self._throughput = EventTimer.instead_of(timer)
 
     def optimizer_name(self) -> str:
         return super().optimizer_name() or self.resolved.backend
