@@ -14,7 +14,7 @@ from torch import nn
 from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, Batch, Row, Trainer, make_trainer
 from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks
 from ds_zo.bench.shapes import config_of, materialise, random_model
-from ds_zo.streaming.allocator import expand_segments
+from ds_zo.streaming.allocator import expand_segments, num_retries
 from ds_zo.streaming.blocks import find_blocks
 
 _ROOM = 0.97
@@ -59,7 +59,7 @@ def speed(
         first.append(float(trainer.step(ids)))
         said(f"step {number} done")
     before = _moved(trainer)  # a streaming engine settles where blocks live in its first step
-    retries = _alloc_retries(where)
+    retries = num_retries(where)
 
     def step() -> torch.Tensor:
         loss = trainer.step(ids)
@@ -77,7 +77,7 @@ def speed(
         "cap_gb": cap_gb,
         "load_s": load_s,
         "first_step_s": first_step_s,
-        "alloc_retries": _alloc_retries(where) - retries,
+        "alloc_retries": num_retries(where) - retries,
         "tokens_per_s": batch * length / measured["step_s"],
         **measured,
         **trainer.facts,
@@ -335,11 +335,6 @@ class _Progress:
             memory = f", {stats['reserved_bytes.all.current'] / 1e9:.2f} GB, retries {stats['num_alloc_retries']}"
         print(f"{now - self._begun:.2f} s: {what} (+{passed_s:.2f}){memory}", file=sys.stderr, flush=True)
         return passed_s
-
-
-def _alloc_retries(where: torch.device) -> int:
-    """How often the allocator found no room within the card, or the cap, and waited for the device to give some up."""
-    return int(torch.cuda.memory_stats(where)["num_alloc_retries"]) if where.type == "cuda" else 0
 
 
 def _numel(model: nn.Module) -> int:

@@ -20,6 +20,7 @@ from ds_zo.engines.visits import Noise, Visits
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
+from ds_zo.streaming.allocator import Room
 from ds_zo.streaming.budget import check_fits, device_bytes, residents_after_a_step, usable_nbytes, zo_sizes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
@@ -103,6 +104,7 @@ class Homes:
         self._make_visits()
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+        self._room = Room(device)
         if self.may_fill_device:
             torch.cuda.empty_cache()  # what loading left is not to be taken for activations
 
@@ -220,10 +222,14 @@ class Homes:
         self.runtime.forget()
         self.visits.close()
         self._make_visits()
+        self._room.watch_afresh()
 
     def fill_device(self) -> None:
         """After the first step: what the activations leave of the budget is filled with blocks that never leave
         again."""
+        self._room.check()
+        if not self.may_fill_device:
+            return
         self.may_fill_device = False
         blocks = self.placement.blocks
         num_resident, figures = residents_after_a_step(
@@ -242,6 +248,7 @@ class Homes:
             self.runtime.host_wait(blocks[index])
             keep_on_device(blocks[index], self.store, self.device, low=all_stay or self.shared is not None)
         self._make_visits()
+        self._room.watch()
         show(f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on ({figures})")
 
     def describe(self) -> str:

@@ -26,6 +26,7 @@ from torch import nn
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
 from ds_zo.logs import show
+from ds_zo.streaming.allocator import Room
 from ds_zo.streaming.budget import check_fits, device_bytes, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.host_store import HostStore
@@ -97,8 +98,7 @@ class BlockHomes:
         self.runtime = self._make_runtime()
         self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
-        self._retries: int | None = None
-        """The allocator's count when blocks were chosen to stay, until the step after that has shown if they may."""
+        self._room = Room(device)
         if self._may_fill:
             torch.cuda.empty_cache()  # what loading left is not to be taken for activations
 
@@ -217,9 +217,7 @@ class BlockHomes:
     def fill_device(self) -> None:
         """After the first step: what its activations and gradients leave of the budget is filled with blocks that never
         leave again."""
-        if self._retries is not None:
-            self._check_room(self._retries)
-            self._retries = None
+        self._room.check()
         if not self._may_fill:
             return
         self._may_fill = False
@@ -238,17 +236,8 @@ class BlockHomes:
             self.runtime.host_wait(blocks[index])
             keep_on_device(blocks[index], self.store, self.device, low=False)
         self.runtime = self._make_runtime()
-        self._retries = _alloc_retries(self.device)
+        self._room.watch()
         show(f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on ({figures})")
-
-    def _check_room(self, retries: int) -> None:
-        """A step that waited for memory goes on doing so: slow, and nothing else tells why."""
-        num_retries = _alloc_retries(self.device) - retries
-        if num_retries:
-            logger.warning(
-                f"ds_zo: the device's memory is so full that the allocator had to stop {num_retries} times in a step "
-                "to find some: lower ds_zo.stream.device_memory_gb"
-            )
 
     def _let_go(self) -> None:
         self._views.clear()
@@ -325,10 +314,6 @@ class BlockHomes:
         self.runtime.end_copies()
         self._let_go()
         self.store.close()
-
-
-def _alloc_retries(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
 
 
 class HomesState(ModuleState):

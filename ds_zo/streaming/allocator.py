@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import torch
+from deepspeed.utils import logger
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The second is the older name, which all versions read."""
@@ -27,3 +28,38 @@ def expand_segments() -> None:
         setter = torch.cuda.memory._set_allocator_settings
     setter(SETTING)
     os.environ.setdefault(_VARIABLES[1], SETTING)
+
+
+def num_retries(device: torch.device) -> int:
+    """How often the allocator found no room within the card, or the cap, and waited for the device to give some up."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
+class Room:
+    """Whether blocks that were chosen to stay leave a step its memory. One that waits for some goes on doing so: slow,
+    and nothing else tells why."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._retries: int | None = None
+        """The allocator's count when the step began that is watched."""
+
+    def watch(self) -> None:
+        self._retries = num_retries(self._device)
+
+    def watch_afresh(self) -> None:
+        """What making buffers anew has taken is no step's."""
+        if self._retries is not None:
+            self.watch()
+
+    def check(self) -> None:
+        """After every step; the first since `watch` counts."""
+        if self._retries is None:
+            return
+        num_waits = num_retries(self._device) - self._retries
+        self._retries = None
+        if num_waits:
+            logger.warning(
+                f"ds_zo: the device's memory is so full that the allocator had to stop {num_waits} times in a step to "
+                "find some: set ds_zo.stream.device_memory_gb, or lower it"
+            )
