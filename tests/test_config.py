@@ -246,6 +246,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("LOMO", {"hybrid_engine": {"enabled": True}}, ["hybrid engine"], "hybrid_engine"),
     ("ZO", {"expert_parallel": {"enabled": True}}, ["experts"], "expert_parallel"),
     ("ZO", {"sequence_parallel_size": 2}, ["whole sequences", "set it to 1"], "sequence_parallel_size"),
+    ("ZO", {"ds_zo.compile_blocks": True}, ["belongs to LOMO", "CUDA graphs", "leave it out"], "ds_zo.compile_blocks"),
     ("ZO", {"compile": {"deepcompile": True}}, ["set it to false"], "compile.deepcompile"),
     ("ZO", {"zero_optimization.zenflow": {"topk_ratio": 0.1}}, ["ZenFlow"], "zero_optimization.zenflow"),
     ("ZO", {"compression_training": {"weight_quantization": {}}}, ["remove the section"], "compression_training"),

@@ -50,7 +50,6 @@ def run_case(
     stream: Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
     resident: bool = False,
-    compiled: bool = False,
     cap_gb: float | None = None,
     lr: float = 1e-7,
     warmup: int = 3,
@@ -65,7 +64,7 @@ def run_case(
     that many steps more after the blocks that fit `device_memory_gb` have moved to the device, so that one load of a
     large model gives both its smallest footprint and its speed within a budget; they come back as `filled`. Streamed
     ZO warms up for at least one write-back interval (`age`): before that fewer updates are pending, and replay is
-    cheaper. `compiled`: ZO's blocks are; a compiler that fails ends the case.
+    cheaper.
     """
     where = _start_device(device, cap_gb)
     pairs = [(int(b), int(t)) for b, t in inputs] if inputs else [(batch, length)]
@@ -81,15 +80,13 @@ def run_case(
         "input": "random token ids",
         "resident": method != "zo" or resident,
         "stream": dict(stream or {}) if method == "zo" else None,
-        "compiled": compiled,
         "cap_gb": cap_gb,
     }
     if lacking := _lacking_memory(row, where, cap_gb):
         return row | lacking
     start = time.perf_counter()
     if method == "zo":
-        settings: dict[str, Any] = {"stream": stream, "params": params, "resident": resident, "compiled": compiled}
-        contender = zo(model, dtype=dtype, batch=pairs[0][0], lr=lr, **settings)
+        contender = zo(model, dtype=dtype, batch=pairs[0][0], lr=lr, stream=stream, params=params, resident=resident)
     else:
         contender = _in_memory(model, method=method, lr=lr)
     row |= {"load_s": time.perf_counter() - start, **contender.facts}
@@ -97,8 +94,6 @@ def run_case(
         _measure(contender, token_ids(config, b, t, where), warmup=warmup, steps=steps, age=age and i == 0)
         for i, (b, t) in enumerate(pairs)
     ]
-    if compiled:
-        _check_compiled(contender)
     row |= points[0] | {"points": points if inputs else None}
     if fill_steps and where.type == "cuda":
         contender.engine.backend.homes.may_fill_device = True
@@ -141,7 +136,6 @@ def zo(
     stream: Mapping[str, Any] | None,
     params: Mapping[str, Any] | None,
     resident: bool,
-    compiled: bool = False,
 ) -> Contender:
     import deepspeed
 
@@ -153,7 +147,7 @@ def zo(
         "steps_per_print": 10**9,
         "optimizer": {"type": "ZO", "params": {"lr": lr, "zo_eps": _ZO_EPS, **(params or {})}},
         "zero_optimization": zero,
-        "ds_zo": {"stream": dict(stream or {}), "compile_blocks": compiled},
+        "ds_zo": {"stream": dict(stream or {})},
     }
     if dtype != "fp32":
         json[dtype] = {"enabled": True}
@@ -168,12 +162,6 @@ def zo(
 
     facts = {"master": (stream or {}).get("master", "split"), "optimizer_params": dict(params or {})}
     return Contender(step, engine, facts)
-
-
-def _check_compiled(contender: Contender) -> None:
-    failure = contender.engine.backend.compile_failure
-    if failure is not None:
-        raise RuntimeError(f"blocks were not compiled: {failure}")
 
 
 def _in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:

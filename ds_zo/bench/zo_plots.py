@@ -63,6 +63,7 @@ def _way(row: Row) -> str | None:
         return None
     if row["method"] != "zo":
         return "mezo" if row["method"] == "mezo" else None
+    # Rows of a case that is no longer run may be `compiled`.
     if row.get("optimizer_params", {}).get("compute_dtype", "auto") != "auto" or row.get("compiled"):
         return None
     if row["resident"]:

@@ -31,8 +31,6 @@ _SWEEPS = {"mezo": 3.0, "zo": 0.5}
 _START_S, _ENGINE_S, _LOOK_S, _MACHINE_S, _WARMUP_S, _TIMELINE_S = 2.0, 1.7, 1.0, 6.0, 25.0, 10.0
 """CUDA's start and end, the first launches (imports are there before the fork, kernels compiled); what DeepSpeed takes
 to start; a case that finds too little memory; the rates; compiling; a recorded step."""
-_COMPILE_S = 20.0
-"""torch's compiler, for one block."""
 _INTERVALS = ((1.5, 2), (1.0, 6), (0.0, 16))
 """About what is chosen where computing takes so many times as long as the link. A streamed case makes steps for a whole
 interval before it is timed."""
@@ -72,10 +70,6 @@ def _targets() -> Iterator[Case]:
     yield _case("13b.fp8", "opt-13b", stream={**_STREAMED, "wire_dtype": "fp8"}, steps=6)
     yield _case("6.7b.batch4.mezo", "opt-6.7b", "mezo", batch=4, steps=6)
     yield _case("6.7b.batch4.streamed", "opt-6.7b", stream=_STREAMED, batch=4, steps=6)
-    yield _case("6.7b.batch4.compiled", "opt-6.7b", stream=_STREAMED, batch=4, steps=6, compiled=True)
-    for size in ("6.7b", "1.3b"):
-        stays = {"master": "wire"}
-        yield _case(f"{size}.resident.compiled", f"opt-{size}", resident=True, stream=stays, compiled=True)
     yield _case("13b.streamed", "opt-13b", stream=_STREAMED, steps=6)
     yield _case("6.7b.split", "opt-6.7b", stream={**_STREAMED, "master": "split"})
     for size in ("6.7b", "13b"):  # slots of half the bytes: does a third fill the link while the head computes?
@@ -90,7 +84,6 @@ def _targets() -> Iterator[Case]:
 
 TARGETS: dict[str, tuple[Target, ...]] = {
     **{f"{size}.resident": (Target("ratio", 1.8, 2.1),) for size in ("1.3b", "6.7b", "13b")},
-    **{f"{size}.resident.compiled": (Target("ratio", 1.8, 2.1),) for size in ("1.3b", "6.7b")},
     "6.7b.streamed": (
         Target("ratio", 1.0, 1.1),
         Target("peak_gb", 2.3, 1.9),
@@ -98,7 +91,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         Target("link", 0.9, 0.97),
     ),
     "13b.streamed": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host"), Target("link", 0.9, 0.97)),
-    **{f"6.7b.batch4.{how}": (Target("ratio", 1.25, 1.35), Target("host")) for how in ("streamed", "compiled")},
+    "6.7b.batch4.streamed": (Target("ratio", 1.25, 1.35), Target("host")),
     "6.7b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.3, 1.9), Target("host")),
     "13b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host")),
     "6.7b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
@@ -253,8 +246,6 @@ def tiny(case: Case, *, device: str) -> Case:
         params |= {"inputs": [[2, 4], [1, 8]]} if "inputs" in params else {}
         stream = {key: value for key, value in params.get("stream", {}).items() if key != "device_memory_gb"}
         params |= {"stream": {**stream, "resident_blocks": 1}} if stream.get("resident_blocks") else {"stream": stream}
-        if device == "cpu":  # where the compiler takes longer than all else
-            params.pop("compiled", None)
     return Case(case.name, case.target, params, timeout_s=case.timeout_s)
 
 
@@ -323,7 +314,6 @@ def estimate_s(params: Mapping[str, Any]) -> float:
     if numel * _NBYTES[dtype] * COPIES_HELD.get(params["method"], 0) > _DEVICE_BYTES:
         return _LOOK_S  # recorded, not run
     total = _START_S + gb * 1e9 / _PIN + (_ENGINE_S if params["method"] == "zo" else 0.0)
-    total += _COMPILE_S if params.get("compiled") else 0.0
     for i, (batch, length) in enumerate(pairs):
         busy = passes * 2 * numel * batch * length / _FLOPS[compute]
         busy += numel / _NOISE * _SWEEPS.get(params["method"], 0.0)

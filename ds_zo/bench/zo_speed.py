@@ -2,7 +2,7 @@
 
 python -m ds_zo.bench.zo_speed preset targets --out rows.jsonl
 python -m ds_zo.bench.zo_speed preset paper --out rows.jsonl --only '^t1' --total-s 300 --resume
-python -m ds_zo.bench.zo_speed preset all --out rows.jsonl --skip 'slots3|half|compiled' --total-s 600
+python -m ds_zo.bench.zo_speed preset all --out rows.jsonl --skip 'slots3|half' --total-s 600
 python -m ds_zo.bench.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
 python -m ds_zo.bench.zo_speed link
 python -m ds_zo.bench.zo_speed report rows.jsonl > report.md
@@ -67,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument("--stream", default={}, type=json.loads, help="the ds_zo.stream section, as JSON")
     case.add_argument("--params", default={}, type=json.loads, help="more optimizer.params, as JSON")
     case.add_argument("--resident", action="store_true", help="no offload_param: all blocks stay on the GPU")
-    case.add_argument("--compiled", action="store_true", help="ZO: ds_zo.compile_blocks")
     case.add_argument("--cap-gb", type=float, help="refuse device memory beyond this many GB")
     case.add_argument("--lr", type=float, default=1e-7)
     case.add_argument("--warmup", type=int, default=4)

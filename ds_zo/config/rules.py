@@ -32,7 +32,7 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     _check_dtypes(config)
     _check_streaming(config)
     if isinstance(config.optimizer, ZOParams):
-        _check_zo(ds_config)
+        _check_zo(ds_config, config)
     else:
         _check_only_zo_replays(config)
     if isinstance(config.optimizer, LOMOParams):
@@ -128,13 +128,19 @@ def _check_streaming(config: Resolved) -> None:
             raise ConfigError(text, at=f"ds_zo.stream.{key}")
 
 
-def _check_zo(ds_config: dict[str, Any]) -> None:
+def _check_zo(ds_config: dict[str, Any], config: Resolved) -> None:
     if _is_on(_lookup(ds_config, "flops_profiler")):
         text = (
             "flops_profiler cannot follow passes that interleave, got it enabled under ZO; set it to false and use "
             "wall_clock_breakdown"
         )
         raise ConfigError(text, at="flops_profiler.enabled")
+    if config.section.compile_blocks:
+        text = (
+            "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, whose CUDA graphs spare launches "
+            "already (compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
+        )
+        raise ConfigError(text, at="ds_zo.compile_blocks")
 
 
 def _check_only_zo_replays(config: Resolved) -> None:

@@ -108,9 +108,9 @@ class DsZoConfig(ConfigModel):
     """ZO: replay small blocks as CUDA graphs where weights stay on the device. What can't be recorded runs as usual."""
 
     compile_blocks: bool = False
-    """torch.compile every block, all of a kind as one graph. Faster after a first step that compiles; equal to
-    rounding, not in bits. ZO: resumes to the bit if batches keep one shape. LOMO, AdaLOMO and LSP: the gradients of one
-    block are alive at a time in place of one parameter's."""
+    """LOMO, AdaLOMO and LSP: torch.compile every block, all of a kind as one graph. Faster after a first step that
+    compiles; equal to rounding, not in bits; the gradients of one block are alive at a time in place of one
+    parameter's."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""

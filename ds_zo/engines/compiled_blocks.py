@@ -11,12 +11,6 @@ and without: in a process, code is found again by the backend it was compiled wi
 2.13) it is found by a key that knows nothing of this setting, so the key gets a tag; and the setting is read once more
 when the backward runs, where a patched value does not reach the threads that autograd has for GPUs, so the thread that
 asks for such a backward runs it.
-
-[Note: compiled passes] ZO's blocks have no backward, and several passes of a forward are under way at once, paused in
-hooks of the same block. So what is compiled stands in the block for good, and is entered and left without a pause. ZO
-continues a run to the bit, which code does that is chosen by rule: the compiler is told not to let a stopwatch decide
-what changes rounding. (Inputs of several lengths end that: the first length gets code of its own, later ones share
-theirs, and which was first depends on where a run starts.) CUDA graphs, where they pay, are ours.
 """
 
 from __future__ import annotations
@@ -41,15 +35,14 @@ compiler_config: Any = importlib.import_module("torch.compiler.config")
 class BlockCompiler:
     """Compiles when the first block runs in training. Where the compiler fails, blocks run as they are."""
 
-    def __init__(self, *, twice: bool = False, passes: bool = False) -> None:
-        """`twice`: [Note: run backward twice]. `passes`: [Note: compiled passes]."""
-        self._backend = _compile_passes if passes else _compile_to_run_backward_twice if twice else _compile
+    def __init__(self, *, twice: bool = False) -> None:
+        """`twice`: [Note: run backward twice]."""
+        self._backend = _compile_to_run_backward_twice if twice else _compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._started = False
         self.failure: str | None = None
         """Why blocks run as they are."""
         self._installed: list[tuple[nn.Module, _CallWithHooks]] = []
-        self._standing: list[tuple[nn.Module, CompiledForward]] = []
 
     def install(self, blocks: Iterable[nn.Module]) -> None:
         """Where torch looks for a module's compiled form, and copies and pickles do not. A user's own stays."""
@@ -58,22 +51,11 @@ class BlockCompiler:
                 block._compiled_call_impl = call = _CallWithHooks(self, block)
                 self._installed.append((block, call))
 
-    def stand_in(self, blocks: Iterable[nn.Module], *, when: Callable[[], bool]) -> None:
-        """For the blocks' forwards; they are compiled where `when`. Not a forward that is a block's own, each of which
-        would be compiled, nor a block that a user compiles."""
-        for block in blocks:
-            if "forward" not in vars(block) and block._compiled_call_impl is None:
-                block.forward = forward = CompiledForward(self, block, block.forward, when=when)
-                self._standing.append((block, forward))
-
     def close(self) -> None:
         for block, call in self._installed:
             if block._compiled_call_impl is call:
                 block._compiled_call_impl = None
-        for block, forward in self._standing:
-            if vars(block).get("forward") is forward:
-                del block.forward
-        self._installed, self._standing = [], []
+        self._installed = []
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same method of many blocks is one function, compiled once."""
@@ -111,23 +93,14 @@ class CompiledForward:
     """Stands for a block's `forward`, and leaves alone what is not a training pass or would be compiled anew for every
     block: calls that fill a cache go by the block's number."""
 
-    def __init__(
-        self,
-        compiler: BlockCompiler,
-        block: nn.Module,
-        forward: Callable[..., Any],
-        *,
-        when: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, compiler: BlockCompiler, block: nn.Module, forward: Callable[..., Any]) -> None:
         self._compiler = compiler
+        self._block = block
         self._forward = forward
-        self._is_training_pass = when or (lambda: block.training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # by a user, and everything at once
-            return self._forward(*args, **kwargs)
         fills_cache = any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values()))
-        if fills_cache or not self._is_training_pass():
+        if not self._block.training or fills_cache:
             return self._forward(*args, **kwargs)
         return self._compiler.run(self._forward, *args, **kwargs)
 
@@ -165,16 +138,6 @@ def _compile(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
 def _compile_to_run_backward_twice(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
     with _nothing_donated():
         return _compile(graph, inputs, **options)
-
-
-def _compile_passes(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
-    from torch._inductor import config as inductor_config
-
-    wanted = {"deterministic": True, "triton.cudagraphs": False}
-    known = {name: value for name, value in wanted.items() if name in inductor_config.get_config_copy()}
-    tag = f"{compiler_config.cache_key_tag} passes"
-    with inductor_config.patch(known), compiler_config.patch(cache_key_tag=tag):
-        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
 
 
 @contextmanager

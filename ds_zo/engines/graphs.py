@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.twins import Lockstep
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
-from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.units import Unit
 
 MOST_KINDS = 16
@@ -50,21 +49,14 @@ class Recording:
 class BlockGraphs:
     """Stands before the forward of each block and replays it where it can."""
 
-    def __init__(self, homes: Homes, lockstep: Lockstep, *, device: torch.device, compiled: bool = False) -> None:
-        """`compiled`: by torch, when blocks first run. What a recording reads may have other strides than what it
-        stands for, and code that is made for them must be there before recording starts."""
+    def __init__(self, homes: Homes, lockstep: Lockstep, *, device: torch.device) -> None:
         self._homes = homes
-        self._compiled = compiled
         self._lockstep = lockstep
         self._device = device
         self._recordings: dict[Key, Recording | None] = {}
         """None: seen not to be replayable."""
         self._outputs: dict[Key, list[torch.Tensor]] = {}
         """Where the replayable put their outputs."""
-        self._waited: set[Key] = set()
-        """Seen to read a number back, once."""
-        self._tried: set[Key] = set()
-        """Have run on the inputs that will be recorded."""
         self._statics: dict[Key, list[torch.Tensor]] = {}
         self._kinds: set[Key] = set()
         self._has_warned = False
@@ -72,14 +64,16 @@ class BlockGraphs:
         self._gave_up = False
         self._stream = torch.cuda.Stream(device)
         self._wrapped: list[tuple[nn.Module, Any]] = []
-        """Modules, and what stood for their forward before."""
-        for unit in blocks_without_hooks_inside(homes.placement):
-            if not any(part.direct for part in unit.parts):
+        """Modules, and a forward of their own that they had before."""
+        entered = {id(module) for module in homes.placement.entered_by}
+        for unit in homes.placement.blocks:
+            has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
+            if not has_hooks_inside and not any(part.direct for part in unit.parts):
                 self._wrapped.append((unit.module, vars(unit.module).get("forward")))
                 unit.module.forward = partial(self._forward, unit, unit.module.forward)
 
     def close(self) -> None:
-        self.forget()
+        self._forget()
         self._statics.clear()
         while self._wrapped:
             module, before = self._wrapped.pop()
@@ -87,12 +81,9 @@ class BlockGraphs:
             if before is not None:
                 module.forward = before
 
-    def forget(self) -> None:
-        """Blocks run as usual once more before they are recorded."""
+    def _forget(self) -> None:
         self._recordings.clear()
         self._outputs.clear()
-        self._waited.clear()
-        self._tried.clear()
 
     @property
     def _pool(self) -> Any:
@@ -104,7 +95,7 @@ class BlockGraphs:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._made_for is not self._homes.visits:  # working copies have moved
-            self.forget()
+            self._forget()
             self._made_for = self._homes.visits
         if self._gave_up or not (self._lockstep.inside and self._homes.visits.in_one_launch):
             return forward(*args, **kwargs)
@@ -124,9 +115,6 @@ class BlockGraphs:
             return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
         if key not in self._outputs:
             return self._watched(key, same, partial(forward, *args, **kwargs))
-        if self._compiled and key not in self._tried:
-            self._tried.add(key)
-            return self._try(forward, leaves, spec, same=same)
         self._recordings[key] = recording = self._record(forward, leaves, spec, key=key, same=same)
         return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
 
@@ -166,9 +154,6 @@ class BlockGraphs:
         leaves, _ = pytree.tree_flatten(result)
         waits = any("synchronizing" in str(warning.message) for warning in seen)
         draws = generator.get_offset() != before
-        if waits and key not in self._waited:  # once may be a compiler that measures its kernels: watched again
-            self._waited.add(key)
-            return result
         if waits or draws or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
             return result
@@ -181,23 +166,12 @@ class BlockGraphs:
             self._statics[key] = [torch.empty_like(t) for t in like]
         return self._statics[key]
 
-    def _statics_for(self, leaves: list[Any], spec: Any, *, same: Key) -> tuple[list[torch.Tensor], Any]:
-        """Where a recording of these inputs reads, and (args, kwargs) made of it."""
-        inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        rest = iter(inputs)
-        return inputs, pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
-
-    def _try(self, forward: Callable[..., Any], leaves: list[Any], spec: Any, *, same: Key) -> Any:
-        """What a replay would give, run as usual."""
-        inputs, (args, kwargs) = self._statics_for(leaves, spec, same=same)
-        for static, tensor in zip(inputs, (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), strict=True):
-            static.copy_(tensor)
-        return pytree.tree_map(torch.clone, forward(*args, **kwargs))
-
     def _record(
         self, forward: Callable[..., Any], leaves: list[Any], spec: Any, *, key: Key, same: Key
     ) -> Recording | None:
-        inputs, (args, kwargs) = self._statics_for(leaves, spec, same=same)
+        inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        rest = iter(inputs)
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -221,12 +195,6 @@ class BlockGraphs:
             logger.warning(f"ds_zo: blocks run without CUDA graphs from now on, for one can't be recorded: {error}")
             return None
         return Recording(graph, inputs, self._outputs[key], output_spec)
-
-
-def blocks_without_hooks_inside(placement: Placement) -> list[Unit]:
-    """Whose forward is one piece: no weights are brought up in the midst of it."""
-    entered = {id(module) for module in placement.entered_by}
-    return [unit for unit in placement.blocks if not any(id(m) in entered for m in unit.module.modules())]
 
 
 def _is_plain(leaf: Any) -> bool:

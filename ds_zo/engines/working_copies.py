@@ -59,10 +59,6 @@ class WorkingCopies:
         while self._handles:
             self._handles.pop().remove()
 
-    @property
-    def in_training_pass(self) -> bool:
-        return self._training
-
     @contextmanager
     def training_pass(self) -> Iterator[None]:
         """Visits inside are of perturbed copies. However it ends, every parameter is at home afterwards."""

@@ -29,8 +29,7 @@ from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.engines.compiled_blocks import BlockCompiler
-from ds_zo.engines.graphs import BlockGraphs, blocks_without_hooks_inside
+from ds_zo.engines.graphs import BlockGraphs
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
 from ds_zo.engines.module_state import ReplayedState
@@ -73,17 +72,8 @@ class ZOBackend(Backend):
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
         self.state = ReplayedState(self.homes, module)
-        self._compiler = BlockCompiler(passes=True) if config.section.compile_blocks else None
-        self._compiles = False
-        """The first forward's checks are made of blocks as they are."""
-        if self._compiler is not None:  # before graphs, which record what is compiled
-            modules = [unit.module for unit in blocks_without_hooks_inside(self.homes.placement)]
-            self._compiler.stand_in(modules, when=lambda: self._compiles and self._copies.in_training_pass)
         graphs = config.section.cuda_graphs and device.type == "cuda"
-        self._graphs = None
-        if graphs:
-            compiled = self._compiler is not None
-            self._graphs = BlockGraphs(self.homes, self._lockstep, device=device, compiled=compiled)
+        self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
         self._pretrained = PretrainedSaving(module, self.state.read)
         self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
@@ -206,14 +196,8 @@ class ZOBackend(Backend):
                         "state on its modules between blocks; it runs one pass after the other from now on (each "
                         "uploads every block)"
                     )
-                    if self._compiler is None:
-                        return apart
+                    return apart
                 del apart  # its outputs, before more forwards
-            if self._compiler is not None:
-                del results
-                rewind()
-                results = self._first_compiled(calls)
-                after = before.split_off_changed()
             if self.homes.measures:
 
                 def again() -> None:
@@ -240,18 +224,6 @@ class ZOBackend(Backend):
             rewind()
             results = self._run(calls)
         return results
-
-    @property
-    def compile_failure(self) -> str | None:
-        """Why blocks run as they are under `ds_zo.compile_blocks`."""
-        return None if self._compiler is None else self._compiler.failure
-
-    def _first_compiled(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The step counts what later ones do, so that a run that is continued here has the same bits."""
-        self._compiles = True
-        if self._graphs is not None:
-            self._graphs.forget()  # a compiler can't work while its code is recorded: again, it runs first
-        return self._run(calls)
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:
@@ -296,8 +268,7 @@ class ZOBackend(Backend):
         self._projected = torch.zeros_like(g)
         if not self.config.section.stream.fuse_update:
             self._fold_everything()  # an ablation: the update as a sweep of its own
-        if self.homes.may_fill_device:
-            self.homes.fill_device()
+        self.homes.fill_device()
         if self.homes.measures:
             num_visits = 1 if self._interleave else self._num_passes
             self.homes.choose_interval(num_visits=num_visits, agree=self.ranks.first_decides)
@@ -469,8 +440,6 @@ class ZOBackend(Backend):
         self._copies.close()
         if self._graphs is not None:
             self._graphs.close()
-        if self._compiler is not None:
-            self._compiler.close()
         self._pretrained.close()
         self.state.close()
         self.homes.close()

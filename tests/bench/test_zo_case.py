@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch._dynamo.utils import counters
 
 from ds_zo.bench import zo_case
 from ds_zo.bench.runner import Case, read_rows, run_cases
 from ds_zo.bench.zo_presets import CASE, PRESETS, compiled_first, everything, paper, stored_gb, targets, tiny
 from ds_zo.bench.zo_report import report
 from ds_zo.bench.zo_speed import main, run_preset
-from ds_zo.engines import compiled_blocks
 
 LAYERS = 4
 
@@ -50,26 +46,6 @@ def test_a_case_of_each_kind_runs(name: str, single_process: None) -> None:
         assert (row["host_gb"] > 0) == streamed
     if "inputs" in params:
         assert [(p["batch"], p["length"]) for p in row["points"]] == [tuple(pair) for pair in params["inputs"]]
-
-
-def test_a_compiled_case_says_so_and_ends_where_the_compiler_fails(
-    single_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def backend(graph: Any, inputs: Any) -> Any:
-        if not works:
-            raise RuntimeError("no such compiler")
-        return graph.forward
-
-    monkeypatch.setattr(compiled_blocks, "BACKEND", backend)
-    case = next(case for case in targets() if case.name == "6.7b.batch4.compiled")
-    assert case.params["compiled"]
-    for works in (True, False):
-        torch._dynamo.reset()
-        counters.clear()
-        with nullcontext() if works else pytest.raises(RuntimeError, match=r"not compiled: .*no such compiler"):
-            assert zo_case.run_case(**shrunk(case.params), compiled=True)["compiled"]
-            assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("stream", [{}, {"master": "wire", "wire_dtype": "fp8"}, {"wire_dtype": "bf12"}])

@@ -26,10 +26,7 @@ from lomo_runs import (
     weights_of,
 )
 from lsp_runs import CPU, lsp_json, settled
-from tiny_models import tiny_batch
 from torch._dynamo.utils import counters
-from zo_runs import Recorder, one_step, zo_json
-from zo_runs import weights as zo_weights
 
 from ds_zo.engines import compiled_blocks
 
@@ -113,90 +110,6 @@ def test_dropout_masks_are_the_same_in_both_passes_and_recomputed() -> None:
     assert_close(*runs)
 
 
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return Recorder(monkeypatch)
-
-
-def zo_engine(
-    name: str = "opt", *, compiled: bool = True, offload: bool = True, interval: int = 1, **model: Any
-) -> Any:
-    config = zo_json(offload=offload, interval=interval)
-    config["ds_zo"]["compile_blocks"] = compiled
-    return start(config, lively(name, **LAYERS[name], **model))
-
-
-def zo_batches(lengths: list[int], *, name: str = "opt") -> list[dict[str, torch.Tensor]]:
-    return [tiny_batch(name, seed=seed, batch_size=2, length=length) for seed, length in enumerate(lengths)]
-
-
-def test_zo_measures_alike_on_one_graph(passes: Recorder) -> None:
-    data = zo_batches([8, 8, 12, 10, 8])
-
-    def measured(compiled: bool) -> list[list[torch.Tensor]]:
-        engine = zo_engine(compiled=compiled)
-        for batch in data[:2]:
-            one_step(engine, batch)
-        assert counters["stats"]["unique_graphs"] == compiled
-        for batch in data[2:]:
-            one_step(engine, batch)
-        engine.module.eval()
-        with torch.no_grad():
-            engine.module(**data[0], use_cache=False)
-            engine.module.generate(input_ids=data[0]["input_ids"][:, :4], max_new_tokens=2)
-        assert counters["stats"]["unique_graphs"] == 2 * compiled, "one for the first length, one for any"
-        engine.destroy()
-        assert all("forward" not in vars(layer) for layer in engine.module.model.decoder.layers)
-        found, passes.passes = passes.passes, []
-        return found
-
-    plain = measured(False)
-    for ours, theirs in zip(measured(True), plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0.0)
-
-
-def inexact(graph: Any, inputs: Any) -> Any:
-    """Rounds otherwise than blocks as they are, so that it shows at once which of both ran."""
-    return lambda *args: tuple(x.round(decimals=1) if x.is_floating_point() else x for x in graph(*args))
-
-
-def test_every_step_of_zo_is_compiled_streamed_or_not_and_resumed(
-    passes: Recorder, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    """The first step's checks are not: passes in lockstep are held against passes one after the other to the bit."""
-    monkeypatch.setattr(compiled_blocks, "BACKEND", inexact)
-    data = zo_batches([8] * 4)
-
-    def weights_after(engine: Any, batches: list[dict[str, torch.Tensor]], *, save_after: int | None = None) -> Any:
-        for step, batch in enumerate(batches):
-            one_step(engine, batch)
-            if step == save_after:
-                engine.save_checkpoint(str(tmp_path), tag="saved")
-        found = zo_weights(engine.module)
-        engine.destroy()
-        return found
-
-    resident = weights_after(zo_engine(offload=False), data, save_after=1)
-    compiled, passes.passes = passes.passes, []
-    assert_equal(weights_after(zo_engine(interval=3), data), resident)
-    resumed = zo_engine()
-    resumed.load_checkpoint(str(tmp_path), tag="saved")
-    assert_equal(weights_after(resumed, data[2:]), resident)
-    assert not any("one pass after the other" in line for line in log.messages)
-    passes.passes = []
-    weights_after(zo_engine(compiled=False), data[:1])
-    assert abs(compiled[0][0] / passes.passes[0][0] - 1) > 1e-5
-
-
-def test_dropout_masks_are_the_same_in_both_of_zos_passes(passes: Recorder) -> None:
-    engine = zo_engine("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)
-    for batch in zo_batches([8, 8], name="gpt2"):
-        one_step(engine, batch)
-        plus, minus = passes.last
-        assert plus == pytest.approx(minus, abs=0.03)
-    engine.destroy()
-
-
 def test_hooks_run_as_they_are_and_copies_are_not_compiled(log: pytest.LogCaptureFixture) -> None:
     model = lively("llama")
     block, seen = model.model.layers[1], []
@@ -229,20 +142,4 @@ def test_where_the_compiler_fails_blocks_run_as_they_are(
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
     monkeypatch.setattr(compiled_blocks, "BACKEND", backend)
     assert_equal(run("opt", compiled=True), run("opt", compiled=False))
-    assert sum("could not be compiled" in line and "no such compiler" in line for line in log.messages) == 1
-
-
-def test_where_the_compiler_fails_zo_runs_as_it_is(
-    passes: Recorder, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no such compiler")
-
-    monkeypatch.setattr(compiled_blocks, "BACKEND", broken)
-    for compiled in (True, False):
-        engine = zo_engine(compiled=compiled)
-        for batch in zo_batches([8, 8]):
-            one_step(engine, batch)
-        engine.destroy()
-    assert passes.passes[:2] == passes.passes[2:]
     assert sum("could not be compiled" in line and "no such compiler" in line for line in log.messages) == 1
