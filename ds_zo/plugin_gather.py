@@ -51,12 +51,14 @@ def _enter(self: Any) -> Any:
     values = [parameter._hp_mapping.read(parameter).clone() for parameter in self._ds_zo_lent]
     for parameter, value in zip(self._ds_zo_lent, values, strict=True):
         parameter.data = value
+        parameter._hp_mapping.lent.add(id(parameter))
     return entered
 
 
 def _exit(self: Any, *exception: Any) -> Any:
     values = [parameter.data for parameter in self._ds_zo_lent]
     for parameter, value in zip(self._ds_zo_lent, values, strict=True):
+        parameter._hp_mapping.lent.discard(id(parameter))
         if self._ds_zo_modifier_rank is None or exception[0] is not None:
             parameter._hp_mapping.return_home(parameter)
             continue

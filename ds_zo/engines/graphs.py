@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_zo.engines.homes import Homes
+from ds_zo.engines.plain_copies import StandIn
 from ds_zo.engines.twins import Lockstep
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
 from ds_zo.streaming.units import Unit
@@ -70,7 +71,8 @@ class BlockGraphs:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
             if not has_hooks_inside and not any(part.direct for part in unit.parts):
                 self._wrapped.append((unit.module, vars(unit.module).get("forward")))
-                unit.module.forward = partial(self._forward, unit, unit.module.forward)
+                method = unit.module.forward
+                unit.module.forward = StandIn(partial(self._forward, unit, method), method)
 
     def close(self) -> None:
         self._forget()

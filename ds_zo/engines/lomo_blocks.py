@@ -18,7 +18,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import update_wrapper
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.engines.lomo_homes import BlockHomes
+from ds_zo.engines.plain_copies import StandIn
 from ds_zo.streaming.units import Unit
 
 _numbers = itertools.count()
@@ -156,16 +156,10 @@ class RecomputedBlock:
         self._replaced = before
         self._forward: Callable[..., Any] = unit.module.forward
         self._compute = self._forward if compiler is None else CompiledForward(compiler, unit.module, self._forward)
-        wrapper = torch.compiler.disable(self._make_wrapper())
+        wrapper: Any = StandIn(torch.compiler.disable(self._call), self._forward)
         wrapper._ds_zo_block = self
         self._wrapper = wrapper
         object.__setattr__(unit.module, "forward", wrapper)
-
-    def _make_wrapper(self) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(args, kwargs)
-
-        return update_wrapper(forward, self._forward)
 
     def close(self) -> None:
         if self.unit.module.__dict__.get("forward") is self._wrapper:
@@ -188,7 +182,7 @@ class RecomputedBlock:
 
     # Forward
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self._consumer() is not None and not self._has_cache(args, kwargs):
             leaves, spec = tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -22,10 +22,7 @@ class SettledState(ModuleState):
         self._homes: dict[int, torch.Tensor] = {}
         """Where a parameter's weights are while it shows somebody's copy."""
         for p in self._parameters:
-            # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
-            p._hp_mapping = self  # type: ignore[attr-defined]
-            p.get_full_hp_param = partial(self._full, p)  # type: ignore[attr-defined]
-            p.set_full_hp_param = partial(self._set_full, p)  # type: ignore[attr-defined]
+            self._answer_for(p, partial(self._full, p))
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -57,6 +54,4 @@ class SettledState(ModuleState):
         super().close()
         for p in self._parameters:
             self.return_home(p)
-            if getattr(p, "_hp_mapping", None) is self:
-                for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
-                    delattr(p, name)
+            self._leave(p)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_zo.engines.homes import Homes
+from ds_zo.engines.plain_copies import Hook
 from ds_zo.streaming.units import Placed, Unit
 
 
@@ -30,17 +31,28 @@ class ModuleState(ABC):
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
         self._staged: list[nn.Parameter] = []
+        self.lent: set[int] = set()
+        """Parameters that show a copy of the current weights for the moment, by id."""
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._where for p in m._parameters.values()):
-                self._handles.append(m.register_state_dict_post_hook(partial(self._fold_into)))
-                self._handles.append(m.register_load_state_dict_pre_hook(self._stage))
-                self._handles.append(m.register_load_state_dict_post_hook(self._take))
+                self._handles.append(m.register_state_dict_post_hook(Hook(self._fold_into)))
+                self._handles.append(m.register_load_state_dict_pre_hook(Hook(self._stage)))
+                self._handles.append(m.register_load_state_dict_post_hook(Hook(self._take)))
         for unit, placed in self._where.values():
-            # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
-            placed.parameter._hp_mapping = self  # type: ignore[attr-defined]
-            placed.parameter.get_full_hp_param = partial(self._full_fp32, unit, placed)  # type: ignore[attr-defined]
-            placed.parameter.set_full_hp_param = partial(self._set_full, placed.parameter)  # type: ignore[attr-defined]
+            self._answer_for(placed.parameter, partial(self._full_fp32, unit, placed))
+
+    def _answer_for(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
+        # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
+        parameter._hp_mapping = self
+        parameter.get_full_hp_param = full
+        parameter.set_full_hp_param = partial(self._set_full, parameter)
+        parameter.__deepcopy__ = partial(self._plain_copy, parameter)
+
+    def _leave(self, parameter: nn.Parameter) -> None:
+        if getattr(parameter, "_hp_mapping", None) is self:
+            for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "__deepcopy__"):
+                delattr(parameter, name)
 
     def owns_module(self) -> bool:
         """False once another engine has been made of the same module: its weights are no longer ours to touch."""
@@ -66,9 +78,7 @@ class ModuleState(ABC):
         for handle in self._handles:
             handle.remove()
         for _, placed in self._where.values():
-            if getattr(placed.parameter, "_hp_mapping", None) is self:
-                for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param"):
-                    delattr(placed.parameter, name)
+            self._leave(placed.parameter)
 
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
@@ -112,6 +122,16 @@ class ModuleState(ABC):
     def return_home(self, parameter: nn.Parameter) -> None:
         """After somebody pointed it at memory of their own."""
         self._where[id(parameter)][0].bind_home()
+
+    def _plain_copy(self, parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        """The current weights, and nothing that refers to an engine; the device is the one that it shows."""
+        device = parameter.device
+        if id(parameter) in self.lent:
+            value = parameter.detach().clone()
+        else:
+            value = self.read(parameter).to(device, copy=True)
+            self.return_home(parameter)
+        return type(parameter)(value, parameter.requires_grad)
 
     def _set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self.write(parameter, value)

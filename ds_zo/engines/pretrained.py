@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ds_zo.checkpoint.snapshot import persistent_buffers
+from ds_zo.engines.plain_copies import StandIn
 
 _SHARD = "5GB"
 """`max_shard_size` where the caller names none: transformers' own default is larger than most models."""
@@ -41,12 +42,14 @@ class PretrainedSaving:
         self._module = module
         self._read = read
         self._save: Callable[..., Any] | None = None
+        self._stand_in: StandIn | None = None
         if _is_plain_pretrained(module):
             self._save = module.save_pretrained  # type: ignore[assignment]
-            object.__setattr__(module, "save_pretrained", self._save_by_shard)
+            self._stand_in = StandIn(self._save_by_shard, self._save)
+            object.__setattr__(module, "save_pretrained", self._stand_in)
 
     def close(self) -> None:
-        if self._module.__dict__.get("save_pretrained") == self._save_by_shard:
+        if self._stand_in is not None and self._module.__dict__.get("save_pretrained") is self._stand_in:
             object.__delattr__(self._module, "save_pretrained")
 
     def _save_by_shard(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

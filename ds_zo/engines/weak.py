@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ds_zo.engines.plain_copies import Hook
+
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """Calls a bound method with `first` before its other arguments, as long as somebody else keeps its object. A hook
@@ -16,4 +18,4 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         alive = found()
         return None if alive is None else alive(*first, *args)
 
-    return call
+    return Hook(call)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_zo.engines.homes import Homes
+from ds_zo.engines.plain_copies import Hook
 from ds_zo.engines.twins import Lockstep
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
@@ -51,7 +52,7 @@ class WorkingCopies:
 
     def _hook(self, module: nn.Module, enter: Any, leave: Any) -> None:
         # A compiled forward breaks here: what moves weights and switches passes can't be traced.
-        enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+        enter, leave = Hook(torch.compiler.disable(enter)), Hook(torch.compiler.disable(leave))
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 

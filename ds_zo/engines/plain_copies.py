@@ -1,0 +1,45 @@
+"""`copy.deepcopy` of a module under an engine is a plain module: the weights of the current step, no engine.
+
+Reference models and averages of weights are made so. Left alone, a function would be copied as itself, and the copy run
+on the engine's blocks; a bound method, together with the engine. What an engine hangs on a module is one of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+
+class Hook:
+    """Calls what it is given; a copy does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+class StandIn:
+    """Is called in place of a module's method; a copy of the module has that method again."""
+
+    def __init__(self, call: Callable[..., Any], method: Callable[..., Any]) -> None:
+        update_wrapper(self, method)
+        self._call = call
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = copy.deepcopy(self._method, memo)
+        return found

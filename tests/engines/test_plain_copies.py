@@ -1,0 +1,103 @@
+"""`copy.deepcopy` of a module under an engine: a reference model, as PEFT and TRL make one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_batch, tiny_model
+
+import ds_zo  # noqa: F401
+
+LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
+BATCHES = [tiny_batch("llama", seed=seed) for seed in range(4)]
+
+
+def engine_for(backend: str, *, stream: bool, wire: str = "auto") -> Any:
+    offload = {f"offload_{place}": {"device": "cpu"} for place in ("param", "optimizer") if stream or place != "param"}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": backend, "params": {"lr": LEARNING_RATE[backend]}},
+        "zero_optimization": {"stage": 0, **(offload if backend == "lsp" or stream else {})},
+        "ds_zo": {"stream": {"wire_dtype": wire}} if stream else {},
+    }
+    return deepspeed.initialize(model=tiny_model("llama"), config=config)[0]
+
+
+def train(engine: Any, batches: list[dict[str, torch.Tensor]]) -> None:
+    for batch in batches:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "stream", "wire"),
+    [
+        ("zo", False, "auto"),
+        ("zo", True, "fp8"),  # what a parameter shows is no weight
+        ("lomo", True, "auto"),
+        ("lsp", False, "auto"),
+        ("lsp", True, "auto"),
+    ],
+)
+def test_a_copy_is_a_plain_module_of_this_step(
+    backend: str, stream: bool, wire: str, tmp_path: Path, single_process: None
+) -> None:
+    engine = engine_for(backend, stream=stream, wire=wire)
+    train(engine, BATCHES[:2])
+    reference = copy.deepcopy(engine.module)
+    layer = copy.deepcopy(engine.module.model.layers[0])
+    then = weights(engine.module)
+    assert_same(dict(reference.named_parameters()), then)
+    assert_same(weights(layer), weights(reference.model.layers[0]))
+
+    # The one that is trained goes on as if nobody had copied it, and the copy stays.
+    train(engine, BATCHES[2:])
+    assert_same(weights(reference), then)
+    other = engine_for(backend, stream=stream, wire=wire)
+    train(other, BATCHES)
+    assert_same(weights(engine.module), weights(other.module))
+
+    # The copy computes, saves and is trained by itself, and outlives its engine without keeping it.
+    plain = tiny_model("llama")
+    plain.load_state_dict(then)
+    reference.save_pretrained(tmp_path)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    assert_same(saved.state_dict(), then)
+    kept = weakref.ref(engine.backend)
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert kept() is None
+    for module in (plain, reference):
+        module.train()
+        loss = module(**BATCHES[0], use_cache=False).loss
+        loss.backward()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert_same(weights(reference), weights(plain))
+
+
+def test_a_copy_of_gathered_parameters_has_what_they_show(single_process: None) -> None:
+    engine = engine_for("zo", stream=True)
+    train(engine, BATCHES[:1])
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        engine.module.lm_head.weight.data.fill_(0.5)
+        reference = copy.deepcopy(engine.module)
+    assert_same(weights(engine.module), weights(reference))
+    assert (reference.lm_head.weight == 0.5).all()
