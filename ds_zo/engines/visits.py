@@ -5,8 +5,10 @@ copies.
 perturbed copies to one scratch buffer that all units share. What a visit stores back (its slot, or at a fold the home)
 is what every pass of that visit starts from, so the passes differ by the perturbation and nothing else.
 
-[Note: copies in pairs] Where there is room for a second scratch, one launch makes the copies of both signs: one reading
-and one draw less, and with one direction nothing to store but folds. The copies have the same bits either way.
+[Note: copies in pairs] Where there is room for a second copy of a block, one launch makes those of both signs: one
+reading and one draw less, and with one direction nothing to store but folds. The copies have the same bits either way.
+The second copy lies at the scratch's end, where large modules outside the blocks (an embedding, a head) have theirs
+too: no pass leaves the last block before all have run it.
 """
 
 from __future__ import annotations
@@ -66,9 +68,10 @@ class Visits:
         self.noise = noise
         self.interval = interval
         self.device = device
-        self.scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
-        pair_nbytes = placement.block_scratch_nbytes if pairs else 0
-        self._pair = torch.empty(pair_nbytes, dtype=torch.uint8, device=device) if pairs else None
+        scratch_nbytes = placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes
+        self.scratch = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
+        self._pair_at = scratch_nbytes - (placement.block_scratch_nbytes if pairs else 0)
+        self._pair = self.scratch[self._pair_at :] if pairs else None
         """Copies with the other sign; see [Note: copies in pairs]."""
         self._one_launch = pairs and num_passes == 2
         self._as_stored = not (self._one_launch and placement.narrow)
@@ -99,7 +102,11 @@ class Visits:
 
     @property
     def scratch_nbytes(self) -> int:
-        return self.scratch.numel() + (0 if self._pair is None else self._pair.numel())
+        return self.scratch.numel()
+
+    def is_free(self, nbytes: int) -> bool:
+        """Whether so much of the scratch may be written: a block that is being visited keeps its second copy."""
+        return self._open is None or nbytes <= self._pair_at
 
     def close(self) -> None:
         """Lets go of device buffers."""
@@ -179,6 +186,11 @@ class Visits:
         if pair is None:
             return self._views(unit, source, self.scratch) if first else None
         return self._views(unit, source, pair if is_mirror else self.scratch)
+
+    def replay_in_vain(self, unit: Unit, slot: Slot, num_updates: int) -> None:
+        """For the clock: makes a copy, of whatever the slot and the log hold, that nobody reads."""
+        outs = self._outs(unit, self.scratch)
+        self._apply(unit, self._planes(unit, slot.buffer), outs=outs, index=0, pending=num_updates)
 
     def leave_block(self, unit: Unit) -> None:
         """The last pass has run the block."""

@@ -12,15 +12,19 @@ from torch import nn
 
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.plain_copies import Hook
-from ds_zo.engines.twins import Lockstep
+from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
+
+_BLOCKS_ARE_DONE = object()
+"""What a pass asks for when it has left the last block."""
 
 
 class WorkingCopies:
     """While a module runs, its parameters are the copies of the pass that runs it; between visits they are at home.
 
-    Blocks are visited by all passes before any goes on. Modules around them are visited by each pass as it comes by.
+    Blocks are visited by all passes before any goes on to the next one, or to what follows the last. Modules around
+    them are visited by each pass as it comes by.
     Parameters of modules that contain other modules are alive through a whole pass (`ambient`): each pass has copies of
     its own, swapped in when it goes on.
     """
@@ -91,14 +95,17 @@ class WorkingCopies:
         if not self._training:
             self._leave_clean(unit)
             return
-        if self._lockstep.inside and self._lockstep.current < self._num_passes - 1:
-            return  # the other passes have still to run it
-        self._homes.visits.leave_block(unit)
-        self.visited.discard(id(unit))
+        if not (self._lockstep.inside and self._lockstep.current < self._num_passes - 1):
+            self._homes.visits.leave_block(unit)  # the other passes have run it
+            self.visited.discard(id(unit))
+        is_last = unit is self._placement.blocks[-1]
+        if is_last and self._lockstep.inside and output is not None:  # None: it failed
+            self._lockstep.pause(_BLOCKS_ARE_DONE)
 
-    def ready(self, unit: Unit, index: int) -> None:
+    def ready(self, asked: Any, index: int) -> None:
         """All passes have asked for a block: makes pass `index`'s copy of it."""
-        self._make_ready(unit, index, last=index == self._num_passes - 1)
+        if asked is not _BLOCKS_ARE_DONE:
+            self._make_ready(asked, index, last=index == self._num_passes - 1)
 
     @torch.no_grad()
     def _make_ready(self, unit: Unit, index: int, *, last: bool) -> None:
@@ -116,12 +123,18 @@ class WorkingCopies:
         self._entered[id(module)] = entering
         for unit in entering:
             if self._training:
+                self._check_free(unit, scratch)
                 with torch.no_grad():
                     unit.bind(self._homes.visits.perturb_edge(unit, index=self._lockstep.current, scratch=scratch))
                 self.visited.add(id(unit))
             else:
                 self._enter_clean(unit, scratch)
             scratch = scratch[unit.scratch_nbytes :]
+
+    def _check_free(self, unit: Unit, scratch: torch.Tensor) -> None:
+        visits = self._homes.visits
+        if self._lockstep.inside and not visits.is_free(visits.scratch.numel() - scratch.numel() + unit.scratch_nbytes):
+            raise CannotInterleave(f"{unit.name} is used between blocks and is larger than a block")
 
     def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> None:
         for unit in reversed(self._entered.pop(id(module), [])):

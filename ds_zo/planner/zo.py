@@ -76,6 +76,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     )
     trace = model.forward_trace()
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
+    second_copy = placement.pair_scratch_nbytes - placement.scratch_nbytes
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
     buffers = Buffers(stream, num_passes, fixed or INTERVALS[-1], num_blocks, placement.narrow)
@@ -88,12 +89,11 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     if fixed is None:
         buffers = replace(buffers, interval=_best_interval(model, placement, streamed, buffers, params))
         least = device_bytes(placement, num_resident=num_resident, **buffers.sizes(num_resident)).total + beside
-        has_room = limits.device_nbytes is None or least + placement.block_scratch_nbytes <= limits.device_nbytes
+        has_room = limits.device_nbytes is None or least + second_copy <= limits.device_nbytes
         if has_room and streamed and _computing_sets_pace(model, placement, streamed, buffers, params):
             buffers = replace(buffers, in_pairs=True)
     sizes = buffers.sizes(num_resident)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
-    second_copy = placement.block_scratch_nbytes if sizes["pairs"] else 0
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
     up_nbytes, down_nbytes = _traffic(placement, streamed, buffers.interval)
@@ -119,8 +119,8 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         device=parts(
             weights=there.edges + there.blocks,
             slots=there.slots + there.low_slots,
-            scratch=there.scratch - second_copy,
-            second_copy=second_copy,
+            scratch=placement.scratch_nbytes,
+            second_copy=second_copy if sizes["pairs"] else 0,
             activations=trace.peak.activations + (num_passes - 1) * trace.paused,
             graphs=recordings * sizes["pairs"],
             logits=trace.peak.logits,

@@ -53,7 +53,7 @@ def device_bytes(
     blocks = sum(sizes[:num_resident])
     return DeviceBytes(
         edges=edges,
-        scratch=placement.scratch_nbytes + (placement.block_scratch_nbytes if pairs else 0),
+        scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,
         blocks=blocks + (num_benches * largest if num_resident else 0),

@@ -32,6 +32,8 @@ class Placement:
     """Edge modules, and the units whose parameters they own (a tied weight is one unit, entered by two modules)."""
     scratch_nbytes: int
     """One working copy: of the largest block with the largest edge module inside it, or of the largest edge module."""
+    pair_scratch_nbytes: int
+    """The same with copies of both signs of a block at once. Outside blocks the second copy's room is free."""
     nested_at: dict[int, int] = field(default_factory=dict)
     """Where in the scratch an edge module inside a block puts its copy, by `id(module)`."""
 
@@ -135,9 +137,18 @@ def plan_units(
         if host is not None:
             nested_at[id(m)] = block_scratch.get(host, 0)
             nested_largest[host] = max(nested_largest.get(host, 0), nbytes)
-    scratch = max([largest_edge] + [n + nested_largest.get(name, 0) for name, n in block_scratch.items()])
-    scratch = max([scratch] + [block_scratch.get(name, 0) + n for name, n in nested_largest.items()])
-    return Placement(block_units, edges, ambient, entered_by, scratch, nested_at)
+    names = block_scratch.keys() | nested_largest.keys()
+    in_blocks = max((block_scratch.get(name, 0) + nested_largest.get(name, 0) for name in names), default=0)
+    pair = max(block_scratch.values(), default=0)
+    return Placement(
+        block_units,
+        edges,
+        ambient,
+        entered_by,
+        scratch_nbytes=max(largest_edge, in_blocks),
+        pair_scratch_nbytes=max(largest_edge, in_blocks + pair),
+        nested_at=nested_at,
+    )
 
 
 def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -> list[Part]:

@@ -257,6 +257,47 @@ def test_block_order_that_depends_on_the_data(passes: Recorder) -> None:
     assert any("different blocks" in line for line in lines)
 
 
+class Wide(Toy):
+    """A module larger than two blocks, between blocks or after the last."""
+
+    def __init__(self, *, between: bool) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 160)
+        self.between = between
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == (0 if self.between else 2):
+                x = x + self.wide(x).unflatten(-1, (10, 16)).mean(-2)
+        return x
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize(
+    "json", [RESIDENT, zo_json(offload=False, params={"num_directions": 2})], ids=["2 passes", "4 passes"]
+)
+def test_a_large_module_lies_where_second_copies_do(json: dict[str, Any], between: bool, passes: Recorder) -> None:
+    """After the blocks it finds the room free; between two of them it would overwrite the copy of the other pass."""
+    one_direction = json is RESIDENT
+    with log_lines() as lines:
+        if one_direction:
+            engine = assert_follows(Wide(between=between), toy_batches(4), toy_loss, passes, json=json)
+        else:
+            engine = engine_for(Wide(between=between), json)
+            twin = engine_for(
+                Wide(between=between), zo_json(params={"num_directions": 2})
+            )  # streamed: no second copies
+            for batch in toy_batches(4):
+                one_step(engine, batch)
+                one_step(twin, batch)
+            assert_equal(weights(engine.module), weights(twin.module))
+    homes = engine.backend.homes
+    wide, block = (unit.scratch_nbytes for unit in (homes.placement.edges[-1], homes.placement.blocks[0]))
+    assert homes.visits.scratch_nbytes == max(wide, 2 * block) == wide
+    assert any("between blocks" in line for line in lines) == between
+
+
 # Errors in the user's forward
 
 
