@@ -15,7 +15,7 @@ from ds_zo import ops
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
-from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_link
+from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_draw, measure_link
 from ds_zo.engines.visits import Noise, Visits
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
@@ -194,9 +194,14 @@ class Homes:
             return
         compute_s, draw_s = compute_and_draw_s(self._rehearsals)
         self._rehearsals = []
+        link = measure_link(self.runtime, streamed[0], streamed[-1])
+        # Where the host or something else is what a step waits for, rehearsals do not see what a replay costs.
+        replay = partial(self.visits.replay_in_vain, streamed[0], self.runtime.slots[0])
+        num_blocks = sum(map(_numel, blocks)) / max(_numel(streamed[0]), 1)
+        draw_s = max(draw_s, num_blocks * measure_draw(replay, self.device))
         edges_numel = self.placement.numel - sum(_numel(u) for u in blocks)
         compute_s += draw_s * edges_numel / max(self.placement.numel - edges_numel, 1)  # folded each step
-        tempo = Tempo(*measure_link(self.runtime, streamed[0], streamed[-1]), compute_s, draw_s)
+        tempo = Tempo(*link, compute_s, draw_s)
         sizes = {
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
@@ -204,7 +209,8 @@ class Homes:
         }
         interval = agree(tempo.best_interval(**sizes))
         computing_sets_pace = tempo.busy_s(interval) > tempo.link_s(interval, **sizes)
-        more = torch.cuda.max_memory_allocated(self.device) + self.placement.block_scratch_nbytes
+        second_copy = self.placement.pair_scratch_nbytes - self.placement.scratch_nbytes
+        more = torch.cuda.max_memory_allocated(self.device) + second_copy
         self._computing_sets_pace = computing_sets_pace and more <= usable_nbytes(
             self.device, budget_gb=self._stream.device_memory_gb
         )

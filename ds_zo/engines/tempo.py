@@ -7,7 +7,7 @@ best when the link is the bottleneck, short when computing is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -101,6 +101,22 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
     rates = rate(up), rate(down), rate(up, down)
     runtime.forget()
     return rates
+
+
+def measure_draw(replay: Callable[[int], None], device: torch.device) -> float:
+    """Seconds of one more update to replay, by launches of `replay` with few and with many and nothing beside them."""
+
+    def seconds(num_updates: int) -> float:
+        replay(num_updates)  # tuned, and on its way before the clock starts
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(torch.cuda.current_stream(device))
+        for _ in range(_REPEATS):
+            replay(num_updates)
+        end.record(torch.cuda.current_stream(device))
+        return _seconds((begin, end)) / _REPEATS
+
+    few, many = 1, 9
+    return max(0.0, seconds(many) - seconds(few)) / (many - few)
 
 
 class Rehearsal:
