@@ -147,8 +147,8 @@ def adopt(slot: Slot, moments: Moments | None, carries: list[tuple[Carry, int]])
         for moment, carried in zip(held, carry_moments(*held, old.P, old.Q, new.P, new.Q), strict=True):
             moment.copy_(carried)
     for carry, i in carries:
-        if i in carry.errors:
-            error = carry.errors[i].t()
+        if (held_error := carry.error_of(i)) is not None:
+            error = held_error.t()
             carried, _ = carry_moments(error, error.square(), old.P, old.Q, new.P, new.Q)
-            carry.errors[i] = carried.t().contiguous()
+            error.copy_(carried)
     slot.subspace, slot.refitted = new, None

@@ -126,7 +126,9 @@ class LSPGroups:
         on_device += sum(slot.total.nbytes for slot in slots if slot.total is not None)
         on_device += sum(m.num_bytes for group in self.on_device for m in group.moments)
         on_device += 0 if self.links is None else self.links.num_bytes
-        on_host = self.store.nbytes + sum(m.num_bytes for group in self.on_host for m in group.moments)
+        on_device += sum(group.payload_bytes["device"] for group in self.on_host)
+        on_host = sum(group.payload_bytes["host"] for group in self.on_host)
+        on_host += self.store.nbytes + sum(m.num_bytes for group in self.on_host for m in group.moments)
         return {"device_bytes": on_device, "host_bytes": on_host}
 
 

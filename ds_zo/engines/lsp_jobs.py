@@ -13,6 +13,7 @@ comes before `step`. Adam's moments are then put back by subtracting what was ad
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,7 +21,7 @@ import torch
 
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Group, Slot
-from ds_zo.engines.lsp_payload import Carry, Codec
+from ds_zo.engines.lsp_payload import ALIGNMENT, Carry, Places, Span, Wire
 from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_, apply_prepared_
 from ds_zo.engines.lsp_queue import Job, UpdateQueue
 from ds_zo.optim.subspace_adam import (
@@ -149,37 +150,47 @@ class HostGroup:
         self._rates: list[Rate | None] = []
         self._num_projected = sum(slot.subspace is not None for slot in self.slots)
         shapes = [slot.shape for slot in self.slots]
-        payload = _PAYLOADS[settings.payload_dtype]
-        dtypes = [payload if slot.subspace is not None else _whole_payload(slot.parameter) for slot in self.slots]
-        self._codec = Codec(shapes, dtypes)
-        self._is_lossy = payload is not torch.float32
         num_projected = self._num_projected
-        self._payload_bytes = self._codec.num_bytes(num_projected)
+        payload = _PAYLOADS[settings.payload_dtype]
+        self._is_lossy = payload is not torch.float32
+        float32 = [torch.float32] * num_projected
+        self._places = Places(shapes[:num_projected], float32, alignment=Wire.alignment(payload))
+        """Of the sums, and of their moments and directions in float32."""
+        self._wire = Wire(self._places.end // 4, payload)
+        self._payload_bytes = -(-self._wire.num_bytes // ALIGNMENT) * ALIGNMENT
+        whole = [_whole_payload(slot.parameter) for slot in self.slots[num_projected:]]
+        self._whole_places = Places(shapes[num_projected:], whole, start=self._payload_bytes)
         self.sent = torch.zeros(self._payload_bytes + 4 * num_tail, dtype=torch.uint8, device=device)
         """What leaves the device; where that is float32, the sums themselves."""
-        self._places = Codec(shapes[:num_projected], [torch.float32] * num_projected)
-        """Of the sums, and of their moments and directions in float32."""
         sums = self.sent
         if self._is_lossy:
-            sums = torch.zeros(self._places.num_bytes() + 4 * num_tail, dtype=torch.uint8, device=device)
+            sums = torch.zeros(self._places.end + 4 * num_tail, dtype=torch.uint8, device=device)
         self._sums = sums.view(torch.float32)
         for i, slot in enumerate(self.slots[:num_projected]):
             slot.total = self._places.view(i, sums)
         self.keeps_states = keeps_states
         self.h_down, self.h_up = (
-            store.take(self._codec.num_bytes()) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
+            store.take(self._whole_places.end) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
         )
         self.moments: list[Moments] = []
         if keeps_states:
-            self._flat = FlatMoments.zeros(self._places.num_bytes() // 4, num_projected, self._place)
+            self._flat = FlatMoments.zeros(self._wire.numel, num_projected, self._place)
             self.moments = [*self._flat.parts, *(Moments.zeros(shape, "cpu") for shape in shapes[num_projected:])]
         num_whole = len(shapes) - num_projected if keeps_states else 0
         self._h_norms = store.take(4 * num_whole).view(torch.float32) if num_whole else torch.empty(0)
         """Of whole gradients, taken where these are: one pass less through the host's memory."""
-        self.carry_down, self.carry_up = Carry(device), Carry(torch.device("cpu"))
+        self.carry_down, self.carry_up = (
+            Carry(self._wire, self._places, where) for where in (device, torch.device("cpu"))
+        )
         self._device = device
         self.timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """Around the last download."""
+
+    @property
+    def payload_bytes(self) -> dict[str, int]:
+        """What payloads of fewer bits take besides the sums: themselves and their errors, twice on the host."""
+        errors = 4 * self._wire.numel if self._is_lossy else 0
+        return {"device": errors + self.sent.nbytes if errors else 0, "host": 2 * errors if self.keeps_states else 0}
 
     # Down
 
@@ -195,12 +206,11 @@ class HostGroup:
 
     def _download(self) -> torch.cuda.Event | None:
         projected = [i for i in self._active if i < self._num_projected]
-        if self._is_lossy:
-            for i in projected:
-                self.carry_down.encode(self._codec, i, self.slots[i].gradient, self.sent)
+        if self._is_lossy and projected:
+            self.carry_down.encode(self._sums, self.sent, self._places.spans(projected))
         copies = [(self.h_down[: self._payload_bytes], self.sent[: self._payload_bytes])] if projected else []
         whole = self._whole_gradients()
-        copies += [(self._codec.view(i, self.h_down), grad) for i, grad in whole]
+        copies += [(self._view(i, self.h_down), grad) for i, grad in whole]
         if whole:
             norms = torch._foreach_norm([grad for _, grad in whole], dtype=torch.float32)
             copies.append((self._h_norms[: len(whole)], torch.stack(norms)))
@@ -233,52 +243,41 @@ class HostGroup:
 
     def _update(self) -> torch.Tensor:
         """In the Adam thread: h_down to h_up."""
-        codec, active = self._codec, self._active
+        active = self._active
         if not active:
             return torch.zeros(0)
+        projected = [i for i in active if i < self._num_projected]
+        flat_in, flat_out = self._flat_sides(projected)
         if len(active) == self._num_projected == len(self.slots):
-            return self._update_flat()
-        converted = [i for i in active if codec.dtypes[i] is not torch.float32]
-        if chunks_pay():  # then whole parameters are converted on their way through Adam
-            converted = [i for i in converted if i < self._num_projected]
-        shapes = [codec.shapes[i] for i in converted]
-        decoded, to_encode = (
-            dict(zip(converted, self._scratch.get(name, shapes), strict=True)) for name in ("in", "out")
-        )
-        for i in converted:
-            codec.decode(i, self.h_down, out=decoded[i])
-        grads = [decoded[i] if i in decoded else self._view(i, self.h_down) for i in active]
-        out = [to_encode[i] if i in decoded else self._view(i, self.h_up) for i in active]
-        whole = [k for k, i in enumerate(active) if i >= self._num_projected]
-        norms = host_directions_(
-            out,
-            grads,
-            [self.moments[i] for i in active],
-            max_norm=self._max_norm,
-            betas=self._settings.betas,
-            eps=self._settings.eps,
-            scratch=self._scratch.chunk,
-            known=dict(zip(whole, self._h_norms[: len(whole)].tolist(), strict=True)),
-        )
-        for i in converted:
-            if i < self._num_projected:
-                self.carry_up.encode(codec, i, to_encode[i], self.h_up)
-            else:
-                codec.encode(i, to_encode[i], self.h_up)
+            norms = self._update_flat(flat_out, flat_in)
+        else:
+            norms = self._update_parts(flat_out, flat_in)
+        if self._is_lossy and projected and all(map(math.isfinite, norms.tolist())):
+            self.carry_up.encode(flat_out, self.h_up, self._places.spans(projected))
         return norms
 
-    def _update_flat(self) -> torch.Tensor:
+    def _flat_sides(self, projected: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What Adam reads and writes of projected matrices, in float32: the payloads themselves, or what they become
+        and come from."""
+        if not self._is_lossy:
+            down, up = (side[: self._places.end].view(torch.float32) for side in (self.h_down, self.h_up))
+            return down, up
+        numel = (self._wire.numel,)
+        [down], [up] = (self._scratch.get(f"flat {side}", [numel]) for side in ("in", "out"))
+        self._decode(down, self.h_down, self._places.spans(projected))
+        return down, up
+
+    def _decode(self, out: torch.Tensor, buffer: torch.Tensor, spans: list[Span]) -> None:
+        for span in spans:
+            self._wire.decode_(out[slice(*span)], buffer, span)
+
+    def _update_flat(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """Where all is projected and all is there, as nearly always."""
-        num_bytes = self._places.num_bytes()
         if self._is_lossy:
-            [grad], [out] = (self._scratch.get(f"flat {side}", [(num_bytes // 4,)]) for side in ("in", "out"))
-            grads, outs = ([self._place(i, side) for i in self._active] for side in (grad, out))
-            for i, target in enumerate(grads):
-                self._codec.decode(i, self.h_down, out=target)
+            outs, grads = ([self._place(i, side) for i in self._active] for side in (out, grad))
         else:
-            grad, out = (side[:num_bytes].view(torch.float32) for side in (self.h_down, self.h_up))
-            grads, outs = ([self._view(i, side) for i in self._active] for side in (self.h_down, self.h_up))
-        norms = flat_directions_(
+            outs, grads = ([self._view(i, side) for i in self._active] for side in (self.h_up, self.h_down))
+        return flat_directions_(
             out,
             grad,
             self._flat,
@@ -287,9 +286,32 @@ class HostGroup:
             betas=self._settings.betas,
             eps=self._settings.eps,
         )
-        if self._is_lossy:
-            for i, direction in enumerate(outs):
-                self.carry_up.encode(self._codec, i, direction, self.h_up)
+
+    def _update_parts(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """`out` and `grad`: of what is projected."""
+        active, first_whole = self._active, self._num_projected
+        whole = [k for k, i in enumerate(active) if i >= first_whole]
+        sources = [self._place(i, grad) if i < first_whole else self._view(i, self.h_down) for i in active]
+        targets = [self._place(i, out) if i < first_whole else self._view(i, self.h_up) for i in active]
+        narrow = [k for k in whole if sources[k].dtype is not torch.float32]
+        if chunks_pay():  # then they are converted on their way through Adam
+            narrow = []
+        shapes = [tuple(sources[k].shape) for k in narrow]
+        decoded, to_encode = (dict(zip(narrow, self._scratch.get(n, shapes), strict=True)) for n in ("in", "out"))
+        for k in narrow:
+            decoded[k].copy_(sources[k])
+        norms = host_directions_(
+            [to_encode.get(k, target) for k, target in enumerate(targets)],
+            [decoded.get(k, source) for k, source in enumerate(sources)],
+            [self.moments[i] for i in active],
+            max_norm=self._max_norm,
+            betas=self._settings.betas,
+            eps=self._settings.eps,
+            scratch=self._scratch.chunk,
+            known=dict(zip(whole, self._h_norms[: len(whole)].tolist(), strict=True)),
+        )
+        for k in narrow:
+            targets[k].copy_(to_encode[k])
         return norms
 
     def _place(self, i: int, flat: torch.Tensor) -> torch.Tensor:
@@ -302,22 +324,34 @@ class HostGroup:
         """As if it had not been started: sums and moments are those of before."""
         assert self.moment is Moment.UPDATING and self.job is not None
         norms = self.job.wait()
-        grads = [self._codec.decode(i, self.h_down) for i in self._active]
+        grads = self._received()
         coefs = torch.ones_like(norms)
         if self._max_norm > 0:
             coefs = (self._max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
         for k, i in enumerate(self._active):
-            in_place = self._codec.dtypes[i] is torch.float32  # then clipped where it stands
-            if i >= self._num_projected:
+            is_whole = i >= self._num_projected
+            dtype = self._whole_places.dtypes[i - self._num_projected] if is_whole else self._wire.dtype
+            in_place = dtype is torch.float32  # then clipped where it stands
+            if is_whole:
                 self._give_back(i, grads[k] / coefs[k] if in_place else grads[k])
             if not in_place:
                 grads[k] = grads[k] * coefs[k]
-            self.carry_down.take_back(i)
-            self.carry_up.take_back(i)
+        self.carry_down.take_back()
+        self.carry_up.take_back()
         if bool(norms.isfinite().all()):
             take_back_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
         self.job = None
         self.moment = Moment.SUMMING
+
+    def _received(self) -> list[torch.Tensor]:
+        """What the host has of each gradient, in float32."""
+        if not self._is_lossy:
+            return [self._view(i, self.h_down).float() for i in self._active]
+        projected = [i for i in self._active if i < self._num_projected]
+        flat = torch.zeros(self._wire.numel)
+        self._decode(flat, self.h_down, self._places.spans(projected))
+        whole = [self._view(i, self.h_down).float() for i in self._active[len(projected) :]]
+        return [*(self._place(i, flat) for i in projected), *whole]
 
     def _give_back(self, i: int, grad: torch.Tensor) -> None:
         self.slots[i].put_back(grad, device=self._device)
@@ -328,7 +362,6 @@ class HostGroup:
         """The step is made; None: a parameter that is not trained at the moment."""
         assert self.moment is Moment.UPDATING
         self._rates = rates
-        self.carry_down.keep()
         for slot in self.slots:
             slot.forget()
         self.moment = Moment.DUE
@@ -367,30 +400,44 @@ class HostGroup:
         if landing is not None:
             landing.drained.record(torch.cuda.current_stream(self._device))
             landing.holder = None
-        self.carry_up.keep()
+        self._end_payloads(is_used=self.job.is_finite)
         self.moment = Moment.SUMMING
+
+    def _end_payloads(self, *, is_used: bool) -> None:
+        """What a step that is skipped had sent leaves nothing to carry."""
+        for carry in (self.carry_down, self.carry_up):
+            if is_used:
+                carry.keep()
+            else:
+                carry.take_back()
 
     def _apply(self, source: torch.Tensor) -> None:
         rates = [self._rates[i] for i in self._active]
         slots = [self.slots[i] for i in self._active]
+        if self._is_lossy:  # to where the sums were, which the step has used
+            spans = self._places.spans([i for i in self._active if i < self._num_projected])
+            self._decode(self._sums, source, spans)
         directions = [self._direction(i, source) for i in self._active]
         rate = rates[0] if rates else None
-        if rate is not None and not self._is_lossy and all(other is rate for other in rates):
+        if rate is not None and all(other is rate for other in rates):
             apply_prepared_(self._prepared, slots, directions, rate)
             return
         triples = zip(slots, directions, rates, strict=True)
         apply_directions_((slot, direction, rate) for slot, direction, rate in triples if rate is not None)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        if self._is_lossy and i < self._num_projected:
-            return self._codec.decode(i, buffer)
-        return self._view(i, buffer)
+        total = self.slots[i].total
+        return total if self._is_lossy and total is not None else self._view(i, buffer)
 
     def _view(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
+        """What stands in the buffer as it is: whole gradients, and projected ones in float32."""
         key = i, buffer.data_ptr()
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self._codec.view(i, buffer)
+            num_projected = self._num_projected
+            is_whole = i >= num_projected
+            view = self._whole_places.view(i - num_projected, buffer) if is_whole else self._places.view(i, buffer)
+            self._views[key] = view
         return view
 
 

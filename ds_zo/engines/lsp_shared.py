@@ -167,7 +167,7 @@ class SharedHostGroup(HostGroup):
                 self._tail.copy_(self._h_tail, non_blocking=True)
                 self.sent[: self._payload_bytes].copy_(self.h_up[: self._payload_bytes], non_blocking=True)
                 for i, direction in landed.items():
-                    direction.copy_(self._codec.view(i, self.h_up), non_blocking=True)
+                    direction.copy_(self._view(i, self.h_up), non_blocking=True)
             self._ranks.broadcast_(self.sent, self.owner)
             for direction in landed.values():
                 self._ranks.broadcast_(direction, self.owner)
@@ -194,13 +194,14 @@ class SharedHostGroup(HostGroup):
         assert self.job is not None and self._shared is not None
         norms = self.job.wait()
         self._shared.wait()
-        if bool(norms.isfinite().all()):
+        is_finite = bool(norms.isfinite().all())
+        if is_finite:
             self._apply(self.sent)
         if self._device.type == "cuda":
             for direction in self._landed.values():
                 direction.record_stream(torch.cuda.current_stream(self._device))
         self._landed = {}
-        self.carry_up.keep()
+        self._end_payloads(is_used=is_finite)
         self.moment = Moment.SUMMING
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:

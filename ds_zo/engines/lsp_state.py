@@ -22,8 +22,9 @@ _SIDES = ("down", "up")
 
 
 def moments_and_errors(moments: Moments, carries: dict[str, tuple[Carry, int]]) -> dict[str, Any]:
-    errors = {side: carry.errors[i] for side, (carry, i) in carries.items() if i in carry.errors}
-    return {"moments": moments.state_dict(), "errors": errors}
+    errors = {side: carry.error_of(i) for side, (carry, i) in carries.items()}
+    found = {side: error for side, error in errors.items() if error is not None}
+    return {"moments": moments.state_dict(), "errors": found}
 
 
 def slot_states(kept: Iterable[Kept], *, gathered: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -74,7 +75,7 @@ def load_slot_states(
     for slot, moments, carries in kept:
         saved = states.get(slot.name)
         for carry, i in carries.values():
-            carry.errors.pop(i, None)
+            carry.set_error(i, None)
         if saved is None:
             if moments is not None:
                 moments.reset()
@@ -92,7 +93,7 @@ def load_slot_states(
         for side, error in saved["errors"].items():
             if side in carries:
                 carry, i = carries[side]
-                carry.errors[i] = error.to(carry.device, copy=True)
+                carry.set_error(i, error)
 
 
 @torch.no_grad()

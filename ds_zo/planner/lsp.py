@@ -52,7 +52,9 @@ def estimate_lsp(
     moved_numel = counts.subspace_numel + counts.whole_numel
     moved = counts.payload_nbytes
     update_s = moved_numel / (rates.cpu_adam_gparams * 1e9)
-    sums = (4 if params.payload_dtype == "fp32" else 4 + _PAYLOAD_NBYTES[params.payload_dtype]) * counts.subspace_numel
+    is_narrow = params.payload_dtype != "fp32"  # then sums, payloads and the errors of these are apart
+    sums = (8 + _PAYLOAD_NBYTES[params.payload_dtype] if is_narrow else 4) * counts.subspace_numel
+    errors = 8 * counts.subspace_numel if is_narrow else 0
     # Compress reads every gradient once, apply reads and writes every weight once.
     around = Cost(
         0.0,
@@ -79,7 +81,7 @@ def estimate_lsp(
             logits=trace.peak.logits,
             workspace=WORKSPACE_NBYTES,
         ),
-        host=parts(states=8 * moved_numel, payload=2 * moved, process=PROCESS_NBYTES),
+        host=parts(states=8 * moved_numel + errors, payload=2 * moved, process=PROCESS_NBYTES),
         step_s=step_s,
         divided_s=step_s - compute_s,
         up_nbytes=moved,

@@ -14,7 +14,7 @@ from tiny_models import tiny_batch
 
 from ds_zo.config import ConfigError
 from ds_zo.engines import lsp_calibration, lsp_matrices
-from ds_zo.engines.lsp_payload import Carry, Codec
+from ds_zo.engines.lsp_payload import Carry, Places, Wire
 from ds_zo.projectors import relative_bias
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -150,23 +150,27 @@ def test_several_calibration_batches_go_on_with_one_fit() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_payloads_error_comes_with_the_next(dtype: str) -> None:
     torch.manual_seed(0)
-    shape = (5, 7)
-    codec = Codec([shape], [{"bf16": torch.bfloat16, "int8": torch.int8}[dtype]])
-    carry, buffer = Carry(torch.device("cpu")), torch.empty(codec.num_bytes(), dtype=torch.uint8)
-    assert codec.num_bytes() < 4 * 35
-    sent, total = torch.zeros(shape), torch.zeros(shape)
-    value = torch.randn(shape)
-    for _ in range(50):
-        carry.encode(codec, 0, value, buffer)
-        sent += codec.decode(0, buffer)
-        total += value
-    once = torch.empty_like(buffer)
-    codec.encode(0, value, once)
-    lost = (codec.decode(0, once) - value).abs()
-    assert float(lost.max()) > 1e-4
-    torch.testing.assert_close(sent, total, rtol=0, atol=2 * float(lost.max()) + 1e-4)  # of one payload, not of fifty
-    carry.encode(codec, 0, value * float("nan"), buffer)
-    assert carry.errors[0].isfinite().all()
+    payload = {"bf16": torch.bfloat16, "int8": torch.int8}[dtype]
+    places = Places([(20, 30), (7, 40), (16, 16)], [torch.float32] * 3, alignment=Wire.alignment(payload))
+    wire = Wire(places.end // 4, payload)
+    carry, buffer = Carry(wire, places, torch.device("cpu")), torch.empty(wire.num_bytes, dtype=torch.uint8)
+    assert wire.num_bytes < 0.6 * places.end
+    value, everything = torch.randn(wire.numel), [(0, wire.numel)]
+    decoded = [torch.zeros(wire.numel) for _ in range(50)]
+    for out in decoded:
+        carry.encode(value, buffer, everything)
+        carry.keep()
+        wire.decode_(out, buffer, (0, wire.numel))
+    lost = float((decoded[0] - value).abs().max())
+    assert lost > 1e-4
+    torch.testing.assert_close(sum(decoded), 50 * value, rtol=0, atol=2 * lost + 1e-4)  # of one payload, not of fifty
+    errors = [carry.error_of(i).clone() for i in range(3)]
+    carry.encode(value * float("nan"), buffer, everything)
+    assert wire.decode_(out, buffer, (0, wire.numel)).isnan().all()
+    carry.take_back()
+    assert all(torch.equal(carry.error_of(i), error) for i, error in enumerate(errors))
+    carry.encode(value, buffer, places.spans([0, 2]))  # the second matrix had no gradient
+    assert torch.equal(carry.error_of(1), errors[1]) and not torch.equal(carry.error_of(2), errors[2])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -222,10 +226,12 @@ def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
         other.load_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(offload: bool) -> None:
-    engine = start(lsp_json(offload=offload, clipping=0.1), small())
-    reference = start(lsp_json(offload=offload, clipping=0.1), small())
+@pytest.mark.parametrize("payload", [None, "fp32", "int8"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(payload: str | None) -> None:
+    """None: Adam on the device."""
+    params = {} if payload is None else {"payload_dtype": payload}
+    json = lsp_json(offload=payload is not None, clipping=0.1, params=params)
+    engine, reference = (start(json, small()) for _ in range(2))
     data = list(batches("llama", 3))
     for one in (engine, reference):
         train(one, data[:1])
