@@ -23,23 +23,30 @@ def test_every_case_has_a_name_of_its_own_and_a_rehearsal(preset: str) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-@pytest.mark.parametrize("name", ["lsp-512", "lsp-none", "ceiling"])
+@pytest.mark.parametrize("name", ["lsp-512", "lsp-none", "ceiling", "adamw-torch"])
 def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
     cases = cases_of("issue", device="cpu", tiny=True)
     [case] = [case for case in cases if case.name == f"issue/1.3b/4+1/{name}"]
     row = getattr(lsp_cases, case.target.partition(":")[2])(**case.params)
     row |= {"case": case.name, "params": case.params, "status": "ok", "run_id": "a"}
-    four, one, taken_apart = by_batch([row])
-    assert [found["case"].rpartition("/")[0] for found in (four, one, taken_apart)] == [
-        *("1.3b/2", "1.3b/1", "breakdown/1.3b/2")
-    ]
+    four, one, *taken_apart = by_batch([row])
+    assert [found["case"].rpartition("/")[0] for found in (four, one)] == ["1.3b/2", "1.3b/1"]
     for found, batch in ((four, 2), (one, 1)):
         assert found["batch"] == batch and found["parameters"] > 1000 and "exposed_cpu_s" not in found
         assert found["tokens_per_s"] == pytest.approx(16 * batch / found["step_s"])
         assert all(found[part] >= 0 for part in ("forward_s", "backward_s", "update_s", "first_step_s"))
     assert four["seconds"] != one["seconds"]
-    assert ("exposed_copy_s" in taken_apart) == (row["method"] == "lsp")
+    if name == "adamw-torch":
+        assert four["losses"][-1] < four["losses"][0] and not taken_apart
+        return
+    [apart] = taken_apart
+    assert apart["case"].startswith("breakdown/1.3b/2/")
+    assert ("exposed_copy_s" in apart) == (row["method"] == "lsp")
     if row["method"] == "lsp":
+        seconds = apart["apart_seconds"]
+        assert {kind: len(turns) for kind, turns in seconds.items()} == {"as it is": 3, "no CPU": 3, "no copies": 3}
+        parts = apart["rest_s"] + apart["exposed_copy_s"] + apart["exposed_cpu_s"]
+        assert parts == pytest.approx(apart["apart_step_s"]) and apart["exposed_spread_s"] >= 0
         assert row["host_bytes"] > 0 and row["device_bytes"] > 0
         assert "8 x 8" in row["described"] or name == "lsp-none"
     assert "breakdown/1.3b/2" in markdown([row])

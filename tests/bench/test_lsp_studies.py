@@ -189,16 +189,16 @@ def _curve(method: str, *dev: float, seconds: float = 1.0) -> dict[str, Any]:
 
 def test_curves_are_judged_by_adamw_and_timed_by_zero_offload() -> None:
     rows = [
-        _curve("adamw", 3.0, 2.0),
-        _curve("zero-offload", 3.0, 2.0, seconds=10.0),
-        _curve("lsp-256", 2.0, 2.03),
-        _curve("lora", 3.0, 2.5),
+        _curve("adamw", 3.0, 2.0, 2.5),
+        _curve("zero-offload", 3.0, 2.0, 2.5, seconds=10.0),
+        _curve("lsp-256", 2.0, 2.03, 2.1),
+        _curve("lora", 3.0, 2.5, 2.4),
         {"status": "failed", "method": "galore", "last_words": "no memory"},
     ]
     lines = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lsp_plots.curves_table(rows).splitlines()}
-    assert lines["lsp-256"][4:8] == ["1.0150", "yes", "2.0", "1.0"]
-    assert lines["lora"][4:8] == ["1.2500", "no", "2.0", ""]
-    assert lines["zero-offload"][7] == "20.0"
+    assert lines["lsp-256"][3:12] == ["2.1000", "2.0000 (1)", "1.0000", "1.0150", "yes", "3.0", "1.0", "1.0", "0.0"]
+    assert lines["lora"][3:11] == ["2.4000", "2.4000 (3)", "1.2000", "1.2500", "no", "3.0", "1.0", ""]
+    assert lines["zero-offload"][9:12] == ["10.0", "20.0", "10.0"]
     assert "no memory" in lines["galore"][1]
 
 
@@ -213,6 +213,7 @@ def test_breakdown_adds_up_to_the_step(tmp_path: Path) -> None:
     for row in rows:
         assert sum(parts[row["case"].rpartition("/")[2]].values()) == pytest.approx(row["step_s"])
     assert parts["lsp-512"]["copy"] == 0.0
+    assert lsp_plots.negative_waits(rows) == ["lsp-512: copy -1.0 ms"]
     assert parts["zero2-offload"] == pytest.approx({"forward": 0.06, "backward": 0.13, "copy": 0.21, "cpu": 0.5})
     with pytest.raises(lsp_plots.NoRowsError, match="--preset breakdown"):
         lsp_plots.breakdown_parts(rows[1:])
