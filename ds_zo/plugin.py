@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
-from ds_zo import plugin_gather
+from ds_zo import plugin_gather, plugin_trainer
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.engines import Backend, StepOutcome, backend_class
@@ -59,6 +59,7 @@ def install() -> None:
         DeepSpeedEngine.__new__ = staticmethod(_new)
         DeepSpeedConfig.__init__ = _config_init
         plugin_gather.install()
+        plugin_trainer.install(lambda: _active)
 
 
 def uninstall() -> None:
