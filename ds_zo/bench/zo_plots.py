@@ -40,7 +40,7 @@ def plot_sizes(rows: Iterable[Row], folder: Path, *, suffixes: Sequence[str] = (
 
 def group_by_size(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, list[Row]]]:
     """Rows of each (run, dtype) by way of running, smallest model first; one row a size, the fastest."""
-    series: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
+    series: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     for row in rows:
         way = _way(row)
         if way is None or row["layers"] != row["full_layers"]:
@@ -49,11 +49,12 @@ def group_by_size(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, list[R
             if (point["batch"], point["length"]) != (1, 2048):
                 continue
             sizes = series.setdefault((str(row["run_id"]), row["dtype"]), {}).setdefault(way, {})
-            best = sizes.get(row["parameters"])
+            best = sizes.get(row["shape"])  # which has more position embeddings where a case is longer
             if best is None or best["tokens_per_s"] < point["tokens_per_s"]:
-                sizes[row["parameters"]] = point
+                sizes[row["shape"]] = point
     return {
-        key: {way: [sizes[n] for n in sorted(sizes)] for way, sizes in lines.items()} for key, lines in series.items()
+        key: {way: sorted(sizes.values(), key=lambda row: row["parameters"]) for way, sizes in lines.items()}
+        for key, lines in series.items()
     }
 
 
@@ -63,8 +64,9 @@ def _way(row: Row) -> str | None:
         return None
     if row["method"] != "zo":
         return "mezo" if row["method"] == "mezo" else None
-    # Rows of a case that is no longer run may be `compiled`.
-    if row.get("optimizer_params", {}).get("compute_dtype", "auto") != "auto" or row.get("compiled"):
+    params = row.get("optimizer_params", {})
+    plain = params.get("compute_dtype", "auto") == "auto" and params.get("num_directions", 1) == 1
+    if not plain or row.get("compiled"):  # a case that is no longer run
         return None
     if row["resident"]:
         return "resident"

@@ -304,7 +304,7 @@ def amp_table(rows: Rows) -> str | None:
 def sweep_table(rows: Rows) -> str | None:
     body = []
     for name, row in rows.items():
-        if not (name.startswith("t78.") and name.endswith(".zo")):
+        if not (name.startswith("t78.") and ".zo" in name):
             continue
         for point in points_of(row):
             mezo = _mezo_of(point, rows) or {}

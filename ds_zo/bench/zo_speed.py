@@ -2,7 +2,7 @@
 
 python -m ds_zo.bench.zo_speed preset targets --out rows.jsonl
 python -m ds_zo.bench.zo_speed preset paper --out rows.jsonl --only '^t1' --total-s 300 --resume
-python -m ds_zo.bench.zo_speed preset all --out rows.jsonl --skip 'slots3|half' --total-s 600
+python -m ds_zo.bench.zo_speed preset all --out rows.jsonl --skip 'split|half' --total-s 600
 python -m ds_zo.bench.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
 python -m ds_zo.bench.zo_speed link
 python -m ds_zo.bench.zo_speed report rows.jsonl > report.md
