@@ -114,7 +114,11 @@ def speed(
         row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
     biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
     if biases:
-        row |= {"bias_median": statistics.median(biases.values()), "bias_max": max(biases.values())}
+        row |= {
+            "fit_s": trainer.engine.backend.fit_s,
+            "bias_median": statistics.median(biases.values()),
+            "bias_max": max(biases.values()),
+        }
     return row
 
 

@@ -258,7 +258,7 @@ class LSPBackend(Backend):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         self.settle()  # layers that this forward pass did not use
         self._find_groups()
-        self._calibration.begin_backward(self._num_steps)
+        self._calibration.begin_backward(self._num_steps, [slot for slot in self._slots if self._trains(slot)])
         for group in self._host_groups:
             group.num_expected = sum(self._trains(slot) for slot in group.slots)
             group.num_arrived = 0
@@ -516,6 +516,11 @@ class LSPBackend(Backend):
     def biases(self) -> dict[str, float]:
         """What the projectors of each matrix lost of the gradient that they were last tested or fitted on."""
         return dict(self._calibration.biases)
+
+    @property
+    def fit_s(self) -> float:
+        """Spent on fitting projectors, in all."""
+        return self._calibration.fit_s
 
     def state_dict(self) -> dict[str, Any]:
         """Where ranks keep states for one another, on the first of them and after `rank_state`."""

@@ -10,12 +10,14 @@ Several ranks look at the average of their gradients, a layer at a time, in [Not
 
 from __future__ import annotations
 
+import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
+from tqdm import tqdm
 
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_matrices import Slot, Subspace, draw
@@ -36,11 +38,25 @@ class Calibration:
         """How many micro-batches the present check has seen before this one; None: no check is on."""
         self.biases: dict[str, float] = {}
         """What each matrix's projectors last lost of a gradient, relative to it."""
+        self.fit_s = 0.0
+        """Spent on fits so far."""
         self._news: list[str] = []
+        self._told_fit_s = 0.0
+        self._bar: tqdm[Any] | None = None
+        """A backward pass that fits takes many times as long as others: about a millisecond for each matrix and step of
+        its fit on a GPU."""
 
     # What the engine asks
 
-    def begin_backward(self, step: int) -> None:
+    def begin_backward(self, step: int, trained: Sequence[Slot]) -> None:
+        self._begin_check(step)
+        self._end_bar()
+        num_wanted = sum(map(self.wants, trained))
+        if num_wanted and self._settings.fit_steps > 0:
+            silent = logger.getEffectiveLevel() > logging.WARNING or (self._ranks is not None and self._ranks.index > 0)
+            self._bar = tqdm(total=num_wanted, desc="fitting projectors", unit="matrix", delay=3.0, disable=silent)
+
+    def _begin_check(self, step: int) -> None:
         settings = self._settings
         if settings.projector != "learned":
             return
@@ -71,6 +87,13 @@ class Calibration:
 
     def after_compress(self, slot: Slot, grad: torch.Tensor) -> None:
         """At a check: tests the matrix's projectors, and fits others where they fail."""
+        self._test(slot, grad)
+        if self._bar is not None:
+            self._bar.update()
+            if self._bar.n == self._bar.total:
+                self._end_bar()
+
+    def _test(self, slot: Slot, grad: torch.Tensor) -> None:
         if not self._looks or slot.subspace is None:
             return
         if self._batch == 0:
@@ -89,16 +112,24 @@ class Calibration:
     def end_check(self) -> None:
         self._batch = None
 
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     def report(self) -> None:
         """Says what has been fitted since it was last asked."""
+        self._end_bar()
         news, self._news = self._news, []
+        fit_s, self._told_fit_s = self.fit_s - self._told_fit_s, self.fit_s
         if news:
             settings = self._settings
             biases = [self.biases[name] for name in news]
             failing = sum(bias > settings.bias_threshold for bias in biases)
             show(
-                f"ds_zo: projectors of {len(news)} matrices fitted: relative bias {statistics.median(biases):.3f} "
-                f"(median), {max(biases):.3f} (largest), {failing} above bias_threshold {settings.bias_threshold:g}"
+                f"ds_zo: projectors of {len(news)} matrices fitted in {fit_s:.1f} s: relative bias "
+                f"{statistics.median(biases):.3f} (median), {max(biases):.3f} (largest), {failing} above bias_threshold "
+                f"{settings.bias_threshold:g}"
             )
 
     # Fitting
@@ -120,6 +151,7 @@ class Calibration:
                 values = projector.values.clone()
                 self._ranks.take_from_first_(values)
                 projector.set_values_(values)
+        self.fit_s += report.seconds
         self.biases[slot.name] = report.bias_after
         if slot.name not in self._news:
             self._news.append(slot.name)

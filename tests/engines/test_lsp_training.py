@@ -281,7 +281,16 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     assert_equal(settled(engine), after)
 
 
-def test_fits_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[int] = []
+
+    class Bar(lsp_calibration.tqdm):  # type: ignore[misc, name-defined]
+        def close(self) -> None:
+            if not self.disable:
+                bars.append(self.n)
+            super().close()
+
+    monkeypatch.setattr(lsp_calibration, "tqdm", Bar)
     logger = logging.getLogger("DeepSpeed")
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -293,4 +302,6 @@ def test_fits_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     finally:
         logger.setLevel(level)
         logger.propagate = propagate
-    assert any("matrices fitted: relative bias" in record.getMessage() for record in caplog.records)
+    said, *_ = [text for record in caplog.records if "matrices fitted in" in (text := record.getMessage())]
+    assert f"in {engine.backend.fit_s:.1f} s: relative bias" in said and engine.backend.fit_s > 0
+    assert bars == [16]  # where it takes long enough to wonder
