@@ -128,8 +128,8 @@ class Calibration:
             failing = sum(bias > settings.bias_threshold for bias in biases)
             show(
                 f"ds_zo: projectors of {len(news)} matrices fitted in {fit_s:.1f} s: relative bias "
-                f"{statistics.median(biases):.3f} (median), {max(biases):.3f} (largest), {failing} above bias_threshold "
-                f"{settings.bias_threshold:g}"
+                f"{statistics.median(biases):.3f} (median), {max(biases):.3f} (largest), {failing} above "
+                f"bias_threshold {settings.bias_threshold:g}"
             )
 
     # Fitting
