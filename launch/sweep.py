@@ -26,11 +26,11 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases
+from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
 from ds_zo.bench.grid import Case, Grid, GridError
 from ds_zo.bench.grids import GRIDS, read_grid
 from ds_zo.bench.sweep import Row, Start, Sweep, read_rows, remaining, run
-from ds_zo.bench.sweep_cost import expectation
+from ds_zo.bench.sweep_cost import expectation, plan_table
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 
@@ -66,6 +66,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once (default: %(default)s)")
     how.add_argument("--max-seconds", type=float, metavar="S", help="end within so long; running cases save themselves")
     how.add_argument(
+        "--grace", type=float, metavar="S", help="of --max-seconds, for cases to save themselves (a tenth, 45 at most)"
+    )
+    how.add_argument(
         "--fill",
         action="store_true",
         help="with --max-seconds: begin cases to the end, also such as the next call on this machine must resume",
@@ -81,11 +84,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="forkserver",
         help="how a case's process begins: forkserver saves the imports, spawn is a fresh interpreter",
     )
-    how.add_argument("--dry-run", action="store_true", help="show what would be run")
+    shown = how.add_mutually_exclusive_group()
+    shown.add_argument("--dry-run", action="store_true", help="show what would be run")
+    shown.add_argument("--plan", action="store_true", help="show the seconds that what is left will take, by method")
     parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
 
     args = parser.parse_args(argv)
-    for name in ("jobs", "max_seconds", "case_seconds", "steps", "limit"):
+    for name in ("jobs", "max_seconds", "grace", "case_seconds", "steps", "limit"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -137,6 +142,12 @@ class Listing:
             return staged_cases(self.grid, rows, steps=self.args.steps)
         return list(self.grid.cases(lrs=self.rates, steps=self.args.steps))
 
+    def whole(self, rows: Sequence[Row]) -> list[Case]:
+        """Also what rates that are still open will bring."""
+        if self.args.choose_rates:
+            return remaining(whole_sweep(self.grid, rows, steps=self.args.steps), rows)
+        return self(rows)
+
     def left(self, rows: Sequence[Row]) -> list[Case]:
         settling = [row for row in rows if row["status"] == "ok" or row["key"] not in self.ignored]
         return remaining(self.cases(settling), settling)
@@ -159,11 +170,19 @@ def main(argv: list[str] | None = None) -> None:
         data_root=args.data_root,
         jobs=args.jobs,
         max_seconds=args.max_seconds,
+        grace_s=args.grace,
         case_seconds=args.case_seconds,
         arguments=tuple(args.train_arguments),
         start=args.start,
     )
     rows = read_rows(args.results)
+    if args.plan:
+        try:
+            folder = args.data_root or Path()
+            print(plan_table(listing.whole(rows), model=args.model, data_root=folder, jobs=args.jobs))
+        except ValueError as error:
+            sys.exit(f"error: {error} (--model, --data-root)")
+        return
     left, num_cases = listing(rows), len({case.key for case in listing.cases(rows)})
     seconds = expectation(model=args.model, data_root=args.data_root, jobs=args.jobs, arguments=sweep.arguments)
     expected = [seconds(case, rows) for case in left]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,6 +75,14 @@ def staged_cases(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -
     return [*(c for c in known if c.lr is None), *tuning, *(c for c in known if c.lr is not None)]
 
 
+def whole_sweep(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -> list[Case]:
+    """All that `staged_cases` will come to; where a rate is still open, any stands for it. For estimates."""
+    rates = {name: method.lrs[0] for name, method in grid.methods.items() if method.lrs}
+    rates |= best_rates(rows, tasks=select_tasks(grid))
+    cases = [*tuning_cases(grid, steps=steps), *grid.cases(lrs=rates, steps=steps)]
+    return list({case.key: case for case in cases}.values())
+
+
 def at_chosen_rates(rows: Sequence[Row], grid: Grid | None) -> dict[str, list[Row]]:
     """Good rows by method, those at the rate that was chosen for it."""
     good = [row for row in rows if row["status"] == "ok"]
@@ -114,9 +122,9 @@ def table(rows: Sequence[Row], *, grid: Grid | None = None) -> str:
     failed = sorted({row["key"] for row in rows if row["status"] != "ok"} - done)
     if failed:
         lines += ["", f"Failed: {', '.join(failed)}"]
-    if grid is not None and (left := remaining(staged_cases(grid, rows), rows)):
-        more = f", and what {', '.join(sorted(open_methods))} will be run at" if open_methods else ""
-        lines += ["", f"Not run yet: {len(left)} runs, {left[0].key} the first{more}."]
+    if grid is not None and (left := remaining(whole_sweep(grid, rows), rows)):
+        counts = Counter(case.method for case in left)
+        lines += ["", f"Not run yet, {len(left)}: {', '.join(f'{name} {count}' for name, count in counts.items())}."]
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ def _config(kind: str, *, clipping: float = 0.0, **more: Any) -> Config:
         "optimizer": {"type": kind, "params": params},
         "zero_optimization": {"stage": 0},
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},  # DeepSpeed's waits for the device, twice a step
         **more,
     }
 
@@ -36,14 +37,21 @@ LSP = _config(
     params={"subspace_dim": 256, "nonzeros_per_row": 4},
     zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
 )
-ZERO_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+ZERO_OFFLOAD_ADAMW = _config(
+    "AdamW",
+    clipping=1.0,
+    params={"weight_decay": 0.0},
+    zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+)
 MEZO = _config("MeZO", params={"zo_eps": 1e-3})
 SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
-GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "stsb")
+GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "rte", "stsb")
 ON_ONE_GPU = ("--tf32", "--max-length", "128", "--pad-multiple", "16", "--eval-batch-size", "128")
 """For launch/train.py where many small runs share a device: passages and instructions keep their last 128 tokens."""
-ZO_STEPS = 1000
-FIRST_ORDER_STEPS = 200
+ZO_STEPS, ZO_BATCH = 1000, 8
+"""A direction's noise is what a step suffers from, not the batch's: half of MeZO's 16, and twice the steps a second."""
+FIRST_ORDER_STEPS = 120
+"""Of 16: two epochs of 1,000 rows. Perplexity on Alpaca turns after one."""
 
 MEZO_PAPER = Grid(
     {
@@ -82,36 +90,37 @@ LOMO_PAPER = Grid(
 """Lv et al. (2023), Table 4: ten epochs of 1,000 rows, batch 16, linear schedule, gradient norm 1.0, LoRA on q and v
 with alpha 16."""
 
+_BOOLQ: dict[str, Any] = {"steps": FIRST_ORDER_STEPS, "eval_every": 20}
+
 LORA_LOMO = Grid(
     {
-        "lomo": Method(LOMO, lrs=(5e-2, 3e-2), warmups=(0.1,), steps=FIRST_ORDER_STEPS, eval_every=25),
-        "lora": Method(
-            ADAMW, lrs=(5e-4,), warmups=(0.05,), lora_ranks=(1, 2, 4, 8), steps=FIRST_ORDER_STEPS, eval_every=25
-        ),
+        "lomo": Method(LOMO, lrs=(5e-2, 3e-2), warmups=(0.1,), **_BOOLQ),
+        "lora": Method(ADAMW, lrs=(5e-4,), warmups=(0.05,), lora_ranks=(1, 2, 4, 8), **_BOOLQ),
         "lora+lomo": Method(
             _config("LOMO", clipping=1.0, params={"adapter": {"lr": 5e-4}}),
             lrs=(5e-3, 5e-4),
             warmups=(0.05,),
             lora_ranks=(1, 2, 4, 8),
-            steps=FIRST_ORDER_STEPS,
-            eval_every=25,
             arguments=("--train-base",),
+            steps=FIRST_ORDER_STEPS,
+            eval_every=FIRST_ORDER_STEPS // 2,
         ),
     },
     tasks=("boolq",),
     arguments=ON_ONE_GPU,
 )
-"""Lv et al. (2023), Figures 3 to 5, cut down to minutes: what LOMO adds to LoRA at each rank, and loss and validation
-accuracy by step. `python -m ds_zo.bench.curves` draws both."""
+"""Lv et al. (2023), Figures 3 to 5, cut down to minutes: what LOMO adds to LoRA at each rank (few looks at dev, which
+cost more than the steps), and loss and validation accuracy by step of LOMO and LoRA. `python -m ds_zo.bench.curves`
+draws both."""
 
 
 def lsp_glue(width: int) -> Grid:
     """Chen et al. (LSP-Offload), GLUE: d = 512 of RoBERTa's 768, so two thirds of a model's `width`; r = 16, threshold
-    0.3, batch 16. GaLore's rank is half of d, which takes about the memory of LSP's states. `--case-seconds` gives each
-    the paper's equal hour."""
+    0.3, batch 16. GaLore's rank is half of d, which takes about the memory of LSP's states. Two epochs of 1,000 rows;
+    `--steps` and `--case-seconds` give each the paper's equal hour."""
     dim = max(16, round(width * 512 / 768))
     lsp = {"subspace_dim": dim, "nonzeros_per_row": 16, "bias_threshold": 0.3}
-    shared: dict[str, Any] = {"steps": 1000, "arguments": ("--head", "classifier")}
+    shared: dict[str, Any] = {"steps": 126, "eval_every": 63, "arguments": ("--head", "classifier")}
     return Grid(
         {
             "lsp": Method(_config("LSP", clipping=1.0, params=lsp), lrs=(5e-5,), **shared),
@@ -119,6 +128,7 @@ def lsp_glue(width: int) -> Grid:
             "galore": Method(_galore(dim // 2), lrs=(5e-5, 4e-4), **shared),
         },
         tasks=GLUE_TASKS,
+        seeds=(0, 1, 2),
         arguments=ON_ONE_GPU,
     )
 
@@ -129,8 +139,12 @@ def _galore(rank: int) -> Config:
     return _config("GaLore", clipping=1.0, params={"rank": rank})
 
 
-_ZO_RUN: dict[str, Any] = {"steps": ZO_STEPS, "eval_every": 250}
-_FIRST_ORDER_RUN: dict[str, Any] = {"steps": FIRST_ORDER_STEPS, "eval_every": 50, "warmups": (0.05,)}
+_ZO_RUN: dict[str, Any] = {"steps": ZO_STEPS, "batch_size": ZO_BATCH, "eval_every": ZO_STEPS // 2}
+_FIRST_ORDER_RUN: dict[str, Any] = {
+    "steps": FIRST_ORDER_STEPS,
+    "eval_every": FIRST_ORDER_STEPS // 2,
+    "warmups": (0.05,),
+}
 
 ACCURACY = Grid(
     {
@@ -156,8 +170,9 @@ ACCURACY = Grid(
     arguments=ON_ONE_GPU,
 )
 """The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere. Sized for
-twenty minutes of an H200 with SmolLM2-135M, many runs at once; float32 runs multiply matrices in TF32 for that. What
-only one seed is needed for has one: the reference that takes ZO's own steps, and storage without a low plane."""
+eleven minutes of an H200 with SmolLM2-135M, a dozen runs at once, by what fills the device: float32 runs multiply
+matrices in TF32, and dev decides between two states a run. What only one seed is needed for has one: zero-shot, the
+reference that takes ZO's own steps, and storage without a low plane."""
 
 EQUAL_Z = Grid(
     {
@@ -173,23 +188,14 @@ CURVES = Grid(
         "zo": Method(_zo(), lrs=(3e-6,), steps=10**6),
         "lomo": Method(LOMO, lrs=(3e-2,), steps=10**6, eval_every=50),
         "lsp": Method(LSP, lrs=(1e-4,), steps=10**6, eval_every=50),
-        "zero-offload": Method(
-            {
-                **ADAMW,
-                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.0}},
-                "zero_optimization": ZERO_OFFLOAD,
-            },
-            lrs=(3e-5,),
-            steps=10**6,
-            eval_every=50,
-            lr_of="adamw",
-        ),
+        "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(3e-5,), steps=10**6, eval_every=50, lr_of="adamw"),
     },
     tasks=("sst2",),
     arguments=ON_ONE_GPU,
 )
 """Learning curves at equal time: constant rates, to be ended by `--case-seconds`, one job at a time."""
 
+_ALPACA = ("--tf32", "--max-length", "256", "--pad-multiple", "16", "--eval-batch-size", "64")
 _LSP_CURVE: dict[str, Any] = {"steps": 300, "eval_every": 50, "warmups": (0.05,)}
 
 
@@ -197,31 +203,53 @@ def _lsp(dim: int, **params: Any) -> Config:
     return {**LSP, "optimizer": {"type": "LSP", "params": {"subspace_dim": dim, "nonzeros_per_row": 4, **params}}}
 
 
+LORA_RANK_OF_LSP_512 = 112
+"""LoRA in all linear layers that takes as much of the device as LSP at d = 512. Measured with SmolLM2-135M at 16 x 256
+tokens: LSP-512 9.26 GB, LoRA of rank 4 8.47. At the peak, where the loss is, a rank of one more has added 305,280
+entries with two moments (12 bytes each) and 210 activations for each of 4,096 tokens: 7.1 MB. Its alpha is its rank, so
+that an update is as large as at rank 16."""
+
 LSP_CURVES = Grid(
     {
         "adamw": Method(ADAMW, lrs=(1e-4,), **_LSP_CURVE),
         "lsp-512": Method(_lsp(512), lrs=(2e-4,), **_LSP_CURVE),
         "lsp-256": Method(_lsp(256), lrs=(3e-4,), **_LSP_CURVE),
         "lora": Method(ADAMW, lrs=(1e-3,), lora_ranks=(4,), arguments=("--lora-targets", "all-linear"), **_LSP_CURVE),
-        "galore": Method(_galore(128), lrs=(8e-4,), **_LSP_CURVE),
-        "zero-offload": Method(
-            {
-                **ADAMW,
-                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.0}},
-                "zero_optimization": ZERO_OFFLOAD,
-            },
-            lrs=(1e-4,),
+        "lora-large": Method(
+            ADAMW,
+            lrs=(3e-4, 1e-3),
+            lora_ranks=(LORA_RANK_OF_LSP_512,),
+            arguments=("--lora-targets", "all-linear", "--lora-alpha", str(LORA_RANK_OF_LSP_512)),
             **_LSP_CURVE,
         ),
+        "galore": Method(_galore(128), lrs=(2e-4, 8e-4), **_LSP_CURVE),
+        "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(1e-4,), **_LSP_CURVE),
         "lsp-1024": Method(_lsp(1024), lrs=(1e-4,), **_LSP_CURVE),
     },
     tasks=("alpaca",),
+    arguments=_ALPACA,
 )
-"""LSP beside AdamW, ZeRO-Offload, GaLore and LoRA on SmolLM2-135M: three epochs of 1,600 rows, batch 16, float32.
+"""LSP beside AdamW, ZeRO-Offload, GaLore and LoRA on SmolLM2-135M: three epochs of 1,600 rows, batch 16, float32
+(products in TF32).
 
-LoRA of rank r in all linear layers takes as much of the device as LSP's projectors with r non-zeros: 16 bytes for each
-of r (m + n) entries. At d = 1024 only the embedding of this model is still projected (at its own 576): every other
-matrix is smaller than d x d and trains whole."""
+LoRA of rank 4 in all linear layers has as many entries as LSP's projectors with 4 non-zeros; the large one takes as
+much of the device as LSP does all in all. At d = 1024 only the embedding of this model is still projected (at its own
+576): every other matrix is smaller than d x d and trains whole."""
+
+_LSP_TIME: dict[str, Any] = {"steps": 320, "batch_size": 4, "eval_every": 20, "warmups": (0.05,)}
+
+LSP_TIME = Grid(
+    {
+        "lsp-512": Method(_lsp(512), lrs=(1e-4,), **_LSP_TIME),
+        "lsp-1024": Method(_lsp(1024), lrs=(5e-5,), **_LSP_TIME),
+        "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(5e-5,), **_LSP_TIME),
+    },
+    tasks=("alpaca",),
+    arguments=_ALPACA,
+)
+"""Time to equal perplexity, one job at a time and no other process on the device, batches of four as the paper's. The
+kernels are to be built before (a sweep with `--steps 1` into another file); LSP's fit is part of its first step, which
+`python -m ds_zo.bench.equal_score` shows apart."""
 
 LSP_RATES = Grid(
     {
@@ -261,6 +289,7 @@ GRIDS: dict[str, Grid] = {
     "equal-z": EQUAL_Z,
     "curves": CURVES,
     "lsp-curves": LSP_CURVES,
+    "lsp-time": LSP_TIME,
     "lsp-rates": LSP_RATES,
     "smoke": SMOKE,
 }

@@ -3,8 +3,12 @@
 [Note: several runs share a GPU]
 A small model keeps the host busy longer than the device, so several runs at once gain until their work together fills
 the GPU: a step then takes the longer of its own host time and everybody's device time. Kernels too short to fill the
-device are counted as if those of several runs lay side by side, which needs CUDA's multi-process service. The estimate
-is good to a factor of two, which is enough to say what a slice holds; rows of like runs replace it as they come in.
+device are counted as if those of several runs lay side by side, which needs CUDA's multi-process service.
+
+The figures are of SmolLM2-135M on an H200 with four runs at once: together 26 steps of 16 x 256 tokens a second with
+backward passes in TF32, 88 steps of 16 x 45 of ZO and MeZO in float32; 35 ms a step of MeZO and 72 of AdamW with nobody
+waiting for the device; 2 to 5 s a run beside steps and scores; 0.1 s for each matrix of LSP's first fit. Good to a
+factor of one and a half; rows of like runs replace the estimate as they come in.
 """
 
 from __future__ import annotations
@@ -27,18 +31,22 @@ from ds_zo.tasks.errors import TaskError
 
 Row = dict[str, Any]
 RATES = Rates()
-FLOPS = {"fp32": 30e12, "tf32": 60e12, "bf16": 120e12, "fp16": 120e12}
+FLOPS = {"fp32": 35e12, "tf32": 75e12, "bf16": 120e12, "fp16": 120e12}
 """Of forward passes over a few thousand tokens on an H200: products, and what is done element by element between."""
 OPS_PER_LAYER = 45
+OP_US = 12.5
+"""Host time of one in a forward pass; of a backward pass the planner's rates tell."""
+UPDATE_S = 0.02
+"""Host time a step of clipping, an optimizer over a few hundred tensors and DeepSpeed's own."""
 BLOCK_GRAPH_US = 350.0
 """Host time of a block's pass where ZO replays a graph of it."""
 BACKWARD_OPS = 1.6
 """Operations of a backward pass for each of the forward pass."""
 CHARS_PER_TOKEN = 4.3
-START_S, LSP_FIT_S = 12.0, 20.0
-"""Until the first step: the device's context, weights, tokens; what LSP's first fit adds."""
-LSP_UPDATE_S = 0.04
-"""Of the CPU's Adam a step, on two threads."""
+START_S, LSP_FIT_S, LSP_FIT_STEPS = 5.0, 20.0, 100
+"""Until the first step: the device's context, weights, tokens; what LSP's first fit adds, at its usual steps."""
+LSP_UPDATE_S, OFFLOAD_UPDATE_S = 0.02, 0.12
+"""Of the CPU's Adam a step: LSP's beyond what is hidden, and ZeRO-Offload's with its copies."""
 SAFETY = 1.15
 """On a time that was measured: neighbours change."""
 _EVAL_BATCH = 128
@@ -119,11 +127,18 @@ def cost(case: Case, size: Size, folder: Path, *, arguments: Sequence[str] = ())
     ]
     eval_device_s, eval_host_s = (evals[0][i] + evals[1][i] / 2 for i in range(2))
     lsp = backend_of(case.config) == "lsp"
+    offloads = not lsp and "offload_optimizer" in (case.config.get("zero_optimization") or {})
+    update_s = LSP_UPDATE_S * lsp + OFFLOAD_UPDATE_S * offloads
     return Cost(
         device_s=case.steps * step[0] + num_evals * eval_device_s,
-        host_s=case.steps * (step[1] + LSP_UPDATE_S * lsp) + num_evals * eval_host_s,
-        start_s=START_S + LSP_FIT_S * lsp,
+        host_s=case.steps * (step[1] + update_s) + num_evals * eval_host_s,
+        start_s=START_S + LSP_FIT_S * lsp * _params(case).get("fit_steps", LSP_FIT_STEPS) / LSP_FIT_STEPS,
     )
+
+
+def _params(case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = case.config["optimizer"].get("params") or {}
+    return found
 
 
 def _dtype(case: Case, options: Sequence[str]) -> str:
@@ -133,7 +148,7 @@ def _dtype(case: Case, options: Sequence[str]) -> str:
 
 def _forward(size: Size, *, tokens: int, batches: float, flops: float) -> tuple[float, float]:
     """(device, host) seconds."""
-    return 2 * size.numel * tokens / flops, batches * OPS_PER_LAYER * size.num_layers * RATES.launch_us * 1e-6
+    return 2 * size.numel * tokens / flops, batches * OPS_PER_LAYER * size.num_layers * OP_US * 1e-6
 
 
 def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float, float]:
@@ -145,8 +160,37 @@ def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float
     if kind == "zo":
         host_s = size.num_layers * BLOCK_GRAPH_US * 1e-6
     sweeps = 32 * size.numel / (RATES.device_memory_gbps * 1e9)  # of the weights and what an update reads and writes
-    backward_host_s = host_s * BACKWARD_OPS * RATES.backward_launch_us / RATES.launch_us
-    return (num_forward + 2 * num_backward) * device_s + sweeps, num_forward * host_s + num_backward * backward_host_s
+    backward_host_s = host_s * BACKWARD_OPS * RATES.backward_launch_us / OP_US
+    update_s = UPDATE_S if num_backward else 0.0
+    host_s = num_forward * host_s + num_backward * backward_host_s + update_s
+    return (num_forward + 2 * num_backward) * device_s + sweeps, host_s
+
+
+def plan_table(cases: Sequence[Case], *, model: str, data_root: Path, jobs: int, arguments: Sequence[str] = ()) -> str:
+    """Markdown: seconds by method, and what `jobs` runs at once need for all; a ValueError where nothing is known."""
+    size = model_size(model)
+    if size is None:
+        raise ValueError(f"a plan needs the model's size: looked for a folder with config.json and weights at {model}")
+    costs: dict[str, list[Cost]] = {}
+    for case in cases:
+        found = cost(case, size, data_root / case.task, arguments=arguments)
+        if found is None:
+            raise ValueError(f"a plan needs the texts' lengths: looked for {data_root / case.task / 'train.jsonl'}")
+        costs.setdefault(case.method, []).append(found)
+    whole = [found for mine in costs.values() for found in mine]
+    lines = ["| method | runs | start, s | host, s | device, s |", "| --- | --- | --- | --- | --- |"]
+    for name, mine in [*costs.items(), ("all", whole)]:
+        sums = [sum(getattr(found, part) for found in mine) for part in ("start_s", "host_s", "device_s")]
+        lines.append(f"| {name} | {len(mine)} | " + " | ".join(f"{value:.0f}" for value in sums) + " |")
+    host_s = sum(found.start_s + found.host_s for found in whole) / jobs
+    device_s = sum(found.device_s for found in whole)
+    bound = "device" if device_s > host_s else "host"
+    longest_s = max((found.start_s + found.host_s for found in whole), default=0.0)
+    lines += [
+        "",
+        f"{jobs} at once: about {max(host_s, device_s):.0f} s, bound by the {bound}; the longest {longest_s:.0f} s",
+    ]
+    return "\n".join(lines)
 
 
 def expectation(

@@ -43,8 +43,6 @@ SPARSE_SHARE = 0.25
 CLIP_STEPS = 24
 """g is clipped at the median |g| of so many first steps."""
 _MOST_KEPT = 16
-NUM_POINTS = 4
-"""At which a run is scored."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ VARIANTS: dict[str, Variant] = {
     "sparse": Variant(noise="sparse", rate=2.0),
     "clip": Variant(clip=True, rate=2.0),
 }
+MOST_PASSES = max(variant.passes for variant in VARIANTS.values())
 RATES = (0.4, 1.0, 2.5)
 
 
@@ -305,7 +304,7 @@ class Bench:
         self.landscape.clean.copy_(self.start)
         estimator = Estimator(self.landscape, variant, lr=trial.lr, seed=trial.seed)
         num_steps = plan.passes // variant.passes
-        when = {round(num_steps * (i + 1) / NUM_POINTS) for i in range(NUM_POINTS)}
+        when = {num_steps, plan.passes // MOST_PASSES}  # scoring costs as much as many steps: where runs are compared
         curve = []
         for step in range(1, num_steps + 1):
             estimator.step()
@@ -333,7 +332,7 @@ class Bench:
         """Mean loss of the right options on dev, and the score on test."""
         from ds_zo.tasks import Evaluator
 
-        evaluator = Evaluator(self.model, device=self.device, pad_token_id=self.pad, batch_size=64)
+        evaluator = Evaluator(self.model, device=self.device, pad_token_id=self.pad, batch_size=128)
         right = self.task.sequences("dev", self.tokenizer, max_length=self.plan.length)[: self.plan.num_dev]
         nats = [-total / count for total, count in evaluator.log_likelihoods(right)]
         test = self.task.evaluate(
@@ -390,7 +389,7 @@ class Budget:
 def budgets(rows: Sequence[Row]) -> list[Budget]:
     """All passes; and as many steps as the variant with the most passes a step makes with them."""
     passes = rows[0]["passes"]
-    return [Budget(passes=passes), Budget(steps=passes // max(variant.passes for variant in VARIANTS.values()))]
+    return [Budget(passes=passes), Budget(steps=passes // MOST_PASSES)]
 
 
 def best_rate(rows: Sequence[Row], name: str, budget: Budget, *, seed: int = SEEDS[0]) -> float | None:

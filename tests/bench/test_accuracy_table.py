@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from ds_zo.bench import accuracy
-from ds_zo.bench.accuracy import best_rates, staged_cases, table, tuning_cases
+from ds_zo.bench.accuracy import best_rates, staged_cases, table, tuning_cases, whole_sweep
 from ds_zo.bench.accuracy_claims import verdict
 from ds_zo.bench.grid import Case
 from ds_zo.bench.grids import GRIDS
 from ds_zo.bench.run_summary import append_row
 from ds_zo.bench.sweep import Row, remaining
-from ds_zo.bench.sweep_cost import Cost, cost, expectation, model_size
+from ds_zo.bench.sweep_cost import Cost, cost, expectation, model_size, plan_table
 from ds_zo.tasks.embedded_model import FOLDER
 
 GRID = GRIDS["accuracy"]
@@ -44,7 +44,7 @@ def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
     assert "| method | lr | steps | sst2 (accuracy) | rte (accuracy) | copa | boolq | alpaca (perplexity) |" in text
     assert "| zo | 0.001? | 10 | 60.0 ± 14.1 (2 of 3) | 50.0 (1 of 3) | – | – | – |" in text
     assert "| mezo | 0.001? | 10 | 25.0 | – | – | – | 8.00 |" in text, "one seed is all that it wants"
-    assert "| lsp | ? |  | – |" in text and "Not run yet: 37 runs, zero-shot_sst2_steps0_seed0 the first" in text
+    assert "| lsp | ? |  | – |" in text and "\nNot run yet, 192: adamw 19, lora 17, zo 21, " in text
     assert table(rows).splitlines()[-1] == "| zo | 0.001 | 10 | – | 50.0 | 60.0 ± 14.1 (2) |"
 
 
@@ -98,7 +98,7 @@ def test_expected_seconds(tmp_path: Path) -> None:
     assert size is not None and size.numel == 984_192 and size.num_layers == 4
     case = {c.method: c for c in GRID.cases() if c.task == "sst2"}
     zo, adamw = (cost(case[name], size, tmp_path / "sst2") for name in ("zo", "adamw"))
-    assert zo is not None and adamw is not None and zo.host_s > adamw.host_s > 0
+    assert zo is not None and adamw is not None and zo.device_s > adamw.device_s > 0
     assert cost(case["zo"], size, tmp_path / "rte") is None
     assert Cost(device_s=10, host_s=30, start_s=5).wall_s(jobs=8) == 85
     seconds = expectation(model=str(FOLDER), data_root=tmp_path, jobs=8)
@@ -110,3 +110,16 @@ def test_expected_seconds(tmp_path: Path) -> None:
         {**like, "jobs": 8, "resumed": True, "wall_s": 2.0},
     ]
     assert seconds(case["zo"], rows) == pytest.approx(115.0)
+    plan = plan_table([case["zo"], case["adamw"]], model=str(FOLDER), data_root=tmp_path, jobs=2)
+    alone = [found.start_s + found.host_s for found in (zo, adamw)]
+    assert f"2 at once: about {sum(alone) / 2:.0f} s, bound by the host; the longest {max(alone):.0f} s" in plan
+    with pytest.raises(ValueError, match=r"looked for .*rte/train.jsonl"):
+        plan_table([c for c in GRID.cases() if c.task == "rte"], model=str(FOLDER), data_root=tmp_path, jobs=2)
+
+
+def test_a_plan_foresees_what_rates_will_bring() -> None:
+    rates = [case for case in tuning_cases(GRID) if case.method == "zo"]
+    rows = [settle(case, dev=case.lr or 0.0) for case in rates]
+    assert len(whole_sweep(GRID, [])) == len(whole_sweep(GRID, rows)) > len(staged_cases(GRID, []))
+    decided = {case.key for case in staged_cases(GRID, rows) if case.method.startswith(("zo", "mezo"))}
+    assert decided <= {case.key for case in whole_sweep(GRID, rows)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_zo.bench import curves
+from ds_zo.bench import curves, equal_score
 
 CURVE = [
     {"step": 1, "train_s": 0.5, "loss": 4.0, "dev": None},
@@ -31,3 +31,27 @@ def test_a_plot_is_drawn_and_absent_curves_are_named(tmp_path: Path) -> None:
     assert out.stat().st_size > 1000
     with pytest.raises(SystemExit, match="no curves of rte by any method; the rows have boolq by lomo, boolq by zo"):
         curves.main([str(rows), "--task", "rte", "--out", str(out)])
+
+
+def test_times_to_an_equal_score_with_and_without_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(method: str, first_s: float, step_s: float, dev: list[float]) -> dict[str, object]:
+        looks = [(10 * (i + 1), first_s + (10 * (i + 1) - 1) * step_s, y) for i, y in enumerate(dev)]
+        curve = [{"step": 1, "train_s": first_s, "loss": 3.0}]
+        curve += [{"step": step, "train_s": s, "dev": {"perplexity": y}} for step, s, y in looks]
+        best = min(dev)
+        row = {"key": method, "status": "ok", "method": method, "task": "alpaca", "metric": "perplexity", "lr": 1e-4}
+        more = {"dev": best, "best_step": 10 * (1 + dev.index(best)), "after": best, "peak_device_gb": 1.0}
+        return {**row, **more, "curve": curve, "steps": looks[-1][0], "train_s": looks[-1][1]}
+
+    rows = tmp_path / "rows.jsonl"
+    runs = [run("lsp", 11.0, 1.0, [9.0, 7.0, 8.0]), run("zero", 2.0, 2.0, [7.5, 6.0, 6.5])]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in runs))
+    equal_score.main([str(rows), "--task", "alpaca", "--beside", "zero"])
+    said = capsys.readouterr().out.splitlines()
+    assert "s to 7 | less the first step | of zero's | less the first steps |" in said[0], "the worst of the best"
+    assert said[2].endswith("| 11.00 | 1.000 | 30.0 | 19.0 | 0.75 | 0.50 |")
+    assert said[3].endswith("| 2.00 | 2.000 | 40.0 | 38.0 | 1.00 | 1.00 |")
+    equal_score.main([str(rows), "--task", "alpaca", "--target", "6"])
+    assert capsys.readouterr().out.splitlines()[2].endswith("| – | – |"), "never reached"

@@ -1,0 +1,96 @@
+"""How long runs of a sweep took to an equal score on dev, as Markdown; what their first step took is shown apart.
+
+    python -m ds_zo.bench.equal_score rows.jsonl --task alpaca --beside zero-offload
+
+The first step of LSP holds its first fit, that of any method what is built or recorded once. On a small model, or where
+training is short, it may be most of the time: seconds are given with it and without. They are of training alone, to the
+first look at dev that is as good as the target: by default the worst of the methods' best, which all of them reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_zo.bench.curves import Points, Row, best_of_each, series, with_curves
+from ds_zo.bench.sweep import read_rows
+from ds_zo.tasks.score import LOWER_IS_BETTER
+
+
+def first_step_s(row: Row) -> float:
+    """Seconds of the first step; 0 where a row does not tell."""
+    return float(next((point["train_s"] for point in row["curve"] if point["step"] == 1), 0.0))
+
+
+def seconds_to(row: Row, target: float) -> float | None:
+    """Training seconds to the first look at dev that is as good; None where there is none."""
+    return next((x for x, y in _dev(row) if _signed(row, y) >= _signed(row, target)), None)
+
+
+def common_target(rows: Sequence[Row]) -> float:
+    """What all runs reach: the worst of their best."""
+    worst = min(rows, key=lambda row: _signed(row, row["dev"]))
+    return float(worst["dev"])
+
+
+def times_table(rows: Sequence[Row], *, target: float | None = None, beside: str | None = None) -> str:
+    """A row a method (its best run by dev), and the ratio of its seconds to those of the method `beside`."""
+    best = best_of_each(rows)
+    goal = common_target(best) if target is None else target
+    other = next((row for row in best if row["method"] == beside), None)
+    metric = best[0]["metric"]
+    head = ["method", "lr", f"best dev {metric}", "at step", "test", "device, GB", "first step, s", "a later step, s"]
+    head += [f"s to {goal:.4g}", "less the first step"]
+    head += [f"of {beside}'s", "less the first steps"] if other is not None else []
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for row in best:
+        first, later = first_step_s(row), max(1, row["steps"] - 1)
+        took = _times(row, goal)
+        cells = [row["method"], f"{row['lr']:g}" if row["lr"] is not None else "", f"{row['dev']:.4g}"]
+        cells += [str(row["best_step"]), f"{row['after']:.4g}", f"{row['peak_device_gb']:.2f}", f"{first:.2f}"]
+        cells += [f"{(row['train_s'] - first) / later:.3f}", *(_shown(s, 1) for s in took)]
+        if other is not None:
+            pairs = zip(took, _times(other, goal), strict=True)
+            cells += [_shown(a / b if a is not None and b else None, 2) for a, b in pairs]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _times(row: Row, target: float) -> tuple[float | None, float | None]:
+    """With the first step and without."""
+    found = seconds_to(row, target)
+    return found, None if found is None else found - first_step_s(row)
+
+
+def _dev(row: Row) -> Points:
+    return series(row, x="train_s")[1]
+
+
+def _signed(row: Row, value: float) -> float:
+    return -value if row["metric"] in LOWER_IS_BETTER else value
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, nargs="+", help="files of rows that launch/sweep.py wrote")
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--methods", help="these only, with commas")
+    parser.add_argument("--target", type=float, metavar="SCORE", help="instead of what all methods reach")
+    parser.add_argument("--beside", metavar="METHOD", help="ratios to this one's seconds")
+    args = parser.parse_args(arguments)
+    try:
+        found = [row for path in args.rows for row in read_rows(path)]
+        rows = with_curves(found, task=args.task, methods=args.methods.split(",") if args.methods else ())
+    except ValueError as error:
+        sys.exit(str(error))
+    print(times_table(rows, target=args.target, beside=args.beside))
+
+
+if __name__ == "__main__":
+    main()
