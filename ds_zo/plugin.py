@@ -15,6 +15,7 @@ import logging
 import resource
 import sys
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ _stock_new = DeepSpeedEngine.__new__
 _stock_config_init = DeepSpeedConfig.__init__
 _stock_signature = inspect.signature(DeepSpeedEngine.__init__)
 _active = False
+_living: weakref.WeakSet[PluginEngine] = weakref.WeakSet()
+"""Engines of ours that have not been destroyed."""
 
 
 def install() -> None:
@@ -74,6 +77,7 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     if config is None or backend is None:
         if config is not None and config.get("ds_zo"):
             resolve(config)  # raises: the section would do nothing, and the run would not be the one that was meant
+        _let_go_of(_argument("model", args, kwargs))
         return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
     if not issubclass(PluginEngine, cls):
         raise ConfigError(
@@ -85,7 +89,17 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
     engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
     engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
+    _let_go_of(_argument("model", args, kwargs))
     return engine
+
+
+def _let_go_of(model: nn.Module | None) -> None:
+    """A module has one engine: what an earlier one has pending, and its hooks, would mix with the new one's."""
+    wanted = {id(p) for p in model.parameters()} if model is not None else set()
+    for engine in list(_living):
+        if any(id(p) in wanted for p in engine.module.parameters()):
+            log_dist("ds_zo: another engine is made of this module, so its first one is destroyed", ranks=[0])
+            engine.destroy()
 
 
 def _config_init(self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,6 +165,7 @@ class PluginEngine(CheckpointingEngine):
             process_group=self.data_parallel_group,
         )
         self._log_start()
+        _living.add(self)
 
     # What DeepSpeed asks while it builds the engine.
 
@@ -243,6 +258,8 @@ class PluginEngine(CheckpointingEngine):
     # A training step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.module.training and torch.is_grad_enabled():
+            self._check_living()
         if self.monitor.enabled and self._window_began is None and self.module.training:
             self._window_began = time.perf_counter()
         replaced = self._forward_prologue(inputs, kwargs)
@@ -266,7 +283,16 @@ class PluginEngine(CheckpointingEngine):
                 "call engine.backward(loss)"
             )
 
+    def _check_living(self) -> None:
+        if self not in _living:
+            raise RuntimeError(
+                "an engine trains until it is destroyed, and this one was, by engine.destroy(), by Accelerator's "
+                "free_memory() or by a later engine of its module: train with the later one, or make one by "
+                "deepspeed.initialize, or by Accelerator.prepare after free_memory()"
+            )
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        self._check_living()
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
@@ -468,6 +494,7 @@ class PluginEngine(CheckpointingEngine):
 
     def destroy(self) -> None:
         """Waits for a checkpoint that is being written; raises at the end if that failed."""
+        _living.discard(self)
         self._background.wait()
         backend = self.__dict__.get("backend")
         if backend is not None:

@@ -141,6 +141,23 @@ def test_the_ways_to_initialize_give_one_run(backend: str, tmp_path: Path) -> No
         assert_same(run.weights, runs["dict"].weights)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_later_engine_of_a_module_takes_it_over(backend: str, stream: bool) -> None:
+    """As a second Trainer for a model does while the first is still there: from the current weights, with hooks of its
+    own only."""
+    config = config_for(backend, stream=stream)
+    first = start(config)
+    train(first, batches(2))
+    alone = tiny_model("llama")
+    alone.load_state_dict(weights_of(first))
+    expected, second = start(config, alone), start(config, first.module)
+    losses = [train(engine, batches(2)) for engine in (expected, second)]
+    assert losses[0] == losses[1]
+    assert_same(weights_of(expected), weights_of(second))
+    with pytest.raises(RuntimeError, match="a later engine of its module"):
+        train(first, batches(1))
+
+
 def test_optimizer_and_scheduler_may_be_callables(backend: str) -> None:
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE[backend], weight_decay=0.0)
