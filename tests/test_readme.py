@@ -45,7 +45,7 @@ def run_source(source: str, folder: Path, run_script: Run) -> subprocess.Complet
 
 PARTS = ["deepspeed", "lora", "streamed", "accelerate", "trainer", "checkpoints"]
 SCRIPTS = dict(zip(PARTS, fences("python"), strict=True))
-JSONS = dict(zip(["before", "after", "LOMO", "AdaLOMO", "LoRA"], fences("json"), strict=True))
+JSONS = dict(zip(["before", "after", "LOMO", "AdaLOMO", "LoRA", "LSP"], fences("json"), strict=True))
 LORA, CHECKPOINTS = SCRIPTS.pop("lora"), SCRIPTS.pop("checkpoints")
 """Lines for the first script: before its engine is made, and instead of all from there on."""
 USED_OUR_ENGINE = """
@@ -73,13 +73,18 @@ print(engine.resolved.backend, bool(moved), any("lora_B" in n for n in moved), a
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("LOMO", "lomo True False False"), ("AdaLOMO", "adalomo True False False"), ("LoRA", "lomo True True True")],
+    [
+        ("LOMO", "lomo True False False"),
+        ("AdaLOMO", "adalomo True False False"),
+        ("LoRA", "lomo True True True"),
+        ("LSP", "lsp True False False"),
+    ],
 )
 def test_the_first_script_trains_by_the_json_of(name: str, expected: str, tmp_path: Path, run_script: Run) -> None:
     if name == "LoRA":
         pytest.importorskip("peft")
-    (tmp_path / "lomo.json").write_text(JSONS[name], encoding="utf-8")
-    head, made, rest = SCRIPTS["deepspeed"].replace("ds_configs/zo.json", "lomo.json").partition("engine, *_ =")
+    (tmp_path / "changed.json").write_text(JSONS[name], encoding="utf-8")
+    head, made, rest = SCRIPTS["deepspeed"].replace("ds_configs/zo.json", "changed.json").partition("engine, *_ =")
     keep = "import torch\nbefore = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
     lines = [head, LORA if name == "LoRA" else "", keep, made, rest, MOVED]
     done = run_source("".join(lines), tmp_path, run_script)
