@@ -18,9 +18,9 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from ds_zo.bench.groups import Group, Part, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of
 from ds_zo.bench.runner import NOT_RUN, Case, Row, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
@@ -60,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="emulate smaller cards, on which allocations beyond this fail; none is the card as it is",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--steps", type=int, default=16, help="timed steps (default: %(default)s)")
-    how.add_argument("--warmup", type=int, default=4, help="untimed steps before them (default: %(default)s)")
+    how.add_argument("--steps", type=int, default=8, help="timed steps (default: %(default)s)")
+    how.add_argument("--warmup", type=int, default=3, help="untimed steps before them (default: %(default)s)")
     how.add_argument(
         "--max-s",
         type=float,
-        default=8.0,
+        default=4.0,
         help="fewer timed steps, two at least, and fewer before them, where they take longer (default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--total-s", type=float, help="end after this; --resume makes the rest")
     how.add_argument(
-        "--dry-run", action="store_true", help="list the cases with what they are planned to take, and end"
+        "--dry-run",
+        action="store_true",
+        help="list the cases with what they should take, by calls of --total-s, and end",
     )
     how.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
@@ -125,18 +127,6 @@ def run(args: argparse.Namespace) -> None:
         _compare(args)
 
 
-@dataclass
-class _Part:
-    """One model under one cap."""
-
-    folder: Path
-    cases: list[Case]
-
-    @property
-    def out(self) -> Path:
-        return self.folder / "rows.jsonl"
-
-
 def _check(args: argparse.Namespace) -> None:
     """Before every case fails for the same reason."""
     for name, least in (("batch", 1), ("seq", 2), ("steps", 1), ("warmup", 0), ("layers", 1)):
@@ -154,32 +144,26 @@ def _compare(args: argparse.Namespace) -> None:
     ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
     wanted = [arguments_of(args, table) for table in PRESETS[args.preset]] if args.preset else [args]
     tables = [_parts_of(each, device) for each in wanted]
+    groups = _groups(args, tables)
     if args.dry_run:
-        print("\n".join(_plan_lines(tables, min_free_host_gib=args.min_free_host_gib)))
+        print("\n".join(listed(groups, total_s=args.total_s)))
         return
-    run_ids = [args.run_id or _run_to_go_on_with(parts, resume=args.resume) for parts in tables]
-    for parts in tables:
-        for part in parts:
-            write_configs(part.cases, part.folder / "configs")
-    machine: list[Row] = []
+    for part in (part for parts in tables for part in parts):
+        write_configs(part.cases, part.folder / "configs")
     try:
-        for tier in _tiers(args):
-            for parts, run_id in zip(tables, run_ids, strict=True):
-                known = [row | {"run_id": run_id} for row in machine]
-                rows = _run_parts(parts, tier, run_id, args, known=known, device=device, ends=ends)
-                machine = [row for row in rows if row["case"] == MACHINE][:1]
+        _run_groups(groups, args, device=device, ends=ends)
     finally:  # also when it is told to end
         if args.preset is None:
             for part in (part for part in tables[0] if part.out.exists()):
-                print(_write(last_run(part.out, run_ids[0]), part.folder, args))
+                print(_write(last_run(part.out, groups[0].run_id), part.folder, args))
         else:
             _say_what_is_left([part for parts in tables for part in parts], args.out)
 
 
-def _parts_of(args: argparse.Namespace, device: str) -> list[_Part]:
+def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
     caps = args.device_memory_gb
     return [
-        _Part(
+        Part(
             args.out if len(caps) == 1 else args.out / folder_of(cap),
             make_cases(args, device=device, device_memory_gb=cap),
         )
@@ -187,72 +171,63 @@ def _parts_of(args: argparse.Namespace, device: str) -> list[_Part]:
     ]
 
 
-def _run_to_go_on_with(parts: Sequence[_Part], *, resume: bool) -> str:
-    """One for all caps of a model."""
-    found = run_to_resume(*((part.out, part.cases) for part in parts)) if resume else None
-    return found or new_run_id()
-
-
-def _tiers(args: argparse.Namespace) -> list[set[str] | None]:
-    """All models of a preset have their first contenders before one has its last."""
+def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[Group]:
+    """Of a preset: what every table must have, model by model, before what some have beside. A run that has the former
+    is gone on with, or left as it is on another machine."""
     from ds_zo.bench.contenders import TIERS
 
-    return [None] if args.preset is None else [set(tier) for tier in TIERS]
+    tiers: list[str | None] = [None] if args.preset is None else list(TIERS)
+    run_ids = []
+    for parts in tables:
+        needed = [(part.out, part.of_tier(tiers[0])) for part in parts]
+        found = run_to_resume(*needed) if args.resume and not args.run_id else None
+        run_ids.append(args.run_id or found or new_run_id())
+    return [
+        Group(parts, tier, run_id, args.min_free_host_gib)
+        for tier in tiers
+        for parts, run_id in zip(tables, run_ids, strict=True)
+    ]
 
 
-def _run_parts(
-    parts: Sequence[_Part],
-    tier: set[str] | None,
-    run_id: str,
-    args: argparse.Namespace,
-    *,
-    known: Sequence[Row],
-    device: str,
-    ends: float,
-) -> list[Row]:
+def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: str, ends: float) -> None:
+    """What is found out about the machine counts for all of them."""
+    from ds_zo.bench.measure import machine_id
+
+    machine: list[Row] = []
+    turn = Turn()
+    for group in groups:
+        if args.preset is None or group.left():
+            left_s, room_s = group.left_s(), ends - time.monotonic()
+            if args.preset is not None and group.is_elsewhere():
+                print(f"{group.name}: of another machine, left as it is", file=sys.stderr)
+            elif turn.takes(group, left_s=left_s, room_s=room_s):
+                known = [row | {"run_id": group.run_id} for row in machine[:1]]
+                _run_group(group, args, known=known, device=device, ends=ends)
+            else:
+                print(f"{group.name}: may take {left_s:.0f} s of {room_s:.0f}, left for --resume", file=sys.stderr)
+        here = [row for row in group.rows() if row.get("machine") == machine_id()]
+        machine += [row for row in here if row["case"] == MACHINE]
+
+
+def _run_group(group: Group, args: argparse.Namespace, *, known: Sequence[Row], device: str, ends: float) -> None:
     """`known`: what this call has found out about the machine."""
     done = list(known)
-    for part in parts:
-        cases = [case for case in part.cases if tier is None or case.name in {MACHINE, *tier}]
+    for part in group.parts:
+        cases = part.of_tier(group.tier)
         carry_over(done, cases, part.out)
         done += run_cases(
             cases,
             out=part.out,
-            run_id=run_id,
+            run_id=group.run_id,
             resume=True,
             min_free_host_gib=args.min_free_host_gib,
             device=device,
             spawn=args.spawn,
             total_s=None if math.isinf(ends) else ends - time.monotonic(),
         )
-    return done
 
 
-def _plan_lines(tables: Sequence[Sequence[_Part]], *, min_free_host_gib: float) -> list[str]:
-    from ds_zo.bench.measure import host_total_bytes
-
-    room_gb = (host_total_bytes() - min_free_host_gib * 2**30) / 1e9
-    lines, total_s = list[str](), 0.0
-    for parts in tables:
-        first, *smaller = parts
-        for part in parts:
-            lines.append(f"{part.folder}:")
-            for case in part.cases:
-                host_gb = case.planned_host_gb or 0.0
-                fits = case.cannot_run is None and host_gb <= room_gb
-                told = " ".join(f"{name}={value}" for name, value in case.env.items())
-                text = (
-                    f"{case.expected_s:4.0f} s, {host_gb:.1f} GB of host memory {told}"
-                    if fits
-                    else (case.cannot_run or f"not run: planned {host_gb:.1f} of {room_gb:.1f} GB of host memory")
-                )
-                lines.append(f"  {case.name:<20} {text.rstrip()}")
-                total_s += case.expected_s if fits and part is first else 0.0
-        lines += ["  (what held no more than that with more memory is not run again)"] * bool(smaller)
-    return [*lines, f"about {total_s:.0f} s for the largest card alone"]
-
-
-def _say_what_is_left(parts: Sequence[_Part], out: Path) -> None:
+def _say_what_is_left(parts: Sequence[Part], out: Path) -> None:
     rows = [row for part in parts if part.out.exists() for row in last_run(part.out, None)]
     left = sum(len(part.cases) for part in parts) - sum(row["status"] != NOT_RUN for row in rows)
     again = f"{left} cases are left: the same command with --resume goes on" if left else "nothing is left"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +27,10 @@ from ds_zo.streaming.allocator import expand_segments
 
 Row = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-EXTRA_STEPS = ((0.5, 4), (3.0, 2), (math.inf, 1))
+EXTRA_STEPS = ((0.2, 4), (3.0, 2), (math.inf, 1))
 """(longest step, how many are taken apart): as many more are profiled."""
 _LONGEST_AGEING = 16
+_FIRST_ONES = 2
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Trainer:
 
 def measure_machine(*, device: str) -> Row:
     """Link and CPU-Adam bandwidth, in the same run as the cases they explain."""
+    if device == "cuda":
+        build_extensions()
     row: Row = {"cpu_adam_gparams_per_s": cpu_adam_gparams_per_s(numel=2**27 if device == "cuda" else 2**20)}
     if device == "cuda":
         row["link_gbps"] = link_gbps(torch.device("cuda", 0))
@@ -91,14 +96,27 @@ def measure_machine(*, device: str) -> Row:
     return row
 
 
+def build_extensions() -> None:
+    """Those of DeepSpeed that contenders use, at once and before one of them is timed. Whoever needs one that cannot be
+    built says so."""
+    code = "from deepspeed.ops.op_builder import PinMemoryBuilder; PinMemoryBuilder().load(verbose=False)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+    try:
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        CPUAdamBuilder().load(verbose=False)
+    finally:
+        other.wait()
+
+
 def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
     """The case of one contender; `config` is its whole DeepSpeed JSON, `spec` the fields of `Spec`."""
     wanted, entrant = Spec(**spec), ALL[contender]
     if wanted.device == "cuda":
         torch.cuda.set_device(wanted.where)
+        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: what fits is not to fail for the gaps between
         if wanted.device_memory_gb is not None:
             cap_device_memory(wanted.device_memory_gb, wanted.where)
-            expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: what fits is not to fail for the gaps between
     torch.manual_seed(wanted.seed)
     clock = _Clock()
     trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted)
@@ -213,12 +231,19 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
         num_parameters=num_parameters,
         running=_classes(engine.optimizer),
         starts_as_given=_starts_as_given(model) if entrant.backend is None else None,
-        ages_after=partial(_ages_after, engine) if entrant.backend == "zo" else None,
+        ages_after=_ageing(entrant, config, engine),
     )
 
 
-def _ages_after(engine: Any) -> int:
-    """ZO's steps grow dearer until every streamed block has been written back once: past updates are replayed."""
+def _ageing(entrant: Contender, config: Row, engine: Any) -> Callable[[], int] | None:
+    """ZO's steps grow dearer until every streamed block has been written back once: past updates are replayed. The
+    first one of ZeRO-Offload touches host memory that later ones reuse, and at stage 3 records what they prefetch."""
+    if entrant.backend == "zo":
+        return partial(_written_back_after, engine)
+    return (lambda: _FIRST_ONES) if "offload_optimizer" in config["zero_optimization"] else None
+
+
+def _written_back_after(engine: Any) -> int:
     homes = engine.backend.homes
     streams = any(unit.streamed for unit in homes.placement.blocks)
     return min(homes.interval, _LONGEST_AGEING) if streams else 0

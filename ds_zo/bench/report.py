@@ -23,6 +23,8 @@ NOTES = (
     "Forward, backward and update are each waited for, so what overlaps across them shows in the step's time only.",
     "Copies alone: time a step in which the GPU's copy engines work and nothing computes. Up and down: bytes copied "
     "between host and GPU. Both are from the profiler's trace of later steps.",
+    "DeepSpeed's throughput timer, which by default waits for the GPU twice a step, is off for all, and PyTorch's "
+    "allocator has expandable_segments.",
     "GPU memory is what PyTorch allocated at its most, in brackets what it reserved. Host memory is the larger of the "
     "process's peak and the fall of the machine's free memory, which helper processes share in.",
 )
@@ -82,8 +84,6 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         )
     if failed:
         notes.append(f"Run once, with more memory than this cap, where they failed: {failed}.")
-    if entrants[0]["params"]["spec"].get("device_memory_gb") is not None:
-        notes.append("Under a cap PyTorch's allocator has expandable_segments, for all that ran under it.")
     if astray:
         notes.append(f"Not started from the weights they were given, so without losses: {astray}.")
     return notes

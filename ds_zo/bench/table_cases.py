@@ -28,18 +28,17 @@ _IMPORTS_GB = 1.5
 """Host memory of a child before its model: Python, torch, CUDA."""
 _MOST_OF_HOST = 0.9
 """Stock DeepSpeed pins in exact sizes where PyTorch's rounding up would take more than this share of the host."""
-_SURELY_TOO_LARGE = 1.1
-"""Of a card, weights and states alone: the case is not run. Nearer ones may still surprise."""
 _FAILED = ("oom", "crash", "timeout")
-_START_S, _S_PER_GPARAMETER = 7.0, 0.5
-_PINNED_S_PER_GB, _REGISTERED_S_PER_GB = 1.0, 0.5
-"""Taking, filling and giving back host memory: by PyTorch's and DeepSpeed's pinned allocators, and by ours."""
+_MACHINE_S = 30.0
+"""With what is compiled there before anything is timed."""
 
 
 def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float | None = None) -> list[Case]:
     """In the order of `contenders.TIERS`: where time runs out, those that a table needs most have a row."""
+    from ds_zo.bench.case_costs import expected_s
     from ds_zo.bench.contenders import EXACT_PINNING, config_of, in_order_of_runs, shared_config
     from ds_zo.bench.entrant import Spec
+    from ds_zo.bench.measure import gpu_memory_gb
 
     names = args.contenders.split(",") if args.contenders else None
     rates = _rates(args.lr)
@@ -68,7 +67,6 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
             continue
         exact = device == "cuda" and _pins_exactly(contender, num_parameters)
         host_gb = contender.host_bytes(num_parameters, exact=exact) / 1e9
-        per_gb = _PINNED_S_PER_GB if contender.backend is None else _REGISTERED_S_PER_GB
         config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
         cases.append(
             Case(
@@ -78,8 +76,9 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
                 timeout_s=args.timeout_s,
                 env=EXACT_PINNING if exact else {},
                 planned_host_gb=host_gb + _IMPORTS_GB if device == "cuda" else None,
-                cannot_run=_too_large(contender, num_parameters, spec) if device == "cuda" else None,
-                expected_s=_START_S + _S_PER_GPARAMETER * num_parameters / 1e9 + per_gb * host_gb
+                expected_s=expected_s(
+                    contender, num_parameters, spec, host_gb=host_gb, card_gb=device_memory_gb or gpu_memory_gb()
+                )
                 if device == "cuda"
                 else 0.0,
             )
@@ -89,6 +88,7 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
         "ds_zo.bench.entrant:measure_machine",
         {"device": device},
         timeout_s=max(args.timeout_s, _BUILD_S),
+        expected_s=_MACHINE_S if device == "cuda" else 0.0,
     )
     return [machine, *cases]
 
@@ -99,16 +99,6 @@ def _pins_exactly(contender: Any, num_parameters: int) -> bool:
 
     rounded, exact = (contender.host_bytes(num_parameters, exact=exact) for exact in (False, True))
     return bool(exact < rounded > _MOST_OF_HOST * host_total_bytes() > 0 and may_lock_memory())
-
-
-def _too_large(contender: Any, num_parameters: int, spec: Any) -> str | None:
-    from ds_zo.bench.measure import gpu_memory_gb
-
-    card_gb = spec.device_memory_gb or gpu_memory_gb()
-    planned_gb = contender.device_bytes_each * num_parameters / 1e9
-    if spec.dtype == "fp32" or card_gb is None or planned_gb <= _SURELY_TOO_LARGE * card_gb:
-        return None
-    return f"not run: planned {planned_gb:.1f} of {card_gb:.1f} GB of GPU memory for weights and states alone"
 
 
 @lru_cache(maxsize=8)
@@ -124,6 +114,16 @@ def count_parameters(model: str, *, layers: int | None, length: int) -> int:
         made = AutoModelForCausalLM.from_config(config)
     made.tie_weights()
     return sum(p.numel() for p in made.parameters())
+
+
+def likely_carried_over(case: Case) -> bool:
+    """Whether a larger card's row will probably hold for this case of a smaller one."""
+    from ds_zo.bench.case_costs import likely_holds
+    from ds_zo.bench.contenders import ALL
+
+    spec = case.params["spec"]
+    num_parameters = count_parameters(spec["model"], layers=spec["layers"], length=spec["length"])
+    return likely_holds(ALL[case.name], num_parameters, spec["device_memory_gb"])
 
 
 def _rates(given: Sequence[str]) -> dict[str, float]:

@@ -96,25 +96,20 @@ def test_a_larger_card_comes_first_and_the_contenders_that_a_table_needs_most() 
     names = [case.name for case in make_cases(args, device="cpu")]
     assert names[:3] == [MACHINE, "zo", "lomo"]
     assert names.index("zero2-offload") < names.index("zenflow") < names.index("zo-wire")
-    assert sorted(name for tier in TIERS for name in tier) == sorted(ALL)
+    assert sorted(name for tier in TIERS.values() for name in tier) == sorted(ALL)
 
 
-def test_what_cannot_fit_is_known_and_stock_is_pinned_so_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "gpu_memory_gb", lambda: 150.0)
-    monkeypatch.setattr(measure, "host_total_bytes", lambda: 137 * 10**9)
-    monkeypatch.setattr(measure, "may_lock_memory", lambda: True)
+def test_stock_is_pinned_so_that_it_fits_the_host(h200: pytest.MonkeyPatch) -> None:
     args = asked("--model", "random:opt-6.7b")
     whole, small = (
         {case.name: case for case in make_cases(args, device="cuda", device_memory_gb=gb)} for gb in (None, 24.0)
     )
-    assert whole["adamw"].cannot_run is None and small["lomo"].cannot_run is None
-    reason = small["adamw"].cannot_run or ""
-    assert reason.startswith("not run: planned 119.8 of 24.0 GB of GPU memory")
     # 6.66 B parameters at 18 bytes, where PyTorch's powers of two would make it 137 GB.
     assert dict(whole["zero2-offload"].env) == EXACT_PINNING and whole["zero2-offload"].planned_host_gb < 122
     assert not whole["zo"].env and whole["zo"].planned_host_gb > 4 * 6.6
     assert whole["zero2-offload"].expected_s > whole["zo"].expected_s > whole["lomo"].expected_s > 5
-    monkeypatch.setattr(measure, "may_lock_memory", lambda: False)
+    assert small["adamw"].expected_s < 5, "it runs, and soon out of memory"
+    h200.setattr(measure, "may_lock_memory", lambda: False)
     rounded = {case.name: case for case in make_cases(args, device="cuda")}["zero2-offload"]
     assert not rounded.env and rounded.planned_host_gb > 136
 

@@ -13,7 +13,7 @@ from comparison_rows import rows
 from ds_zo.bench.compare import main
 from ds_zo.bench.headline import BEGIN, END
 
-TOLD = {"steps": 16, "warmup": 4, "max_s": 8.0, "seed": 0}
+TOLD = {"steps": 8, "warmup": 3, "max_s": 4.0, "seed": 0}
 
 
 def write_part(folder: Path, *, model: str, cap: float | None, **changes: dict[str, Any]) -> None:

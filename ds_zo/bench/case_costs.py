@@ -1,0 +1,72 @@
+"""How long a contender's case takes, so that a call begins what it can end: from what such cases took on an H200.
+
+The figures are of runs 20261115T150212Z (LSP and those beside it), 20261115T145440Z (ZO) and 20261115T063840Z (LOMO),
+whose rows have `load_s`, `first_step_s`, `step_s`, `wall_s` and `target_s`; ZeRO-3's are of the 1.3B model in the last.
+SuperOffload's steps are a guess.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_zo.bench.contenders import Contender
+
+START_S = 4.0
+"""From the fork to a model on the device under DeepSpeed, and the end: 1.3B to 13B alike."""
+PINNED_S_PER_GB, REGISTERED_S_PER_GB = 0.46, 0.23
+"""Taking, filling and giving back host memory: stock DeepSpeed, and ours. ZeRO-Offload of 3.4 B parameters held 72 GB
+after 31 s and gave them back in 5.6, ZO of 6.7 B 27 GB after 5.7 s."""
+PROFILE_S = 2.0
+FIRST_STEP_S = 0.8
+"""Beyond what later ones take on the GPU; of work on the host it takes half as much again."""
+_FLOP_PER_S = 4.5e14
+_LEAST_STEP_S = 0.13
+_FLOP_EACH, _ZO_FLOP_EACH = 8, 4
+"""A token and parameter: forward, again, and backward, or two forwards."""
+_HOST_STEP_S = {
+    "zero2-offload": 0.5,
+    "zero3-offload": 1.0,
+    "zero3-offload-param": 1.0,
+    "zenflow": 0.25,
+    "superoffload": 0.7,
+}
+"""A step and 10**9 parameters, on the CPU and the link, whatever the batch."""
+_ZENFLOW_PAUSE_S = 10.0
+"""Once, before it is timed: its third step chose what it updates on the GPU."""
+_BESIDE_GB = 6.0
+"""Device memory beside weights and states: activations, logits, buckets."""
+
+
+def expected_s(contender: Contender, num_parameters: int, spec: Any, *, host_gb: float, card_gb: float | None) -> float:
+    """`spec` is an `entrant.Spec`; without `card_gb` nothing is too large for the card."""
+    billions = num_parameters / 1e9
+    if card_gb is not None and contender.ds_zo is None and contender.device_bytes_each * billions > card_gb:
+        return START_S + _setting_up_s(contender, host_gb)
+    flop = (_ZO_FLOP_EACH if contender.backend == "zo" else _FLOP_EACH) * num_parameters * spec.batch * spec.length
+    on_gpu_s = max(_LEAST_STEP_S, flop / _FLOP_PER_S)
+    on_host_s = _HOST_STEP_S.get(contender.name, 0.0) * billions
+    step_s = on_gpu_s + on_host_s
+    first_s = FIRST_STEP_S + on_gpu_s + 1.5 * on_host_s
+    pause_s = _ZENFLOW_PAUSE_S if contender.name == "zenflow" else 0.0
+    steps_s = first_s + pause_s + _num_steps(contender, spec, step_s=step_s) * step_s
+    return START_S + _setting_up_s(contender, host_gb) + steps_s + (PROFILE_S if spec.profile else 0.0)
+
+
+def likely_holds(contender: Contender, num_parameters: int, cap_gb: float) -> bool:
+    """Whether a run on a larger card probably never holds more than `cap_gb`, so that it counts for both."""
+    return contender.device_bytes_each * num_parameters / 1e9 + _BESIDE_GB <= cap_gb
+
+
+def _setting_up_s(contender: Contender, host_gb: float) -> float:
+    return host_gb * (PINNED_S_PER_GB if contender.backend is None else REGISTERED_S_PER_GB)
+
+
+def _num_steps(contender: Contender, spec: Any, *, step_s: float) -> int:
+    """After the first, as `measure.measure_steps` and `entrant.run_contender` count them."""
+    from ds_zo.bench.entrant import EXTRA_STEPS
+
+    timed = spec.steps if spec.max_s is None else min(spec.steps, max(2, int(spec.max_s / step_s)))
+    warmup = spec.warmup if spec.max_s is None or step_s < spec.max_s / 2 else 2
+    extra = next(number for longest_s, number in EXTRA_STEPS if step_s < longest_s)
+    return max(0, warmup - 1) + max(contender.period, timed) + 2 * max(contender.period, extra)

@@ -1,0 +1,152 @@
+"""Groups of cases that one call ends once it has begun them: a model's contenders of one tier, under all its caps.
+
+Rows of several calls make one table only where they are of one machine. So a call of a result set passes over a group
+that it has no time for, and the next begins with it; what fits no call is begun where nothing else was, and cut. A tier
+waits until the one before is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_zo.bench.runner import NOT_RUN, Case, Row, read_rows
+from ds_zo.bench.table_cases import MACHINE, likely_carried_over
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model under one cap."""
+
+    folder: Path
+    cases: list[Case]
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "rows.jsonl"
+
+    def of_tier(self, tier: str | None) -> list[Case]:
+        from ds_zo.bench.contenders import TIERS
+
+        return [case for case in self.cases if tier is None or case.name in {MACHINE, *TIERS[tier]}]
+
+    def rows_of(self, run_id: str) -> dict[tuple[str, str], Row]:
+        """Of cases that need not run any more."""
+        rows = read_rows(self.out) if self.out.exists() else []
+        return {
+            (row["case"], row["config_hash"]): row
+            for row in rows
+            if row["run_id"] == run_id and row["status"] != NOT_RUN
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    parts: Sequence[Part]
+    """The largest card first."""
+    tier: str | None
+    """None: all."""
+    run_id: str
+    min_free_host_gib: float
+
+    @property
+    def name(self) -> str:
+        first, *others = self.parts
+        model = first.folder.parent if others else first.folder
+        return f"{model.name}, {self.tier}" if self.tier is not None else model.name
+
+    def left(self) -> list[tuple[Part, Case]]:
+        """Cases without a row."""
+        known = [part.rows_of(self.run_id) for part in self.parts]
+        return [
+            (part, case)
+            for part, rows in zip(self.parts, known, strict=True)
+            for case in part.of_tier(self.tier)
+            if (case.name, case.config_hash) not in rows
+        ]
+
+    def left_s(self) -> float:
+        """That they are expected to take."""
+        return sum(self.takes_s(part, case) for part, case in self.left())
+
+    def takes_s(self, part: Part, case: Case) -> float:
+        """Nothing where there is no host memory for it, where a larger card's row will probably hold, and for the
+        machine, which is measured once for all groups."""
+        carried = case.name == MACHINE or (part is not self.parts[0] and likely_carried_over(case))
+        return 0.0 if carried or self.lacks(case) is not None else case.expected_s
+
+    def lacks(self, case: Case) -> str | None:
+        """Host memory, in the words of its row, as far as the whole machine tells."""
+        from ds_zo.bench.measure import host_total_bytes
+
+        room_gb = (host_total_bytes() - self.min_free_host_gib * 2**30) / 1e9
+        planned_gb = case.planned_host_gb or 0.0
+        return f"not run: planned {planned_gb:.1f} of {room_gb:.1f} GB of host memory" if planned_gb > room_gb else None
+
+    def is_elsewhere(self) -> bool:
+        """Whether its run was begun on another machine, where alone it can go on."""
+        from ds_zo.bench.measure import machine_id
+
+        return any(row.get("machine") != machine_id() for row in self.rows())
+
+    def rows(self) -> list[Row]:
+        """That its run has so far, of other tiers too."""
+        return [row for part in self.parts for row in part.rows_of(self.run_id).values()]
+
+
+class Turn:
+    """Which groups a call begins, asked in their order."""
+
+    def __init__(self) -> None:
+        self._began = False
+        self._waiting: set[str | None] = set()
+
+    def takes(self, group: Group, *, left_s: float, room_s: float) -> bool:
+        waits = bool(self._waiting - {group.tier}) or (self._began and left_s > room_s)
+        if waits:
+            self._waiting.add(group.tier)
+        else:
+            self._began = True
+        return not waits
+
+
+def listed(groups: Sequence[Group], *, total_s: float | None) -> Iterator[str]:
+    """Every case with what it is planned to take, and which groups a call of `total_s` ends."""
+    for group in groups:
+        yield f"{group.name}: {group.left_s():.0f} s left"
+        left = {id(case) for _, case in group.left()}
+        for part in group.parts:
+            yield f"  {part.folder.name}"
+            for case in part.of_tier(group.tier):
+                if case.name != MACHINE:
+                    yield f"    {case.name:<20} {_words(group, part, case) if id(case) in left else 'done'}"
+    once_s = next(case.expected_s for case in groups[0].parts[0].cases if case.name == MACHINE)
+    yield f"about {sum(group.left_s() for group in groups):.0f} s in all, and {once_s:.0f} s once for the machine"
+    if total_s is not None:
+        for number, names in enumerate(_calls(groups, total_s, once_s=once_s), 1):
+            yield f"call {number}: {'; '.join(names)}"
+
+
+def _words(group: Group, part: Part, case: Case) -> str:
+    lacking = group.lacks(case)
+    if lacking is not None:
+        return lacking
+    if group.takes_s(part, case) == 0.0 and case.expected_s:
+        return "as with more memory, unless that held more"
+    told = " ".join(f"{name}={value}" for name, value in case.env.items())
+    return f"{case.expected_s:4.0f} s, {case.planned_host_gb or 0.0:.1f} GB of host memory {told}".rstrip()
+
+
+def _calls(groups: Sequence[Group], total_s: float, *, once_s: float) -> Iterator[list[str]]:
+    waiting = {group.name: (group, group.left_s()) for group in groups if group.left()}
+    room_s = total_s - once_s
+    while waiting:
+        turn, begun = Turn(), list[str]()
+        for name, (group, left_s) in list(waiting.items()):
+            if turn.takes(group, left_s=left_s, room_s=room_s):
+                begun.append(f"{name} ({left_s:.0f} s)")
+                room_s -= left_s
+                del waiting[name]
+        yield begun
+        room_s = total_s

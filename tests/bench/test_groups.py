@@ -1,0 +1,97 @@
+"""A result set is made in as few calls as its groups allow, each of which is whole and of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_zo.bench import compare
+from ds_zo.bench.compare import main
+from ds_zo.bench.contenders import TIERS
+from ds_zo.bench.groups import Group, Part, listed
+from ds_zo.bench.measure import machine_id
+from ds_zo.bench.result_set import PRESETS
+from ds_zo.bench.runner import Case, Row, append_row
+from ds_zo.bench.table_cases import MACHINE
+
+
+def calls_of(lines: Iterator[str] | list[str]) -> list[list[str]]:
+    return [
+        [part.rpartition(" (")[0] for part in line.partition(": ")[2].split("; ")]
+        for line in lines
+        if line.startswith("call ")
+    ]
+
+
+def test_the_result_set_is_planned_in_two_calls_and_what_is_beside_it_in_a_third(
+    h200: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--preset", "results", "--device", "cuda", "--dry-run", "--total-s", "560", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert calls_of(lines) == [
+        ["llama-7b, main", "opt-13b, main"],
+        ["opt-6.7b, main", "llama-1.3b, main"],
+        [f"{table.folder}, variants" for table in PRESETS["results"]],
+    ]
+    left_s = [float(line.split(": ")[1].split()[0]) for line in lines if line.endswith(" s left")]
+    assert sum(left_s[:4]) < 1060, "of a lease of 1,800 s, in which other things are wanted too"
+    of_13b = lines[lines.index(next(line for line in lines if line.startswith("opt-13b, main"))) :]
+    offload = next(line for line in of_13b if "zero2-offload" in line)
+    assert "not run: planned 232.9 of " in offload
+
+
+def test_a_call_passes_over_what_it_has_no_time_for_and_a_tier_waits_for_the_one_before(tmp_path: Path) -> None:
+    def group(model: str, tier: str, name: str, expected_s: float) -> Group:
+        cases = [Case(MACHINE, "m:f"), Case(name, "m:f", expected_s=expected_s)]
+        return Group([Part(tmp_path / model, cases)], tier, "r1", 0.0)
+
+    groups = [
+        group("a", "main", "zo", 300),
+        group("b", "main", "zo", 280),
+        group("c", "main", "zo", 150),
+        group("d", "main", "zo", 900),
+        group("a", "variants", "adalomo", 40),
+    ]
+    expected = [["a, main", "c, main"], ["b, main"], ["d, main"], ["a, variants"]]
+    assert calls_of(listed(groups, total_s=500)) == expected
+    row: Row = {"run_id": "r1", "case": "zo", "config_hash": groups[0].parts[0].cases[1].config_hash, "status": "ok"}
+    append_row(groups[0].parts[0].out, row)
+    append_row(groups[0].parts[0].out, row | {"case": MACHINE, "config_hash": groups[0].parts[0].cases[0].config_hash})
+    assert calls_of(listed(groups, total_s=500))[0] == ["b, main", "c, main"], "what has its rows is done"
+
+
+def test_what_another_machine_left_whole_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--preset", "tiny", "--device", "cpu", "--resume", "--out", str(tmp_path)]
+    begun: dict[str, Group] = {}
+    monkeypatch.setattr(compare, "_run_group", lambda group, *_, **__: begun.update({group.name: group}))
+    monkeypatch.setattr(compare, "new_run_id", lambda: "new")
+
+    def runs() -> dict[str, str]:
+        begun.clear()
+        assert main(arguments) == 0
+        return {name: group.run_id for name, group in begun.items()}
+
+    def leave_rows(group: Group, *, machine: str) -> None:
+        for part in group.parts:
+            for case in part.of_tier(group.tier):
+                row: Row = {"run_id": "old", "case": case.name, "config_hash": case.config_hash, "machine": machine}
+                append_row(part.out, row | {"status": "skipped" if case.name == "zenflow" else "ok"})
+
+    models = [table.folder for table in PRESETS["tiny"]]
+    assert runs() == {f"{model}, {tier}": "new" for tier in TIERS for model in models}
+    there, here = (begun[f"{model}, main"] for model in models)
+    leave_rows(there, machine="another")
+    capsys.readouterr()
+    assert runs() == {f"{models[1]}, main": "new", f"{models[1]}, variants": "new"}
+    assert f"{models[0]}, variants: of another machine, left as it is" in capsys.readouterr().err
+    leave_rows(here, machine=machine_id())
+    assert runs() == {f"{models[1]}, variants": "old"}
+    out = there.parts[-1].out
+    out.write_text("".join(out.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
+    unfinished = {f"{models[0]}, main": "new", f"{models[0]}, variants": "new"}
+    assert runs() == {**unfinished, f"{models[1]}, variants": "old"}, "a table is of one machine: it begins anew"
