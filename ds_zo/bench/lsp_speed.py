@@ -196,7 +196,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 _COLUMNS = (
     *("case", "tokens/s", "step ms", "of ZeRO-Offload", "of AdamW", "GPU GB", "host GB", "forward ms", "backward ms"),
-    *("update ms", "exposed CPU ms", "exposed copy ms", "first step s", "bias"),
+    *("update ms", "exposed CPU ms", "exposed copy ms", "spread ms", "first step s", "of it fit s", "bias"),
 )
 
 
@@ -219,8 +219,9 @@ def _table(title: str, rows: Sequence[Row]) -> str:
                     f"{row['peak_gb']:.2f}",
                     f"{row['host_gb_added']:.1f}",
                     *(_ms(row.get(key)) for key in ("forward_s", "backward_s", "update_s")),
-                    *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s")),
+                    *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s", "exposed_spread_s")),
                     f"{row['first_step_s']:.1f}",
+                    _number(row.get("fit_s"), "{:.1f}"),
                     _number(row.get("bias_median"), "{:.3f}"),
                 )
             )
