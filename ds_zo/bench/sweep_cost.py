@@ -38,7 +38,7 @@ OP_US = 12.5
 """Host time of one in a forward pass; of a backward pass the planner's rates tell."""
 UPDATE_S = 0.02
 """Host time a step of clipping, an optimizer over a few hundred tensors and DeepSpeed's own."""
-BLOCK_GRAPH_US = 350.0
+BLOCK_GRAPH_US = 500.0
 """Host time of a block's pass where ZO replays a graph of it."""
 BACKWARD_OPS = 1.6
 """Operations of a backward pass for each of the forward pass."""

@@ -35,9 +35,8 @@ def encode_answer(
     belongs to the answer. What is too long loses the prompt's beginning (after leading special tokens), then the
     answer's end.
     """
-    ids: list[int] = list(tokenizer(prompt + answer, truncation=False)["input_ids"])
-    prompt_ids: list[int] = list(tokenizer(prompt, truncation=False)["input_ids"])
-    start = _common_prefix(ids, prompt_ids)
+    ids = list(_ids(tokenizer, prompt + answer))
+    start = _common_prefix(ids, _ids(tokenizer, prompt))
     if end and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
     special = set(tokenizer.all_special_ids)
@@ -46,6 +45,11 @@ def encode_answer(
     ids = ids[:num_leading] + ids[num_leading + num_dropped :]
     start -= num_dropped
     return Encoded(ids[:max_length], ([IGNORED] * start + ids[start:])[:max_length])
+
+
+@lru_cache(maxsize=16)  # a prompt's options come one after the other, and a passage takes a millisecond
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, truncation=False)["input_ids"])
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -51,7 +51,7 @@ def test_times_to_an_equal_score_with_and_without_the_first_step(
     equal_score.main([str(rows), "--task", "alpaca", "--beside", "zero"])
     said = capsys.readouterr().out.splitlines()
     assert "s to 7 | less the first step | of zero's | less the first steps |" in said[0], "the worst of the best"
-    assert said[2].endswith("| 11.00 | 1.000 | 30.0 | 19.0 | 0.75 | 0.50 |")
-    assert said[3].endswith("| 2.00 | 2.000 | 40.0 | 38.0 | 1.00 | 1.00 |")
+    assert said[2].endswith("| 11.00 | 1.000 | 7 | 30.0 | 19.0 | 0.75 | 0.50 |") and "best in 40 s" in said[0]
+    assert said[3].endswith("| 2.00 | 2.000 | 6 | 40.0 | 38.0 | 1.00 | 1.00 |")
     equal_score.main([str(rows), "--task", "alpaca", "--target", "6"])
     assert capsys.readouterr().out.splitlines()[2].endswith("| – | – |"), "never reached"
