@@ -50,7 +50,7 @@ def main() -> None:
         logging_steps=10,
         eval_strategy="steps",
         eval_steps=50,
-        eval_on_start=True,  # Trainer cannot evaluate() before train() with DeepSpeed below stage 3
+        eval_on_start=True,
         save_steps=50,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),

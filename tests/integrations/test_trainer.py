@@ -30,6 +30,7 @@ from library_runs import (
 )
 from tiny_models import VOCAB, tiny_model
 from transformers import EarlyStoppingCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_zo.checkpoint import CheckpointError, newest_complete, writer
 from ds_zo.engines import available_backends
@@ -131,11 +132,16 @@ def test_resume_equals_uninterrupted(backend: str, own_optimizer: bool, stream: 
     expected = weights_of(engine_of(whole))
 
     again = trainer_for(arguments(tmp_path, config, **changes), 5, tiny_model("llama", seed=1))
+    if own_optimizer:
+        again.evaluate()  # before there is one
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(expected, weights_of(engine_of(again)))
     # the log restored from the checkpoint has the first two steps; the rest was trained anew
     assert logged(again, "loss") == logged(whole, "loss")
     assert logged(again, "learning_rate") == logged(whole, "learning_rate")
+    if stream:  # a Trainer that has trained already
+        whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert_same(expected, weights_of(engine_of(whole)))
 
 
 def test_a_save_that_was_killed_is_named_with_the_checkpoint_to_take_instead(
@@ -198,7 +204,7 @@ def test_the_best_model_is_loaded_at_the_end_and_early_stopping_stops(backend: s
 
     args = arguments(
         tmp_path,
-        config_for(backend),
+        config_for(backend, stream=True),
         **saving(save_steps=1, max_steps=5),
         eval_strategy="steps",
         eval_steps=1,
@@ -213,6 +219,8 @@ def test_the_best_model_is_loaded_at_the_end_and_early_stopping_stops(backend: s
     assert Path(trainer.state.best_model_checkpoint or "").name == "checkpoint-2"
     assert_same(weights_of(engine_of(trainer)), kept[2])
     assert_moved(kept[2], kept[4])
+    scores = iter([1.0])
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(loss_of(kept[2], 2), rel=1e-4)
 
 
 def test_evaluation_on_the_way_changes_nothing(backend: str, tmp_path: Path) -> None:
@@ -220,34 +228,55 @@ def test_evaluation_on_the_way_changes_nothing(backend: str, tmp_path: Path) -> 
     plain = trainer_for(arguments(tmp_path, config_for(backend), **changes), 4)
     plain.train()
     changes |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
-    evaluated = trainer_for(arguments(tmp_path, config_for(backend), **changes), 4)
+    evaluated = trainer_for(arguments(tmp_path, config_for(backend, stream=True), **changes), 4)
     evaluated.train()
     assert len(logged(evaluated, "eval_loss")) == 5
     assert_same(weights_of(engine_of(plain)), weights_of(engine_of(evaluated)))
+    assert logged(evaluated, "eval_loss")[0] == pytest.approx(loss_of(tiny_model("llama").state_dict(), 2), rel=1e-4)
+    assert logged(evaluated, "eval_loss")[4] == pytest.approx(loss_of(weights_of(engine_of(plain)), 2), rel=1e-4)
+
+
+def test_evaluate_before_train_and_train_again(backend: str, tmp_path: Path) -> None:
+    """Trainer refuses the first below stage 3, loses the JSON's optimizer at it, and cannot do the second at all with
+    DeepSpeed's own engines."""
+    stage = {"zo": 2, "lomo": 3, "adalomo": 2, "lsp": 3}[backend]  # Trainer's doing depends on it, not on the backend
+    config = config_for(backend, zero_optimization=zero_for(backend, stage=stage))
+    config["scheduler"] = {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    }
+    changes: dict[str, Any] = {"max_steps": 3, "warmup_steps": 1}
+    model = tiny_model("llama")
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = loss_of(initial, 2)
+    trainer = trainer_for(arguments(tmp_path, config, **changes), 3, model)
+    before = trainer.evaluate()["eval_loss"]
+    assert before == pytest.approx(expected, rel=1e-5)
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == before
+    trainer.train()
+
+    once, first_losses = weights_of(engine_of(trainer)), logged(trainer, "loss")
+    assert_moved(initial, once)
+    trainer.train()
+
+    for weights, after, losses in (
+        (initial, once, first_losses),
+        (once, weights_of(engine_of(trainer)), logged(trainer, "loss")),
+    ):
+        unset_hf_deepspeed_config()  # under a stage 3 JSON a model is made in pieces
+        model = tiny_model("llama")
+        model.load_state_dict(weights)
+        other = trainer_for(arguments(tmp_path, config, **changes), 3, model)
+        other.train()
+        assert logged(other, "loss") == losses
+        assert_same(weights_of(engine_of(other)), after)
+
+
+def loss_of(weights: dict[str, torch.Tensor], num_batches: int) -> float:
     model = tiny_model("llama").eval()
+    model.load_state_dict(weights)
     with torch.no_grad():
-        expected = sum(model(**batch).loss.item() for batch in batches(2)) / 2
-    assert logged(evaluated, "eval_loss")[0] == pytest.approx(expected, rel=1e-4)
-
-
-def test_evaluate_before_train_is_trainers_to_refuse_below_stage_3(backend: str, tmp_path: Path) -> None:
-    """Trainer raises before any engine is made; `eval_on_start` (above) is the way it has."""
-    trainer = trainer_for(arguments(tmp_path, config_for(backend), max_steps=1), 1)
-    with pytest.raises(ValueError, match="ZeRO Stage 3"):
-        trainer.evaluate()
-
-
-def test_evaluate_alone_works_at_stage_3(backend: str, tmp_path: Path) -> None:
-    """Trainer drops the JSON's optimizer block there; `ds_zo.backend` keeps our engine."""
-    config = section_for(backend)
-    config["zero_optimization"] = zero_for(backend, stage=3)
-    model = tiny_model("llama").eval()
-    with torch.no_grad():
-        expected = model(**batches(1)[0]).loss.item()
-    trainer = trainer_for(arguments(tmp_path, config, max_steps=1), 1, model)
-    loss = trainer.evaluate()["eval_loss"]
-    assert type(trainer.model_wrapped).__name__ == "PluginEngine"
-    assert loss == pytest.approx(expected, rel=1e-5)
+        return sum(model(**batch).loss.item() for batch in batches(num_batches)) / num_batches
 
 
 def test_an_auto_inside_ds_zo_is_refused_by_the_libraries(backend: str, tmp_path: Path) -> None:
