@@ -24,7 +24,7 @@ SHARED = shared_config(batch=2, dtype="bf16")
 def test_a_contender_is_its_three_sections_and_deepspeed_accepts_them(name: str) -> None:
     config = config_of(ALL[name], SHARED)
     assert {key: value for key, value in config.items() if key not in DIFFERING} == SHARED
-    DeepSpeedConfig(config)
+    assert not DeepSpeedConfig(config).timers_config.enabled, "it would wait for the device twice a step"
     assert backend_of(config) == ALL[name].backend
     if ALL[name].backend is not None:
         assert resolve(config).ignored == ()
