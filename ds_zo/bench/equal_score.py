@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_zo.bench.curves import Points, Row, best_of_each, series, with_curves
-from ds_zo.bench.sweep import read_rows
+from ds_zo.bench.sweep import first_step_s, read_rows
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 
-def first_step_s(row: Row) -> float:
+def begun_s(row: Row) -> float:
     """Seconds of the first step; 0 where a row does not tell."""
-    return float(next((point["train_s"] for point in row["curve"] if point["step"] == 1), 0.0))
+    return row.get("first_step_s") or first_step_s(row["curve"]) or 0.0
 
 
 def seconds_to(row: Row, target: float) -> float | None:
@@ -52,7 +52,7 @@ def times_table(rows: Sequence[Row], *, target: float | None = None, beside: str
     head += [f"of {beside}'s", "less the first steps"] if other is not None else []
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for row in best:
-        first, later = first_step_s(row), max(1, row["steps"] - 1)
+        first, later = begun_s(row), max(1, row["steps"] - 1)
         took = _times(row, goal)
         cells = [row["method"], f"{row['lr']:g}" if row["lr"] is not None else "", f"{row['dev']:.4g}"]
         cells += [str(row["best_step"]), f"{row['after']:.4g}", f"{row['peak_device_gb']:.2f}", f"{first:.2f}"]
@@ -69,7 +69,7 @@ def times_table(rows: Sequence[Row], *, target: float | None = None, beside: str
 def _times(row: Row, target: float) -> tuple[float | None, float | None]:
     """With the first step and without."""
     found = seconds_to(row, target)
-    return found, None if found is None else found - first_step_s(row)
+    return found, None if found is None else found - begun_s(row)
 
 
 def _dev(row: Row) -> Points:

@@ -187,7 +187,7 @@ EQUAL_Z = Grid(
 
 CURVES = Grid(
     {
-        "zo": Method(_zo(), lrs=(3e-6,), steps=10**6),
+        "zo": Method(_zo(), lrs=(3e-6,), steps=10**6, batch_size=ZO_BATCH),
         "lomo": Method(LOMO, lrs=(3e-2,), steps=10**6, eval_every=50),
         "lsp": Method(LSP, lrs=(1e-4,), steps=10**6, eval_every=50),
         "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(3e-5,), steps=10**6, eval_every=50, lr_of="adamw"),

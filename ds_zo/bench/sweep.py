@@ -269,7 +269,9 @@ class _Running:
         if summary.is_file():
             found = json.loads(summary.read_text(encoding="utf-8"))
             row |= {"status": "ok", **{k: v for k, v in found.items() if k not in ("config", "model_folder")}}
-            row |= {"lr": self.case.lr, "curve": thinned(found.get("curve") or [], self.sweep.num_points)}
+            curve = found.get("curve") or []
+            row |= {"lr": self.case.lr, "curve": thinned(curve, self.sweep.num_points)}
+            row["first_step_s"] = first_step_s(curve)
         elif stopped:
             return 0
         else:
@@ -279,6 +281,11 @@ class _Running:
         if row["status"] == "ok":
             shutil.rmtree(self.folder, ignore_errors=True)
         return 1
+
+
+def first_step_s(curve: Sequence[Row]) -> float | None:
+    """What a method builds, records or fits once is in it, and a thinned curve no longer tells it."""
+    return next((float(point["train_s"]) for point in curve if point["step"] == 1), None)
 
 
 def thinned(curve: Sequence[Row], num_points: int) -> list[Row]:

@@ -94,6 +94,7 @@ def test_zo_takes_the_references_steps_at_equal_z(rows: dict[str, Row]) -> None:
     losses = [[point["loss"] for point in row["curve"] if "loss" in point] for row in (zo, mezo)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 1
     assert zo["after_values"] == mezo["after_values"] and zo["steps"] == 6
+    assert zo["first_step_s"] == zo["curve"][0]["train_s"] > 0
 
 
 def test_heads_and_regression_beside_full_tuning_and_galore(rows: dict[str, Row]) -> None:
