@@ -8,7 +8,7 @@ is what every pass of that visit starts from, so the passes differ by the pertur
 [Note: copies in pairs] Where there is room for a second copy of a block, one launch makes those of both signs: one
 reading and one draw less, and with one direction nothing to store but folds. The copies have the same bits either way.
 The second copy lies at the scratch's end, where large modules outside the blocks (an embedding, a head) have theirs
-too: no pass leaves the last block before all have run it.
+too: no pass enters one before all have run the blocks that come before it.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ class Visits:
     def scratch_nbytes(self) -> int:
         return self.scratch.numel()
 
-    def is_free(self, nbytes: int) -> bool:
-        """Whether so much of the scratch may be written: a block that is being visited keeps its second copy."""
-        return self._open is None or nbytes <= self._pair_at
+    @property
+    def free_nbytes(self) -> int:
+        """Of the scratch: what may be written while passes have still to run a block. Second copies lie behind it."""
+        return self._pair_at
 
     def close(self) -> None:
         """Lets go of device buffers."""

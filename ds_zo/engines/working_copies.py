@@ -12,19 +12,19 @@ from torch import nn
 
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.plain_copies import Hook
-from ds_zo.engines.twins import CannotInterleave, Lockstep
+from ds_zo.engines.twins import Lockstep
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
-_BLOCKS_ARE_DONE = object()
-"""What a pass asks for when it has left the last block."""
+_ALL_HERE = object()
+"""What a pass asks for that waits for the others to have run the blocks it has left."""
 
 
 class WorkingCopies:
     """While a module runs, its parameters are the copies of the pass that runs it; between visits they are at home.
 
-    Blocks are visited by all passes before any goes on to the next one, or to what follows the last. Modules around
-    them are visited by each pass as it comes by.
+    Blocks are visited by all passes before any goes on to the next one. Modules around them are visited by each pass as
+    it comes by; those that are too large to lie beside copies of a block, after all have left it.
     Parameters of modules that contain other modules are alive through a whole pass (`ambient`): each pass has copies of
     its own, swapped in when it goes on.
     """
@@ -43,6 +43,8 @@ class WorkingCopies:
         """What a module outside the blocks brought up for itself, by `id(module)`."""
         self._kept: set[int] = set()
         """Units that became ambient because they are used outside their module, by id."""
+        self._went_on: set[int] = set()
+        """Passes that have left a block which others may still have to run."""
         self._grad_modes: list[bool] = []
         self._ambient: dict[int, list[torch.Tensor]] = {}
         lockstep.on_switch = self._swap_ambient
@@ -69,6 +71,7 @@ class WorkingCopies:
         """Visits inside are of perturbed copies. However it ends, every parameter is at home afterwards."""
         try:
             self._training = True
+            self._went_on.clear()
             self._homes.visits.begin()
             self._fill_ambient()
             yield
@@ -86,25 +89,29 @@ class WorkingCopies:
         if not self._training:
             self._enter_clean(unit, self._homes.visits.scratch)
         elif self._lockstep.inside:
-            self._lockstep.pause(unit)
+            self._pause(unit)
         else:
             self._make_ready(unit, self._lockstep.current, last=True)
         self.visited.add(id(unit))
+
+    def _pause(self, asked: Any) -> None:
+        self._lockstep.pause(asked)
+        self._went_on.discard(self._lockstep.current)
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if not self._training:
             self._leave_clean(unit)
             return
-        if not (self._lockstep.inside and self._lockstep.current < self._num_passes - 1):
-            self._homes.visits.leave_block(unit)  # the other passes have run it
-            self.visited.discard(id(unit))
-        is_last = unit is self._placement.blocks[-1]
-        if is_last and self._lockstep.inside and output is not None:  # None: it failed
-            self._lockstep.pause(_BLOCKS_ARE_DONE)
+        if self._lockstep.inside:
+            self._went_on.add(self._lockstep.current)
+            if self._lockstep.current < self._num_passes - 1:
+                return  # the other passes have still to run it
+        self._homes.visits.leave_block(unit)
+        self.visited.discard(id(unit))
 
     def ready(self, asked: Any, index: int) -> None:
         """All passes have asked for a block: makes pass `index`'s copy of it."""
-        if asked is not _BLOCKS_ARE_DONE:
+        if asked is not _ALL_HERE:
             self._make_ready(asked, index, last=index == self._num_passes - 1)
 
     @torch.no_grad()
@@ -116,14 +123,16 @@ class WorkingCopies:
     # Modules around them
 
     def _enter_edge(self, module: nn.Module, args: Any) -> None:
-        scratch = self._homes.visits.scratch[self._placement.nested_at.get(id(module), 0) :]
+        at = self._placement.nested_at.get(id(module), 0)
         # A unit that is kept through the whole pass is entered here only where its module is called by itself.
         there = self._kept & self.visited
         entering = [unit for unit in self._placement.entered_by[module] if id(unit) not in there]
+        if self._training:
+            self._wait_for_room(at + sum(unit.scratch_nbytes for unit in entering))
         self._entered[id(module)] = entering
+        scratch = self._homes.visits.scratch[at:]
         for unit in entering:
             if self._training:
-                self._check_free(unit, scratch)
                 with torch.no_grad():
                     unit.bind(self._homes.visits.perturb_edge(unit, index=self._lockstep.current, scratch=scratch))
                 self.visited.add(id(unit))
@@ -131,10 +140,11 @@ class WorkingCopies:
                 self._enter_clean(unit, scratch)
             scratch = scratch[unit.scratch_nbytes :]
 
-    def _check_free(self, unit: Unit, scratch: torch.Tensor) -> None:
-        visits = self._homes.visits
-        if self._lockstep.inside and not visits.is_free(visits.scratch.numel() - scratch.numel() + unit.scratch_nbytes):
-            raise CannotInterleave(f"{unit.name} is used between blocks and is larger than a block")
+    def _wait_for_room(self, nbytes: int) -> None:
+        """Before so much of the scratch is written. Every pass comes by here alike, and so they meet."""
+        is_ahead = self._lockstep.inside and self._lockstep.current in self._went_on
+        if is_ahead and nbytes > self._homes.visits.free_nbytes:
+            self._pause(_ALL_HERE)
 
     def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> None:
         for unit in reversed(self._entered.pop(id(module), [])):
