@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.engines.homes import Homes
-from ds_zo.engines.plain_copies import Hook
+from ds_zo.engines.plain_copies import Hook, StandIn
 from ds_zo.streaming.units import Placed, Unit
 
 
@@ -41,6 +42,18 @@ class ModuleState(ABC):
                 self._handles.append(m.register_load_state_dict_post_hook(Hook(self._take)))
         for unit, placed in self._where.values():
             self._answer_for(placed.parameter, partial(self._full_fp32, unit, placed))
+        self._module = module
+        self._apply = StandIn(self._stay, module._apply) if self._where else None
+        if self._apply is not None:
+            object.__setattr__(module, "_apply", self._apply)
+
+    def _stay(self, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """What `to`, `half`, `cpu` and the like call: moved, weights would leave their homes behind."""
+        logger.warning(
+            "ds_zo: an engine has this module's weights, so .to(), .half(), .cpu() and Trainer's bf16_full_eval and "
+            "fp16_full_eval leave them as they are: move a copy.deepcopy of it, or call engine.destroy() first"
+        )
+        return self._module
 
     def _answer_for(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
         # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
@@ -77,6 +90,8 @@ class ModuleState(ABC):
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
+            object.__delattr__(self._module, "_apply")
         for _, placed in self._where.values():
             self._leave(placed.parameter)
 

@@ -67,7 +67,11 @@ def test_a_copy_is_a_plain_module_of_this_step(
     assert_same(dict(reference.named_parameters()), then)
     assert_same(weights(layer), weights(reference.model.layers[0]))
 
-    # The one that is trained goes on as if nobody had copied it, and the copy stays.
+    # The one that is trained goes on as if nobody had copied it, and the copy stays. It alone can be converted; weights
+    # that live in an engine's store stay, as Trainer's bf16_full_eval would otherwise leave them behind.
+    assert copy.deepcopy(reference).to(torch.bfloat16).dtype is torch.bfloat16
+    if backend == "zo" or stream:
+        assert engine.module.to(torch.bfloat16).dtype is torch.float32
     train(engine, BATCHES[2:])
     assert_same(weights(reference), then)
     other = engine_for(backend, stream=stream, wire=wire)
