@@ -3,14 +3,17 @@ by an event. Checked with clocks instead of streams, where a missing wait can't 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lomo_runs import start, streamed
-from stream_clocks import COMPUTE, ClockedRuntime, Event, Races
+from lsp_runs import lsp_json
+from stream_clocks import HOST, Buffer, Clock, ClockedAdam, ClockedRuntime, Races, clock_groups, in_thread, install
 from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
+from ds_zo.checkpoint.claims import Claims
 from ds_zo.engines import homes, lomo_homes
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -27,8 +30,7 @@ ZO: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: COMPUTE)
+    install(monkeypatch)
     for module in (homes, lomo_homes):
         monkeypatch.setattr(module, "Runtime", ClockedRuntime)
 
@@ -47,6 +49,39 @@ def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
     assert races.num_writes and not races.found
 
 
+def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks fold while they wait to be written, twice; what the first save gives back is used again."""
+    model = Toy().train()
+    engine = engine_for(model, zo_json(interval=2, bf16={"enabled": True}))
+    claims, writer, take = engine.backend.homes.claims, Clock("writer"), Claims._spare
+
+    def hand_over(self: Claims, nbytes: int) -> torch.Tensor:
+        HOST.join(writer.seen)  # by the lock
+        return take(self, nbytes)
+
+    def buffers() -> Iterator[Buffer]:
+        yield from ClockedRuntime.made[-1].buffers()
+        for buffer in kept:
+            yield "a block that was swapped out", buffer, False
+
+    monkeypatch.setattr(Claims, "_spare", hand_over)
+    kept: list[torch.Tensor] = []
+    with Races(buffers) as races:
+        for step, batch in enumerate(toy_batches(9)):
+            one_step(engine, batch)
+            if step in (1, 5):
+                saved = engine.backend.snapshot(hold=True)
+                writer.join(HOST.seen)
+            if step in (3, 7):
+                kept += [buffer for claim in claims._open.values() for buffer in claim.orphans]
+                with in_thread(writer):
+                    for piece in saved.pieces:
+                        for tensor in piece.tensors().values():
+                            tensor.clone()
+                        piece.written()
+    assert len(kept) > 6 and not races.found
+
+
 @pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("device_slots", [2, 3])
 def test_lomo_orders_what_touches_the_same_bytes(device_slots: int, clipping: float) -> None:
@@ -58,4 +93,43 @@ def test_lomo_orders_what_touches_the_same_bytes(device_slots: int, clipping: fl
             with torch.no_grad():
                 model(**batch)
             model.state_dict()
+    assert races.num_writes and not races.found
+
+
+OFFLOADED = {"stage": 0, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+LSP: dict[str, dict[str, Any]] = {
+    "projected": {"clipping": 1.0},
+    "whole": {"params": {"projector": "none"}},
+    "int8": {"params": {"payload_dtype": "int8"}},
+    "at once": {"params": {"schedule": "sync"}},
+    "streamed": {"zero_optimization": OFFLOADED, "params": {"projector": "none"}},
+    "a slot a block": {"zero_optimization": OFFLOADED, "ds_zo": {"stream": {"device_slots": 3}}},
+}
+AHEAD, LATE = False, True
+
+
+@pytest.mark.parametrize(
+    ("case", "is_slow"),
+    [("projected", AHEAD), *((case, LATE) for case in LSP)],
+    ids=lambda value: value if isinstance(value, str) else "Adam is late" if value else "Adam is ahead",
+)
+def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Toy().train()
+    engine: Any = start(lsp_json(**LSP[case]), model)
+    backend = engine.backend
+    adam = ClockedAdam(monkeypatch, is_slow=is_slow)
+    sources = [clock_groups(backend._groups, adam)]
+    if backend._streamed is not None:
+        sources.append(backend._streamed.homes.runtime.buffers)
+    backend._queue = adam
+    with Races(*sources) as races:
+        for step, batch in enumerate(toy_batches(4)):
+            if step == 2:  # a backward that no step follows
+                engine.backward(engine(**batch))
+                engine.zero_grad()
+            one_step(engine, batch)
+            if step == 1:
+                with torch.no_grad():
+                    model(**batch)
+                model.state_dict()
     assert races.num_writes and not races.found
