@@ -67,7 +67,7 @@ class Recorder:
 
         def run() -> None:
             copied.synchronize()
-            self._take(copy)
+            self._take(copy.clone())  # steps may wait here for a folder for long; pinned memory is for the next ones
 
         self._last = self._pool.submit(run)
 
