@@ -89,7 +89,9 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
     engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
     engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
-    _let_go_of(_argument("model", args, kwargs))
+    model = _argument("model", args, kwargs)
+    _let_go_of(model)
+    _check_whole(model)
     return engine
 
 
@@ -127,6 +129,16 @@ def _ds_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, An
         return config
     parsed = getattr(_argument("config_class", args, kwargs), "_param_dict", None)
     return parsed if isinstance(parsed, dict) else None
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if getattr(p, "_ds_zo_left", False) and not p.numel():
+            raise RuntimeError(
+                f"an engine is made of whole weights, got {name} with none: each rank had a piece (LOMO at stage 3) in "
+                "an engine that is destroyed. Save them before that and load them into a new model; with Trainer, make "
+                "a new one for each train() and evaluate before it by eval_on_start=True"
+            )
 
 
 class PluginEngine(CheckpointingEngine):

@@ -306,6 +306,8 @@ class BlockHomes:
             for unit in self.placement.blocks:
                 if unit.is_cut:
                     unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
+                    for placed in unit.placed:
+                        placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
         if self.shared is not None and leave_whole:
             for unit in self.placement.blocks:
                 if unit.streamed:

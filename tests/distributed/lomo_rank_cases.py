@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -266,6 +268,8 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         found[name] = weights(engine)
         if on_devices:
             _read_and_write(engine, folder / "whole")
+            with pytest.raises(RuntimeError, match="an engine is made of whole weights"):
+                start(config, engine.module)  # which the first one's end leaves without
     return found
 
 
@@ -291,6 +295,8 @@ def _read_and_write(engine: Any, folder: Path) -> None:
     assert (weights(engine)[name] == 0.25).all()
     engine.module.load_state_dict(now)
     assert all(torch.equal(value, now[name]) for name, value in weights(engine).items())
+    copied = copy.deepcopy(engine.module).state_dict()
+    assert all(torch.equal(value.cpu(), now[name]) for name, value in copied.items())
 
 
 def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
