@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_zo.engines import lsp_jobs
 from ds_zo.engines.lsp_groups import LSPGroups
 from ds_zo.engines.lsp_queue import Job
+from ds_zo.streaming.node import Share
 from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.sharded import ShardedRuntime
+from ds_zo.streaming.shared_store import SharedStore
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
 
@@ -136,6 +140,45 @@ class ClockedRuntime(Runtime):
             yield f"slot {i}", slot.buffer, True
         for slot in (*self._low_pool, *self._low_of.values()):
             yield "low slot", slot.buffer, True
+
+
+class _Gathering:
+    """On a stream of the library's own, which whoever waits goes on after."""
+
+    _stream = Clock("library")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._stream.wait_stream(_streams[-1])
+        with _pushed(_streams, self._stream):
+            buffer.add_(0)
+        self._done = Event()
+        self._done.record(self._stream)
+
+    def wait(self) -> None:
+        _streams[-1].wait_event(self._done)
+
+
+class _OneRank(SharedStore):
+    """A store that is shared with nobody: its only piece is all of it, but comes by the same way."""
+
+    def __init__(self) -> None:
+        self.share = Share(0, 1)
+        self.node: Any = SimpleNamespace(streams=[], meet=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
+        self._pieces = {}
+
+    def landed(self, number: int) -> None:
+        pass
+
+    def wait(self, number: int) -> None:
+        pass
+
+
+class ClockedShardedRuntime(ClockedRuntime, ShardedRuntime):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, store=_OneRank(), **settings)
+        if self._overlap:
+            self._own_gathered = Clock("gathered")  # type: ignore[assignment]
+        self._met = Event()  # type: ignore[assignment]
 
 
 class ClockedAdam:

@@ -3,14 +3,25 @@ by an event. Checked with clocks instead of streams, where a missing wait can't 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from lomo_runs import start, streamed
 from lsp_runs import lsp_json
-from stream_clocks import HOST, Buffer, Clock, ClockedAdam, ClockedRuntime, Races, clock_groups, in_thread, install
+from stream_clocks import (
+    HOST,
+    Buffer,
+    Clock,
+    ClockedAdam,
+    ClockedRuntime,
+    ClockedShardedRuntime,
+    Races,
+    clock_groups,
+    in_thread,
+    install,
+)
 from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 from ds_zo.checkpoint.claims import Claims
@@ -35,18 +46,62 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Runtime", ClockedRuntime)
 
 
-@pytest.mark.parametrize("case", ZO)
-def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
-    model = Toy().train()
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come as they do where ranks keep them together."""
+    for module in (homes, lomo_homes):
+        monkeypatch.setattr(module, "Runtime", ClockedShardedRuntime)
+    sizes = homes.zo_sizes
+    monkeypatch.setattr(homes, "zo_sizes", lambda *args, **settings: sizes(*args, **{**settings, "shared": True}))
+
+
+class Wanders(Toy):
+    """Blocks are left out, repeated and taken out of turn, differently in each step."""
+
+    order: Sequence[int] = ()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = self.blocks[i](x)
+        return x
+
+
+def races_of_zo(case: str, orders: Sequence[Sequence[int]] = ((0, 1, 2),)) -> Races:
+    model = Wanders().train()
     engine = engine_for(model, zo_json(**ZO[case]))
     with Races() as races:
         for step, batch in enumerate(toy_batches(5)):
+            model.order = orders[step % len(orders)]
             one_step(engine, batch)
             if step % 2:
                 with torch.no_grad():
                     model(**batch)
                 model.state_dict()
-    assert races.num_writes and not races.found
+    assert races.num_writes
+    return races
+
+
+@pytest.mark.parametrize("case", ZO)
+def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
+    assert not races_of_zo(case).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", "low planes", "a slot a block", "several directions"])
+def test_zo_orders_what_ranks_gather(case: str, sharded: None) -> None:
+    assert not races_of_zo(case).found
+
+
+WILD = ((2, 0), (0, 1, 2), (1,), (0, 0, 2), (2, 1))
+
+
+@pytest.mark.parametrize("case", ["slots go round", "low planes"])
+def test_zo_orders_blocks_that_come_out_of_turn(case: str) -> None:
+    assert not races_of_zo(case, WILD).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", "low planes"])
+def test_zo_orders_gathers_that_nobody_waits_for(case: str, sharded: None) -> None:
+    assert not races_of_zo(case, WILD).found
 
 
 def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +149,11 @@ def test_lomo_orders_what_touches_the_same_bytes(device_slots: int, clipping: fl
                 model(**batch)
             model.state_dict()
     assert races.num_writes and not races.found
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["one pass", "two passes"])
+def test_lomo_orders_what_ranks_gather(clipping: float, sharded: None) -> None:
+    test_lomo_orders_what_touches_the_same_bytes(2, clipping)
 
 
 OFFLOADED = {"stage": 0, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
