@@ -96,7 +96,7 @@ def ablation_cases() -> list[Case]:
         "clip-global": _lsp(512, clip_scope="global"),
         "freeze-edge": _lsp(512, edge="freeze"),
     }
-    fit = _cases("1.3b", 4, {"fit": ("lsp", {"subspace_dim": 512, "fit_steps": 100})}, prefix="ablation/")
+    fit = _cases("1.3b", 4, {"fit": ("lsp", {"subspace_dim": 512})}, prefix="ablation/")
     return [*_cases("1.3b", 4, contenders, prefix="ablation/"), *fit]
 
 

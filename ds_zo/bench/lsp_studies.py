@@ -30,6 +30,7 @@ from ds_zo.bench.galore import biases_by_rank, rank_within
 from ds_zo.bench.measure import commit
 from ds_zo.bench.run_summary import append_row, versions
 from ds_zo.bench.shapes import RANDOM, config_of, materialise, random_model
+from ds_zo.config import LSPParams
 from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, fit, relative_bias
 from ds_zo.tasks import DataSource, SeededOrder, make_task, pad_token_id
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
@@ -191,8 +192,8 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--matrices", type=lambda text: tuple(text.split(",")), default=MATRICES)
     parser.add_argument("--dims", type=_numbers, default=DIMS)
     parser.add_argument("--nonzeros", type=_numbers, default=NONZEROS)
-    parser.add_argument("--fit-steps", type=int, default=100)
-    parser.add_argument("--fit-lr", type=float, default=0.01)
+    parser.add_argument("--fit-steps", type=int, default=LSPParams().fit_steps)
+    parser.add_argument("--fit-lr", type=float, default=LSPParams().fit_lr)
     parser.add_argument("--fit-timeout", type=float, default=float("inf"), metavar="S", help="of one fit")
     parser.add_argument(
         "--max-seconds", type=float, default=float("inf"), metavar="S", help="begin no fit after so long"

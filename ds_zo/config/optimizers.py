@@ -188,14 +188,14 @@ class LSPParams(OptimizerParams):
     bias_threshold: float = Field(0.5, gt=0, le=1)
     """Refit a matrix's projectors when the part of its gradient they lose exceeds this."""
 
-    fit_steps: int = Field(100, ge=0, le=1_000_000)
+    fit_steps: int = Field(60, ge=0, le=1_000_000)
     """Most steps one fit may take."""
 
     fit_timeout_s: float = Field(60.0, gt=0)
     """Most seconds one fit may take."""
 
-    fit_lr: float = Field(0.03, gt=0, le=100)
-    """Learning rate of a fit."""
+    fit_lr: float = Field(0.3, gt=0, le=100)
+    """Learning rate of a fit, as a part of the size of the projectors' values."""
 
     fit_beta: float = Field(0.0, ge=0)
     """Weight of the projectors' own norms in a fit's objective."""

@@ -51,7 +51,8 @@ def fit(
 
     until the first term is at most `threshold`. The best values seen are kept, so the bias never rises. Dividing by
     ||G|| makes beta mean the same for every matrix. The descent starts at the best common scale of the given values:
-    as drawn they overshoot by (1 + m/d)(1 + n/d), which Adam would need many steps to unlearn.
+    as drawn they overshoot by (1 + m/d)(1 + n/d), which Adam would need many steps to unlearn. `lr` is a part of the
+    values' size there, which d and r change by a factor of four and more: one rate does for all of them.
     """
     begin = time.perf_counter()
     before = float(relative_bias(G_mn, P, Q))
@@ -133,6 +134,8 @@ class _Descent:
         self.G_mn, self.G_nm = G_mn.contiguous(), G_mn.t().contiguous()
         self.projectors = P, Q
         self.norm, self.lr, self.beta = norm, lr, beta
+        self.rates: list[torch.Tensor] = []
+        """Of P and Q, on the device."""
         self.best_bias = torch.tensor(bias, device=P.device)
         self.best = [p.values.clone() for p in self.projectors]
         self.means = [torch.zeros_like(p.values) for p in self.projectors]
@@ -143,6 +146,7 @@ class _Descent:
     ) -> tuple[int, Literal["threshold", "steps", "timeout"]]:
         """(steps taken, why no more). One bias more than steps is evaluated: the last step's result counts too."""
         self._rescale_()
+        self.rates = [self.lr * p.values.square().mean().sqrt() for p in self.projectors]
         for step in range(steps + 1):
             gradients = self._evaluate()
             if step % CHECK_EVERY == 0 or step == steps:
@@ -199,11 +203,12 @@ class _Descent:
             best.copy_(torch.where(better, projector.values, best))
 
     def _step_(self, gradients: list[torch.Tensor], count: int) -> None:
-        for projector, g, mean, square in zip(self.projectors, gradients, self.means, self.squares, strict=True):
+        states = zip(self.projectors, gradients, self.rates, self.means, self.squares, strict=True)
+        for projector, g, rate, mean, square in states:
             mean.lerp_(g, 1 - BETAS[0])
             square.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
             denominator = (square / (1 - BETAS[1] ** count)).sqrt_().add_(EPS)
-            projector.set_values_(projector.values - self.lr / (1 - BETAS[0] ** count) * mean / denominator)
+            projector.set_values_(projector.values - rate / (1 - BETAS[0] ** count) * mean / denominator)
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:

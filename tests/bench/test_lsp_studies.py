@@ -136,7 +136,7 @@ def test_an_update_is_as_large_as_the_rule_for_the_rate_says() -> None:
     for dim in (16, 32):
         P, Q = (SparseProjector.draw(size, dim, 4, seed=0, stream=side) for side, size in enumerate(G.shape))
         assert lsp_studies.update_rms(G, P, Q) == pytest.approx(1.0, rel=0.2)  # as drawn: AdamW's size
-        fit(G, P, Q, steps=30, lr=0.01)
+        fit(G, P, Q, steps=30, lr=0.1)
         assert lsp_studies.update_rms(G, P, Q) == pytest.approx(dim / math.sqrt(96 * 64), rel=0.25)
 
 
@@ -157,9 +157,9 @@ def test_bias_study_resumes_and_is_drawn(tmp_path: Path, capsys: pytest.CaptureF
         assert row["galore_device_bias_test"] >= row["galore_total_bias_test"] - 1e-6
     gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
     G_fit, G_test = gradients["model.layers.1.self_attn.q_proj.weight"]
-    row = lsp_studies.Pair(G_fit, G_test).row(16, 4, fit_steps=10, fit_lr=0.01)
+    row = lsp_studies.Pair(G_fit, G_test).row(16, 4, fit_steps=10, fit_lr=0.1)
     P, Q = (SparseProjector.draw(128, 16, 4, seed=0, stream=side) for side in (0, 1))
-    fit(G_fit, P, Q, steps=10, lr=0.01)
+    fit(G_fit, P, Q, steps=10, lr=0.1)
     assert row["bias_test"] == pytest.approx(float(relative_bias(G_test, P, Q)))
     capsys.readouterr()
     lsp_plots.main(["bias", str(out), "--out", str(tmp_path / "bias.svg")])

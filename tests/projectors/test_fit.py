@@ -37,7 +37,7 @@ def test_fit_lowers_the_bias_on_a_held_out_gradient_too() -> None:
     P, Q = pair(128, 96, 48, 4)
     positions = [x.indices.clone() for x in (P, Q)]
     before = float(relative_bias(held_out, P, Q))
-    report = fit(G, P, Q, steps=60, lr=0.02)
+    report = fit(G, P, Q, steps=60, lr=0.2)
     assert report.reason == "steps" and report.steps == 60
     assert report.bias_after == pytest.approx(float(relative_bias(G, P, Q)))
     assert report.bias_after < 0.45 < 1.0 < report.bias_before
@@ -58,7 +58,7 @@ def test_half_precision_gradients_are_fitted_as_they_are() -> None:
     ends = []
     for dtype in (torch.float32, torch.bfloat16):
         P, Q = pair(64, 64, 24, 4)
-        ends.append(fit((G * 1e-4).to(dtype), P, Q, steps=20, lr=0.02).bias_after)
+        ends.append(fit((G * 1e-4).to(dtype), P, Q, steps=20, lr=0.2).bias_after)
     assert ends[1] == pytest.approx(ends[0], abs=0.02)
 
 
@@ -72,12 +72,12 @@ def test_fit_keeps_the_best_when_it_diverges() -> None:
 def test_fit_stops_at_the_threshold_and_at_the_clock() -> None:
     G = gradient(64, 64, batch=1)
     P, Q = pair(64, 64, 24, 4)
-    report = fit(G, P, Q, steps=1000, lr=0.02, threshold=0.7)
+    report = fit(G, P, Q, steps=1000, lr=0.2, threshold=0.7)
     assert report.reason == "threshold" and 0 < report.steps < 200 and report.bias_after <= 0.7
     values = P.values.clone()
-    assert fit(G, P, Q, steps=1000, lr=0.02, threshold=0.7).steps == 0
+    assert fit(G, P, Q, steps=1000, lr=0.2, threshold=0.7).steps == 0
     assert torch.equal(P.values, values)
-    late = fit(G, P, Q, steps=10**6, lr=0.02, timeout_s=0.2)
+    late = fit(G, P, Q, steps=10**6, lr=0.2, timeout_s=0.2)
     assert late.reason == "timeout" and late.seconds < 5 and late.bias_after <= report.bias_after
 
 
@@ -86,7 +86,7 @@ def test_regularisation_shrinks_the_projectors() -> None:
     norms = []
     for beta in (0.0, 0.02):
         P, Q = pair(64, 64, 24, 4)
-        fit(G, P, Q, steps=40, lr=0.02, beta=beta)
+        fit(G, P, Q, steps=40, lr=0.2, beta=beta)
         norms.append(float(P.values.norm() + Q.values.norm()))
     assert norms[1] < 0.95 * norms[0]
 
@@ -122,3 +122,11 @@ def test_dims_are_clamped_and_small_matrices_stay_dense() -> None:
     assert choose_dims(192, 576, 512) is None  # SmolLM2's keys and values
     assert choose_dims(192, 2048, 512) == (192, 192)
     assert choose_dims(512, 512, 512) is None
+
+
+def test_one_rate_does_for_all_sizes_of_values() -> None:
+    """Values are the smaller, the more non-zeros there are and the smaller d is; a rate that ignores that diverges."""
+    G = gradient(256, 192, batch=1)
+    for dim, nonzeros in ((8, 4), (16, 16), (128, 2)):
+        scaled = _best_scale_bias(G, *pair(256, 192, dim, nonzeros))
+        assert fit(G, *pair(256, 192, dim, nonzeros), steps=20, lr=0.3).bias_after < 0.63 * scaled, (dim, nonzeros)

@@ -142,7 +142,7 @@ def test_fit_and_moments_agree_with_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         P, Q = (moved(x, device) for x in pair(512, 256, 96, 4))
         P0, Q0 = (SparseProjector.from_state(x.state_dict(), device) for x in (P, Q))
-        reports.append(fit(G.to(device), P, Q, steps=20, lr=0.01))
+        reports.append(fit(G.to(device), P, Q, steps=20, lr=0.1))
         P1, Q1 = (moved(x, device) for x in pair(512, 256, 96, 4, seed=1))
         moments = matrix(96, 96), matrix(96, 96, seed=1).square()
         carried.append(carry_moments(*moments, P0, Q0, P1, Q1))
