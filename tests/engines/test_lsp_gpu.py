@@ -20,7 +20,13 @@ from ds_zo.engines.lsp_jobs import Moment
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 
 NUM_STEPS = 100
-STREAMED = {"stage": 0, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+STREAMED = {
+    "stage": 0,
+    "offload_param": {"device": "cpu", "pin_memory": True},  # else nobody is ahead of a copy
+    "offload_optimizer": {"device": "cpu"},
+}
+NONE_STAYS = {"stream": {"resident_blocks": 0}}
+"""Left out, all blocks move to the device after the first step."""
 WIDTH = 1024
 """A block is 17 MB in bf16: 0.3 ms on the link and more on the CPU, next to nothing to compute for sixteen tokens."""
 
@@ -61,8 +67,14 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"params": {"projector": "none"}},
     "int8, clipped": {"params": {"payload_dtype": "int8"}, "clipping": 0.1},
     "fp32": {"bf16": {"enabled": False}, "num_steps": 50},
-    "streamed": {"zero_optimization": STREAMED, "num_steps": 50, "clipping": 0.1},
-    "streamed, accumulated": {"zero_optimization": STREAMED, "num_steps": 30, "gradient_accumulation_steps": 2},
+    "streamed": {"zero_optimization": STREAMED, "num_steps": 50, "clipping": 0.1, "ds_zo": NONE_STAYS},
+    "streamed until the device is filled": {"zero_optimization": STREAMED, "num_steps": 20},
+    "streamed, accumulated": {
+        "zero_optimization": STREAMED,
+        "num_steps": 30,
+        "gradient_accumulation_steps": 2,
+        "ds_zo": NONE_STAYS,
+    },
 }
 
 
