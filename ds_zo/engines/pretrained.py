@@ -44,8 +44,9 @@ class PretrainedSaving:
         self._save: Callable[..., Any] | None = None
         self._stand_in: StandIn | None = None
         if _is_plain_pretrained(module):
-            self._save = module.save_pretrained  # type: ignore[assignment]
-            self._stand_in = StandIn(self._save_by_shard, self._save)
+            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
+            self._save = save
+            self._stand_in = StandIn(self._save_by_shard, save)
             object.__setattr__(module, "save_pretrained", self._stand_in)
 
     def close(self) -> None:
