@@ -33,12 +33,12 @@ def engine_for(backend: str, *, stream: bool, wire: str = "auto") -> Any:
 
 def train(engine: Any, batches: list[dict[str, torch.Tensor]]) -> None:
     for batch in batches:
-        engine.backward(engine(**batch).loss)
+        engine.backward(engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss)
         engine.step()
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return {name: value.to("cpu", copy=True) for name, value in module.state_dict().items()}
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -64,7 +64,7 @@ def test_a_copy_is_a_plain_module_of_this_step(
     reference = copy.deepcopy(engine.module)
     layer = copy.deepcopy(engine.module.model.layers[0])
     then = weights(engine.module)
-    assert_same(dict(reference.named_parameters()), then)
+    assert_same({name: p.detach().cpu() for name, p in reference.named_parameters()}, then)
     assert_same(weights(layer), weights(reference.model.layers[0]))
 
     # The one that is trained goes on as if nobody had copied it, and the copy stays. It alone can be converted; weights
@@ -89,7 +89,7 @@ def test_a_copy_is_a_plain_module_of_this_step(
     del engine
     gc.collect()
     assert kept() is None
-    for module in (plain, reference):
+    for module in (plain, reference.cpu()):
         module.train()
         loss = module(**BATCHES[0], use_cache=False).loss
         loss.backward()
