@@ -132,3 +132,14 @@ def run_python(run_ranks: Callable[..., list[str]]) -> Callable[..., str]:
         return run_ranks(script, *arguments, num_ranks=1, **options)[0]
 
     return run
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A host of 128 GiB with one H200, as far as a bench's plan asks; what is changed further is undone too."""
+    from ds_zo.bench import measure
+
+    monkeypatch.setattr(measure, "gpu_memory_gb", lambda: 150.75)
+    monkeypatch.setattr(measure, "host_total_bytes", lambda: 128 * 2**30)
+    monkeypatch.setattr(measure, "may_lock_memory", lambda: True)
+    return monkeypatch
