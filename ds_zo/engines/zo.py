@@ -35,6 +35,7 @@ from ds_zo.engines.late import Late
 from ds_zo.engines.module_state import ReplayedState
 from ds_zo.engines.outputs import floats_of, loss_of, tie, with_floats, with_loss
 from ds_zo.engines.pretrained import PretrainedSaving
+from ds_zo.engines.structure import Structure
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
@@ -86,6 +87,8 @@ class ZOBackend(Backend):
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
+        self._structure: Structure | None = None
+        """As it was when it was last checked."""
         self._signature = self._groups_and_flags()
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
@@ -289,6 +292,13 @@ class ZOBackend(Backend):
 
     def _check_model(self) -> None:
         """Frozen or regrouped parameters take effect; parameters that are not the ones that were placed can't."""
+        if self._structure is not None and self._structure.is_that_of(self.param_groups):
+            return
+        self._structure = None
+        self._check_parameters()
+        self._structure = Structure(self.module, self.param_groups)
+
+    def _check_parameters(self) -> None:
         for name, parameter in self.module.named_parameters():
             if self._placed_shapes.get(id(parameter)) != parameter.shape:
                 raise ValueError(
