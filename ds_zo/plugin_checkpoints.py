@@ -52,7 +52,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """DeepSpeed's `save_checkpoint`; every rank calls it. With `ds_zo.checkpoint.asynchronous` it returns while the
-        weights of this step are still being written."""
+        weights of this step are still being written, unless a trajectory starts with them."""
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -85,6 +85,8 @@ class CheckpointingEngine(DeepSpeedEngine):
     ) -> None:
         settings = self.resolved.section.checkpoint
         recorder = self.backend.recorder
+        # A trajectory loses no step once there is a whole checkpoint that it goes on from: the first is waited for.
+        asynchronous = settings.asynchronous and (recorder is None or recorder.path is not None)
         if recorder is not None:
             recorder.raise_error()
             recorder.start(Path(settings.trajectory_dir or save_dir))
@@ -108,15 +110,15 @@ class CheckpointingEngine(DeepSpeedEngine):
             backend=self.resolved.backend,
             global_steps=self.global_steps,
             ds_zo_version=_version(),
-            snapshot=self.backend.snapshot(hold=settings.asynchronous, omit_frozen=omit_frozen),
-            state=held(state) if settings.asynchronous else state,
+            snapshot=self.backend.snapshot(hold=asynchronous, omit_frozen=omit_frozen),
+            state=held(state) if asynchronous else state,
             extra_files=_model_description(self.module),
             latest=latest,
             keep_last=settings.keep_last,
-            progress=not settings.asynchronous,
+            progress=not asynchronous,
             on_complete=mark,
         )
-        if settings.asynchronous:
+        if asynchronous:
             self._background.start(asked)
         else:
             write_checkpoint(asked)

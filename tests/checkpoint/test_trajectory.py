@@ -13,7 +13,7 @@ from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, wit
 from safetensors.torch import load_file
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM
-from zo_runs import assert_equal, engine_for, train, weights, zo_json
+from zo_runs import Toy, assert_equal, engine_for, train, weights, zo_json
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
@@ -51,6 +51,18 @@ def test_recovery_loses_no_completed_step(name: str, tmp_path: Path) -> None:
     assert again.global_steps == 10
     assert train(again, BATCHES[10:12]) == expected[10:]
     assert_same_bits(planes(again), planes(whole))
+
+
+def test_the_checkpoint_that_a_trajectory_goes_on_from_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
+    """Until it is whole there is nothing that recorded steps could be added to; later ones are written meanwhile."""
+    engine = engine_for(Toy(), with_checkpoint(JSONS["fp8 split"], trajectory=True, asynchronous=True))
+    begun: list[Any] = []
+    monkeypatch.setattr(engine._background, "start", begun.append)
+    for num_saves in range(3):
+        engine.save_checkpoint(str(tmp_path), tag=f"at{num_saves}")
+        assert (tmp_path / "at0" / "manifest.json").exists()
+        assert len(begun) == num_saves
+        train(engine, BATCHES[num_saves : num_saves + 1])
 
 
 def test_recovery_further_than_the_replay_log_reaches_with_a_schedule(tmp_path: Path) -> None:
