@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
+from contextlib import suppress
 
 import torch
 from deepspeed.utils import logger
@@ -24,11 +26,15 @@ class HostStore:
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self._device = device
         self._pin = pin and device.type == "cuda"
         self._warned = False
         self._registered: list[torch.Tensor] = []
         self.nbytes = 0
         self.pinned_nbytes = 0
+        # Memory that is freed while CUDA has it for registered fails whoever gets it next. When the process ends, there
+        # is nobody.
+        weakref.finalize(self, _unregister_unused, self._registered, device).atexit = False
 
     def take(self, nbytes: int) -> torch.Tensor:
         """An uninitialised uint8 buffer, page-aligned."""
@@ -54,6 +60,7 @@ class HostStore:
             self._registered.append(buffer)  # registered memory must not be freed, so it is kept alive from here
             return True
         self._pin = False
+        _clear_error(self._device)
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -79,8 +86,25 @@ class HostStore:
 
     def close(self) -> None:
         """Unpins. Only after the last copy has finished."""
-        while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+        _unregister(self._registered)
+
+
+def _unregister(buffers: list[torch.Tensor]) -> None:
+    while buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffers.pop().data_ptr())
+
+
+def _unregister_unused(buffers: list[torch.Tensor], device: torch.device) -> None:
+    """Of a store that nobody closed, and whose last copies may be on their way."""
+    if buffers:
+        torch.cuda.synchronize(device)
+        _unregister(buffers)
+
+
+def _clear_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call that failed, and the next kernel would be blamed for it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
