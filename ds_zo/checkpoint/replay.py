@@ -11,6 +11,7 @@ import torch
 from ds_zo import ops
 from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild
 from ds_zo.checkpoint.reader import Saved
+from ds_zo.streaming.turns import turn
 from ds_zo.streaming.units import Placed, Unit
 
 
@@ -30,7 +31,7 @@ class Recipe:
 def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
     """Whether the forward of `step` folds the unit: a pure function, staggered over blocks."""
     every = interval if unit.is_block else 1
-    return unit.trainable and ((step + unit.index) % every == 0 or step - unit.version >= capacity - 1)
+    return unit.trainable and ((step + turn(unit.index, every)) % every == 0 or step - unit.version >= capacity - 1)
 
 
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:

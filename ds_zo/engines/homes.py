@@ -105,8 +105,6 @@ class Homes:
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
         self._room = Room(device)
-        if self.may_fill_device:
-            torch.cuda.empty_cache()  # what loading left is not to be taken for activations
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         return zo_sizes(
@@ -128,6 +126,8 @@ class Homes:
         )
 
     def _make_visits(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # small buffers are not to stand in what held a large one: it would not fit again
         sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
         make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
         self.runtime: Runtime = make(

@@ -23,6 +23,7 @@ from ds_zo.checkpoint.replay import saved_values
 from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.replay_log import CAPACITY
+from ds_zo.streaming.turns import turn
 from ds_zo.streaming.units import Unit
 
 
@@ -107,7 +108,7 @@ class HomesCheckpoint:
     def _steps_to_fold(self, unit: Unit) -> int:
         """Copied ones last: nothing waits for them."""
         step, interval = self._homes.log.length, self._homes.interval
-        return (-(step + unit.index)) % interval if unit.streamed or unit.low_streamed else interval
+        return (-(step + turn(unit.index, interval))) % interval if unit.streamed or unit.low_streamed else interval
 
     # Loading
 

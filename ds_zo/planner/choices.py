@@ -40,6 +40,6 @@ def best_interval(step_s: Callable[[int], float]) -> int:
 
 
 def lags(interval: int) -> range:
-    """Updates that a block is behind when it is visited, in the steps from one of its folds to the next. Neighbours
-    differ by one, so in each step every lag is met about as often."""
+    """Updates that a block is behind when it is visited, in the steps from one of its folds to the next. In each step
+    every lag is met about as often."""
     return range(1, interval + 1)

@@ -17,6 +17,7 @@ from ds_zo.planner.rates import Rates
 from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
 from ds_zo.streaming.placement import Placement, plan_units, spread
 from ds_zo.streaming.schedule import Action, Kind
+from ds_zo.streaming.turns import turn
 from ds_zo.streaming.units import Unit
 
 _VISIT_LAUNCH_S = 2e-4
@@ -191,7 +192,8 @@ def _seconds(
     up, down = _rates_together(rates, placement, streamed, interval)
     seconds: dict[tuple[int, Kind], float] = {}
     for i, unit in enumerate(placement.blocks):
-        lag = sum(lags(interval)) / interval if step is None else lags(interval)[(step + i - 1) % interval]
+        behind = lags(interval)
+        lag = sum(behind) / interval if step is None else behind[(step + turn(i, interval) - 1) % interval]
         folds = 1 / interval if step is None else float(lag == interval)
         noise = _noise_s(unit, rates, pending=lag, folds=folds, num_passes=num_passes, params=params)
         cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
@@ -225,7 +227,7 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Bu
     order = range(num_blocks)
     for step in range(num_steps):
         first = step * num_blocks
-        folding = {i for i in streamed if (step + i) % interval == 0}
+        folding = {i for i in streamed if (step + turn(i, interval)) % interval == 0}
         found, loaded = pricing.pass_over(
             order,
             streamed=set(streamed),
