@@ -108,11 +108,16 @@ def weights_of(engine: DeepSpeedEngine) -> Weights:
     return {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
 
 
+def on_device(engine: DeepSpeedEngine, batch: Batch) -> Batch:
+    """An engine takes batches where it computes, as DeepSpeed's own do."""
+    return {name: value.to(engine.device) for name, value in batch.items()}
+
+
 def train(engine: DeepSpeedEngine, data: Sequence[Batch], **inputs: Any) -> list[float]:
     """The loop of DeepSpeed's own documentation; the loss of each micro-batch."""
     losses = []
     for batch in data:
-        loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}, **inputs).loss
+        loss = engine(**on_device(engine, batch), **inputs).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -133,7 +138,7 @@ def loop(accelerator: Accelerator, model: Any, optimizer: Any, data: Any, schedu
     losses = []
     for batch in data:
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
+            loss = model(**on_device(model, batch)).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -182,8 +187,15 @@ def engine_of(trainer: Trainer) -> PluginEngine:
 
 def assert_same(a: Weights, b: Weights) -> None:
     assert a.keys() == b.keys()
+    different = differences(a, b)
+    largest = max(different.values(), default=0.0)
+    assert not different, f"{len(different)} of {len(a)} differ, by {largest:.3g} at most: {', '.join(different)}"
+
+
+def differences(a: Weights, b: Weights) -> dict[str, float]:
+    """The largest in each tensor that is not the same bit for bit."""
     different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different
+    return {name: (a[name].double() - b[name].double()).abs().max().item() for name in different}
 
 
 def assert_moved(a: Weights, b: Weights) -> None:

@@ -20,6 +20,7 @@ from library_runs import (
     batches,
     config_for,
     fresh_libraries,  # noqa: F401
+    on_device,
     start,
     train,
     weights_of,
@@ -30,13 +31,13 @@ from ds_zo.engines import available_backends
 
 
 def _backward(engine: Any) -> torch.Tensor:
-    loss = engine(**batches(1)[0]).loss
+    loss = engine(**on_device(engine, batches(1)[0])).loss
     engine.backward(loss, scale_wrt_gas=False)
     return loss
 
 
 def forward(engine: Any, folder: Path) -> None:
-    output = engine(**batches(1)[0], num_items_in_batch=torch.tensor(44))
+    output = engine(**on_device(engine, batches(1)[0]), num_items_in_batch=torch.tensor(44))
     assert output.loss.requires_grad and output.loss.ndim == 0
     assert not output.loss.isnan()
 
@@ -87,7 +88,7 @@ def modes(engine: Any, folder: Path) -> None:
     engine.eval()
     assert not engine.module.training
     with torch.no_grad():
-        assert not engine(**batches(1)[0]).loss.requires_grad
+        assert not engine(**on_device(engine, batches(1)[0])).loss.requires_grad
     engine.train()
     assert engine.module.training
 

@@ -20,6 +20,7 @@ from library_runs import (
     batches,
     config_for,
     fresh_libraries,  # noqa: F401
+    on_device,
     section_for,
     start,
     train,
@@ -83,7 +84,7 @@ def test_no_sync_over_a_window_is_the_window(backend: str) -> None:
     plain = start(config_for(backend, accumulation=2))
     train(plain, batches(2))
     engine = start(config_for(backend, accumulation=2))
-    first, second = batches(2)
+    first, second = (on_device(engine, batch) for batch in batches(2))
     with engine.no_sync():
         engine.backward(engine(**first).loss)
     engine.set_gradient_accumulation_boundary(True)

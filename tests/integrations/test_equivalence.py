@@ -21,6 +21,7 @@ from library_runs import (
     fresh_libraries,  # noqa: F401
     loader,
     loop,
+    on_device,
     rows,
     section_for,
     start,
@@ -115,7 +116,7 @@ def test_trainer_is_the_raw_loop(backend: str, accumulation: int, own_optimizer:
     engine = start(config)
     losses = []
     for batch, num_items in zip(batches(NUM_BATCHES), trainer.num_items, strict=True):
-        loss = engine(**batch, num_items_in_batch=torch.tensor(num_items)).loss
+        loss = engine(**on_device(engine, batch), num_items_in_batch=torch.tensor(num_items)).loss
         engine.backward(loss, scale_wrt_gas=False)
         engine.step()
         losses.append(loss.item())

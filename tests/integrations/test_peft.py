@@ -19,6 +19,7 @@ from library_runs import (
     fresh_libraries,  # noqa: F401
     loader,
     loop,
+    on_device,
     start,
     train,
     trainer_for,
@@ -109,12 +110,12 @@ def test_trainer_saves_adapters_alone_and_resumes(backend: str, stage: int, tmp_
 def test_merging_after_training_keeps_what_was_learnt(backend: str) -> None:
     engine = start(config_for(backend, stream=True), lora_model())
     train(engine, batches(3))
-    batch = batches(1)[0]
+    batch = on_device(engine, batches(1)[0])
     engine.eval()
     with torch.no_grad():
         expected = engine(**batch).logits
     model = engine.module
     engine.destroy()
-    merged = model.merge_and_unload()
+    merged = model.merge_and_unload().to(engine.device)  # blocks were left on the host
     with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=0, atol=1e-5)
