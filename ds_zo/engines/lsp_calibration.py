@@ -25,7 +25,7 @@ from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.logs import show
 from ds_zo.optim.subspace_adam import Moments
-from ds_zo.projectors import carry_moments, fit, relative_bias
+from ds_zo.projectors import Recorder, carry_moments, fit, relative_bias
 
 
 class Calibration:
@@ -43,8 +43,8 @@ class Calibration:
         self._news: list[str] = []
         self._told_fit_s = 0.0
         self._bar: tqdm[Any] | None = None
-        """A backward pass that fits takes many times as long as others: about a millisecond for each matrix and step of
-        its fit on a GPU."""
+        """A backward pass that fits takes many times as long as others."""
+        self._recorder = Recorder()
 
     # What the engine asks
 
@@ -120,6 +120,7 @@ class Calibration:
     def report(self) -> None:
         """Says what has been fitted since it was last asked."""
         self._end_bar()
+        self._recorder.release()
         news, self._news = self._news, []
         fit_s, self._told_fit_s = self.fit_s - self._told_fit_s, self.fit_s
         if news:
@@ -145,6 +146,7 @@ class Calibration:
             beta=settings.fit_beta,
             threshold=settings.bias_threshold,
             timeout_s=settings.fit_timeout_s,
+            recorder=self._recorder,
         )
         if self._ranks is not None:  # they see the same gradient, but not the same clock
             for projector in (subspace.P, subspace.Q):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_zo.projectors.batches import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
 from ds_zo.projectors.fit import FitReport, carry_moments, choose_dims, fit
 from ds_zo.projectors.products import apply_, compress, relative_bias
+from ds_zo.projectors.recording import Recorder
 from ds_zo.projectors.sparse import SparseProjector
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Compression",
     "FitReport",
     "Prepared",
+    "Recorder",
     "Shift",
     "SparseProjector",
     "apply_",

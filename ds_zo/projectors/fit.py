@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from ds_zo.projectors.products import product, relative_bias, transpose_product
+from ds_zo.projectors.recording import Recorder
 from ds_zo.projectors.sparse import SparseProjector
 
 CHECK_EVERY = 5
@@ -19,6 +20,8 @@ TEMPORARY_NUMEL = 1 << 22
 DENSE_FRACTION = 16
 """A matrix product makes an entry about this many times as fast as a dot product by elementwise operations."""
 BETAS, EPS = (0.9, 0.99), 1e-12
+MOST_RECORDED_NUMEL = 1 << 23
+"""Of what a kernel of the fit writes, above which it takes longer than its launch."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def fit(
     beta: float = 0.0,
     threshold: float = 0.0,
     timeout_s: float = float("inf"),
+    recorder: Recorder | None = None,
 ) -> FitReport:
     """Change the values of P and Q (not their positions) to minimise, by Adam,
 
@@ -52,7 +56,8 @@ def fit(
     until the first term is at most `threshold`. The best values seen are kept, so the bias never rises. Dividing by
     ||G|| makes beta mean the same for every matrix. The descent starts at the best common scale of the given values:
     as drawn they overshoot by (1 + m/d)(1 + n/d), which Adam would need many steps to unlearn. `lr` is a part of the
-    values' size there, which d and r change by a factor of four and more: one rate does for all of them.
+    values' size there, which d and r change by a factor of four and more: one rate does for all of them. A
+    `recorder` spares a GPU the launches.
     """
     begin = time.perf_counter()
     before = float(relative_bias(G_mn, P, Q))
@@ -63,7 +68,9 @@ def fit(
         reason: Literal["threshold", "steps"] = "threshold" if before <= threshold else "steps"
         return FitReport(before, before, 0, time.perf_counter() - begin, reason)
     descent = _Descent(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
-    num_steps, why = descent.run(steps, threshold=threshold, deadline=begin + timeout_s)
+    if max(P.num_rows * Q.dim, Q.num_rows * P.dim) > MOST_RECORDED_NUMEL:
+        recorder = None
+    num_steps, why = descent.run(steps, threshold=threshold, deadline=begin + timeout_s, recorder=recorder)
     descent.keep_best_()
     after = float(relative_bias(G_mn, P, Q))
     return FitReport(before, after, num_steps, time.perf_counter() - begin, why)
@@ -140,23 +147,32 @@ class _Descent:
         self.best = [p.values.clone() for p in self.projectors]
         self.means = [torch.zeros_like(p.values) for p in self.projectors]
         self.squares = [torch.zeros_like(p.values) for p in self.projectors]
+        self.betas = torch.tensor(BETAS, device=P.device)
+        self.decays = torch.ones_like(self.betas)
+        """What is left of the moments' first values."""
 
     def run(
-        self, steps: int, *, threshold: float, deadline: float
+        self, steps: int, *, threshold: float, deadline: float, recorder: Recorder | None = None
     ) -> tuple[int, Literal["threshold", "steps", "timeout"]]:
         """(steps taken, why no more). One bias more than steps is evaluated: the last step's result counts too."""
         self._rescale_()
         self.rates = [self.lr * p.values.square().mean().sqrt() for p in self.projectors]
-        for step in range(steps + 1):
-            gradients = self._evaluate()
-            if step % CHECK_EVERY == 0 or step == steps:
+        take_step = self._take_step
+        for step in range(steps):
+            if step == 1 and recorder is not None:
+                take_step = recorder.record(take_step, self.G_mn.device)
+            take_step()
+            if step % CHECK_EVERY == 0:
                 if float(self.best_bias) <= threshold:
                     return step, "threshold"
                 if time.perf_counter() > deadline:
                     return step, "timeout"
-            if step < steps:
-                self._step_(gradients, step + 1)
-        return steps, "steps"
+        self._evaluate()
+        return steps, "threshold" if float(self.best_bias) <= threshold else "steps"
+
+    def _take_step(self) -> None:
+        """Waits for nothing, and finds everything where it was the last time."""
+        self._step_(self._evaluate())
 
     def keep_best_(self) -> None:
         for projector, values in zip(self.projectors, self.best, strict=True):
@@ -198,17 +214,18 @@ class _Descent:
     def _note(self, bias: torch.Tensor) -> None:
         """On the device: nobody waits to learn whether these values are the best."""
         better = bias < self.best_bias  # False where the descent diverged to NaN
-        self.best_bias = torch.where(better, bias, self.best_bias)
+        self.best_bias.copy_(torch.where(better, bias, self.best_bias))
         for best, projector in zip(self.best, self.projectors, strict=True):
             best.copy_(torch.where(better, projector.values, best))
 
-    def _step_(self, gradients: list[torch.Tensor], count: int) -> None:
+    def _step_(self, gradients: list[torch.Tensor]) -> None:
+        of_mean, of_square = (1.0 - self.decays.mul_(self.betas)).unbind()
         states = zip(self.projectors, gradients, self.rates, self.means, self.squares, strict=True)
         for projector, g, rate, mean, square in states:
             mean.lerp_(g, 1 - BETAS[0])
             square.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
-            denominator = (square / (1 - BETAS[1] ** count)).sqrt_().add_(EPS)
-            projector.set_values_(projector.values - rate / (1 - BETAS[0] ** count) * mean / denominator)
+            denominator = (square / of_square).sqrt_().add_(EPS)
+            projector.set_values_(projector.values - rate / of_mean * mean / denominator)
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from projector_checks import CHECKS, compare_rounded, moved, updated
 from ds_zo.projectors import (
     Application,
     Compression,
+    Recorder,
     apply_all_,
     batches,
     carry_moments,
@@ -150,3 +151,21 @@ def test_fit_and_moments_agree_with_the_cpu() -> None:
     for found, expected in zip(carried[1], carried[0], strict=True):
         assert found.device.type == "cpu"
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("nonzeros", [4, 64])
+def test_recorded_steps_of_a_fit_are_the_same_bits(nonzeros: int) -> None:
+    """One recorder for several matrices, as in a backward pass, and its memory goes back."""
+    recorder = Recorder()
+    for m, n in [(1536, 576), (576, 1536), (1536, 576)]:
+        G = gradient(m, n, batch=1).to("cuda")
+        found = []
+        for one in (None, recorder):
+            P, Q = (moved(x, "cuda") for x in pair(m, n, 512, nonzeros))
+            report = fit(G, P, Q, steps=23, lr=0.3, recorder=one)
+            found.append((report.bias_before, report.bias_after, report.steps, P.values, Q.values))
+        assert not recorder._gave_up and recorder._graph is not None
+        assert found[0][:3] == found[1][:3] and found[1][1] < found[1][0]
+        assert all(torch.equal(a, b) for a, b in zip(found[0][3:], found[1][3:], strict=True))
+    recorder.release()
+    assert recorder._graph is None
