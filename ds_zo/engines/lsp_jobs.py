@@ -260,8 +260,7 @@ class HostGroup:
         """What Adam reads and writes of projected matrices, in float32: the payloads themselves, or what they become
         and come from."""
         if not self._is_lossy:
-            down, up = (side[: self._places.end].view(torch.float32) for side in (self.h_down, self.h_up))
-            return down, up
+            return self._flat_view(self.h_down), self._flat_view(self.h_up)
         numel = (self._wire.numel,)
         [down], [up] = (self._scratch.get(f"flat {side}", [numel]) for side in ("in", "out"))
         self._decode(down, self.h_down, self._places.spans(projected))
@@ -291,8 +290,10 @@ class HostGroup:
         """`out` and `grad`: of what is projected."""
         active, first_whole = self._active, self._num_projected
         whole = [k for k, i in enumerate(active) if i >= first_whole]
-        sources = [self._place(i, grad) if i < first_whole else self._view(i, self.h_down) for i in active]
-        targets = [self._place(i, out) if i < first_whole else self._view(i, self.h_up) for i in active]
+        sources, targets = (
+            [self._place(i, flat) if self._is_lossy and i < first_whole else self._view(i, side) for i in active]
+            for flat, side in ((grad, self.h_down), (out, self.h_up))
+        )
         narrow = [k for k in whole if sources[k].dtype is not torch.float32]
         if chunks_pay():  # then they are converted on their way through Adam
             narrow = []
@@ -439,6 +440,13 @@ class HostGroup:
             view = self._whole_places.view(i - num_projected, buffer) if is_whole else self._places.view(i, buffer)
             self._views[key] = view
         return view
+
+    def _flat_view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """All that is projected, in float32."""
+        key = -1, buffer.data_ptr()
+        if key not in self._views:
+            self._views[key] = buffer[: self._places.end].view(torch.float32)
+        return self._views[key]
 
 
 def _whole_payload(p: torch.Tensor) -> torch.dtype:

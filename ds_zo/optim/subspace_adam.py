@@ -199,7 +199,9 @@ def flat_directions_(
         return norms
     steps = [moments.parts[0].num_steps]
     numel = _CHUNK_NUMEL * torch.get_num_threads()
-    for o, g, m, v in zip(*(x.split(numel) for x in (out, grad, whole.mean, whole.mean_square)), strict=True):
+    sides = out, grad, whole.mean, whole.mean_square
+    in_chunks = chunks_pay() and out.numel() > numel
+    for o, g, m, v in zip(*(x.split(numel) for x in sides), strict=True) if in_chunks else [sides]:
         o.zero_()
         _adam_([o], [g], [m], [v], steps, **options)
     return norms
@@ -224,26 +226,31 @@ def host_directions_(
     narrow = [k for k in range(len(grads)) if k not in wide]
     chunk = scratch() if narrow else torch.empty(0)
     norms = _host_norms(grads, known or {}, chunk)
-    coefs = _coefs(norms, max_norm).tolist() if max_norm > 0 else [1.0] * len(grads)
+    found = norms.tolist()
+    if not all(map(math.isfinite, found)):
+        torch._foreach_zero_(out)
+        return norms
+    clips = max_norm > 0 and max(found) + NORM_FLOOR > max_norm
+    coefs = _coefs(norms, max_norm).tolist() if clips else [1.0] * len(grads)
     if wide:
         for k in wide:
             if coefs[k] != 1.0:
                 grads[k].mul_(coefs[k])
         wide_out, wide_grads = ([side[k] for k in wide] for side in (out, grads))
-        directions_(wide_out, wide_grads, [moments[k] for k in wide], norms=norms, betas=betas, eps=eps)
+        directions_(wide_out, wide_grads, [moments[k] for k in wide], betas=betas, eps=eps)
     for k in narrow:
-        _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], norms=norms, betas=betas, eps=eps, chunk=chunk)
+        _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], betas=betas, eps=eps, chunk=chunk)
     return norms
 
 
 def _host_norms(grads: Sequence[torch.Tensor], known: Mapping[int, float], chunk: torch.Tensor) -> torch.Tensor:
     asked = {k: grad for k, grad in enumerate(grads) if k not in known}
     wide = {k: grad for k, grad in asked.items() if grad.dtype is torch.float32}
-    found: dict[int, torch.Tensor] = {}
+    found = dict(known)
     if wide:
-        found |= zip(wide, torch._foreach_norm(list(wide.values())), strict=True)
-    found |= {k: _narrow_norm(grad, chunk[0]) for k, grad in asked.items() if k not in wide}
-    return torch.tensor([known[k] if k in known else float(found[k]) for k in range(len(grads))])
+        found |= zip(wide, torch.stack(torch._foreach_norm(list(wide.values()))).tolist(), strict=True)
+    found |= {k: float(_narrow_norm(grad, chunk[0])) for k, grad in asked.items() if k not in wide}
+    return torch.tensor([found[k] for k in range(len(grads))])
 
 
 def _narrow_norm(grad: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
@@ -258,13 +265,12 @@ def _narrow_directions_(
     moments: Moments,
     *,
     coef: float,
-    norms: torch.Tensor,
     betas: tuple[float, float],
     eps: float,
     chunk: torch.Tensor,
 ) -> None:
     """See [Note: once through memory]."""
-    overflow = _count_step([moments.num_steps], norms)
+    moments.num_steps.add_(1.0)
     numel = _part_numel(grad, chunk[0])
     sides = (side.view(-1).split(numel) for side in (out, grad, moments.mean, moments.mean_square))
     wide, direction = chunk[:, :numel].unbind()
@@ -276,7 +282,7 @@ def _narrow_directions_(
         if coef != 1.0:
             wide.mul_(coef)
         states = [mean], [mean_square], [moments.num_steps]
-        _adam_([direction], [wide], *states, overflow=overflow, betas=betas, eps=eps)
+        _adam_([direction], [wide], *states, overflow=None, betas=betas, eps=eps)
         o.copy_(direction)
 
 
@@ -292,16 +298,20 @@ def directions_(
     grads: list[torch.Tensor],
     moments: Sequence[Moments],
     *,
-    norms: torch.Tensor,
     betas: tuple[float, float],
     eps: float,
+    norms: torch.Tensor | None = None,
 ) -> None:
     """out <- m / (sqrt(v) + eps), bias-corrected, after the moments have taken in `grads`; all float32.
 
-    Where one of `norms` is not finite, nothing happens: moments stay, directions are zero.
+    Where one of `norms` is not finite, nothing happens: moments stay, directions are zero. Without them, all are.
     """
     steps = [m.num_steps for m in moments]
-    overflow = _count_step(steps, norms)
+    overflow = None
+    if norms is None:
+        torch._foreach_add_(steps, 1.0)
+    else:
+        overflow = _count_step(steps, norms)
     torch._foreach_zero_(out)
     means, mean_squares = [m.mean for m in moments], [m.mean_square for m in moments]
     _adam_(out, grads, means, mean_squares, steps, overflow=overflow, betas=betas, eps=eps)
