@@ -23,6 +23,7 @@ from ds_zo.engines.homes import Homes
 from ds_zo.engines.plain_copies import StandIn
 from ds_zo.engines.twins import Lockstep
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
+from ds_zo.projectors.recording import uncollected
 from ds_zo.streaming.units import Unit
 
 MOST_KINDS = 16
@@ -179,7 +180,7 @@ class BlockGraphs:
         self._stream.wait_stream(current)
         error: Exception | None = None
         output_spec: Any = None
-        with torch.cuda.stream(self._stream):
+        with uncollected(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 results, output_spec = pytree.tree_flatten(forward(*args, **kwargs))

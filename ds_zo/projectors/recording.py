@@ -6,10 +6,25 @@ read and write the same places every time, so a CUDA graph of one step does for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from deepspeed.utils import logger
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, no garbage is collected: pinned memory that was left to it waits for the device when it goes, and a
+    recording of any thread would fail."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Recorder:
@@ -17,6 +32,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """One for all recordings: what was taken on another stream, the allocator does not give again, not even within
+        a pool. And streams come from a ring of 32: one for each would soon be one that somebody copies on."""
         self._gave_up = False
 
     def record(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -24,28 +42,37 @@ class Recorder:
         where it cannot be recorded. An earlier recording is gone."""
         if self._gave_up or device.type != "cuda":
             return work
+        found = self._recorded(work, device)
+        if isinstance(found, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()  # the allocator does so before it gives up, but not while it records
+            found = self._recorded(work, device)
+        if isinstance(found, Exception):
+            self._gave_up = True
+            logger.warning(f"ds_zo: projectors are fitted without CUDA graphs, for a step can't be recorded: {found}")
+            return work
+        self._graph = found  # the one before has given its pool on
+        return found.replay
+
+    def _recorded(self, work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | Exception:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
         graph = torch.cuda.CUDAGraph()
-        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream, current = self._stream, torch.cuda.current_stream(device)
         stream.wait_stream(current)
         error: Exception | None = None
-        with torch.cuda.stream(stream):
+        with uncollected(), torch.cuda.stream(stream):
             pool = None if self._graph is None else self._graph.pool()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             except Exception as raised:
-                error = raised
+                error = raised.with_traceback(None)  # which would keep the tensors of `work`
             try:
                 graph.capture_end()
             except RuntimeError as raised:
-                error = error or raised
+                error = error or raised.with_traceback(None)
         current.wait_stream(stream)
-        if error is not None:
-            self._gave_up = True
-            logger.warning(f"ds_zo: projectors are fitted without CUDA graphs, for a step can't be recorded: {error}")
-            return work
-        self._graph = graph  # the one before has given its pool on
-        return graph.replay
+        return graph if error is None else error
 
     def release(self) -> None:
         """Its memory goes back to the device. What was recorded has ended."""

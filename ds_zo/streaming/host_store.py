@@ -97,8 +97,9 @@ def _unregister(buffers: list[torch.Tensor]) -> None:
 def _unregister_unused(buffers: list[torch.Tensor], device: torch.device) -> None:
     """Of a store that nobody closed, and whose last copies may be on their way."""
     if buffers:
-        torch.cuda.synchronize(device)
-        _unregister(buffers)
+        with torch.cuda.device(device):  # in whatever thread: on the first device this would make a context
+            torch.cuda.synchronize()
+            _unregister(buffers)
 
 
 def _clear_error(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -169,3 +170,44 @@ def test_recorded_steps_of_a_fit_are_the_same_bits(nonzeros: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0][3:], found[1][3:], strict=True))
     recorder.release()
     assert recorder._graph is None
+
+
+def test_recordings_share_their_memory() -> None:
+    G, (P, Q) = gradient(1536, 576, batch=1).to("cuda"), pair(1536, 576, 512, 4)
+    recorder, reserved = Recorder(), []
+    for _ in range(5):
+        fit(G, moved(P, "cuda"), moved(Q, "cuda"), steps=3, lr=0.3, recorder=recorder)
+        reserved.append(torch.cuda.memory_reserved())
+    assert recorder._graph is not None and reserved[1] == reserved[4]
+    recorder.release()
+    assert torch.cuda.memory_reserved() < reserved[4]
+
+
+def test_a_recording_finds_room_where_freed_memory_fills_the_cap() -> None:
+    G, (P, Q) = gradient(1536, 576, batch=1).to("cuda"), (moved(x, "cuda") for x in pair(1536, 576, 512, 4))
+    fit(G, P, Q, steps=3, lr=0.3)  # the allocator has what the steps need that are not recorded
+    held = [torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    recorder = Recorder()
+    try:
+        del held
+        fit(G, P, Q, steps=3, lr=0.3, recorder=recorder)
+        assert recorder._graph is not None and not recorder._gave_up
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        recorder.release()
+
+
+def test_nothing_is_collected_while_a_step_is_recorded() -> None:
+    x, seen = torch.zeros(4, device="cuda"), []
+
+    def work() -> None:
+        seen.append(gc.isenabled())
+        x.add_(1)
+
+    work()
+    replay = Recorder().record(work, x.device)
+    replay()
+    replay()
+    assert seen == [True, False] and gc.isenabled() and x.tolist() == [3.0] * 4
