@@ -4,6 +4,13 @@
 which every route to an engine passes (`deepspeed.initialize`, an early-bound copy of it, Accelerate, Trainer), and
 returns a `PluginEngine` when the JSON names one of our backends. Python then calls `PluginEngine.__init__`. Deleting a
 `__new__` that was set on a class breaks construction for good, so it stays and `uninstall` clears the flag it reads.
+
+[Note: collected engines] An engine that is dropped is destroyed by Python's collector, in whatever thread happens to
+allocate. Threads of ours are what the end of an engine waits for (Adam's, a checkpoint's), so in one of those it is
+left to a new thread. It has a context of its own: leaving the module whole sets context variables (numpy's error
+state), and before Python 3.12 the collector may come in the middle of `ContextVar.set`, whose context must not change.
+A process that was forked meanwhile, a worker of a data loader say, leaves the engine alone: it has neither its threads
+nor the device.
 """
 
 from __future__ import annotations
@@ -12,13 +19,15 @@ import contextvars
 import copy
 import inspect
 import logging
+import os
 import resource
 import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import deepspeed.comm as dist
@@ -50,8 +59,12 @@ _stock_new = DeepSpeedEngine.__new__
 _stock_config_init = DeepSpeedConfig.__init__
 _stock_signature = inspect.signature(DeepSpeedEngine.__init__)
 _active = False
+THREADS = "ds_zo"
+"""What names of threads of ours begin with."""
 _living: weakref.WeakSet[PluginEngine] = weakref.WeakSet()
 """Engines of ours that have not been destroyed."""
+_ending: list[threading.Thread] = []
+"""Those in which engines are being destroyed that were dropped."""
 
 
 def install() -> None:
@@ -86,6 +99,7 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
             at="optimizer.type" if "optimizer" in config else "ds_zo.backend",
         )
     engine = object.__new__(PluginEngine)
+    engine.__dict__["_process"] = os.getpid()
     # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
     engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
     engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
@@ -97,6 +111,8 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
 
 def _let_go_of(model: nn.Module | None) -> None:
     """A module has one engine: what an earlier one has pending, and its hooks, would mix with the new one's."""
+    while _ending:
+        _ending.pop().join()
     wanted = {id(p) for p in model.parameters()} if model is not None else set()
     for engine in list(_living):
         if any(id(p) in wanted for p in engine.module.parameters()):
@@ -509,15 +525,30 @@ class PluginEngine(CheckpointingEngine):
         _living.discard(self)
         self._background.wait()
         backend = self.__dict__.get("backend")
-        if backend is not None:
-            backend.close()
-        super().destroy()
+        try:
+            if backend is not None:
+                backend.close()
+        finally:
+            super().destroy()
         self._background.raise_error()
 
     def __del__(self) -> None:
-        """In a context of its own: leaving the module whole sets context variables (numpy's error state), and before
-        Python 3.12 the collector may call this in the middle of `ContextVar.set`, whose context must not change."""
-        contextvars.copy_context().run(super().__del__)
+        """See [Note: collected engines]."""
+        if self.__dict__.get("_process", os.getpid()) != os.getpid():
+            return
+        if not threading.current_thread().name.startswith(THREADS):
+            contextvars.copy_context().run(super().__del__)
+            return
+        thread = threading.Thread(target=self._end_elsewhere, name=f"{THREADS}-end", daemon=False)
+        with suppress(RuntimeError):  # the interpreter ends, and everything with it
+            thread.start()
+            _ending.append(thread)
+
+    def _end_elsewhere(self) -> None:
+        device = self.__dict__.get("device")
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first
+        super().__del__()
 
 
 def _peak_host_bytes() -> int:

@@ -542,6 +542,17 @@ def test_a_collected_engine_leaves_its_callers_context_alone():
     assert len(seen) == 1 and not closed.get()
 
 
+def test_a_process_that_was_forked_leaves_a_collected_engine_alone():
+    """It has neither the engine's threads, for which an end would wait, nor the device."""
+    closed: list[bool] = []
+    engine = start(zo_config())
+    engine.backend.close = lambda: closed.append(True)
+    engine._process = -1  # as a child sees it
+    del engine
+    gc.collect()
+    assert not closed
+
+
 # ZeRO's own ways in.
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -124,6 +124,7 @@ class LSPBackend(Backend):
         if self._streamed is None:
             self._weights = SettledState(module, weakly(self.settle), device=device)
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._queue)
+        self._is_closed = False
         self._find_groups()
 
     @classmethod
@@ -580,19 +581,25 @@ class LSPBackend(Backend):
         return "\n".join(lines)
 
     def close(self) -> None:
-        if self._finalizer.alive:
-            if self._streamed is None or self._streamed.state.owns_module():
-                self.settle()
-            self._finalizer()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # The collector ends threads, and clears what refers to us weakly, before it comes to the engine that calls
+        # this. The thread has done its jobs then; other ranks are no longer to be reached.
+        settles = self.ranks is None or self._finalizer.alive
+        if self._streamed is not None:
+            self._streamed.settle_by(self._settle_unit)
+            settles &= self._streamed.state.owns_module()
+        with ExitStack() as stack:  # the last first, and all of them: `settle` raises what a job has failed with
+            stack.callback(self._groups.close)
+            for part in (self._weights, self._streamed, self._compiler):
+                if part is not None:
+                    stack.callback(part.close)
             for handle in self._handles:
-                handle.remove()
-            if self._compiler is not None:
-                self._compiler.close()
-            if self._streamed is not None:
-                self._streamed.close()
-            if self._weights is not None:
-                self._weights.close()
-            self._groups.close()
+                stack.callback(handle.remove)
+            stack.callback(self._finalizer)
+            if settles:
+                self.settle()
 
 
 def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:

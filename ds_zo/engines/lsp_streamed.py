@@ -33,7 +33,7 @@ class SettlingHomes(BlockHomes):
     def __init__(self, module: nn.Module, config: Resolved, *, settle: Callable[[Unit], bool], **places: Any) -> None:
         """`settle` brings a visited unit's weights up to date; True: it changed them."""
         super().__init__(module, config, **places)
-        self._settle = settle
+        self.settle = settle
 
     def start_forward_of(self, due: Sequence[Unit]) -> None:
         self.runtime.start(self.placement.blocks, downloads=due, then=())
@@ -44,7 +44,7 @@ class SettlingHomes(BlockHomes):
         error: BaseException | None = None
         with super().visit(unit) as visit:
             with torch.inference_mode(False), torch.no_grad():
-                settled = self._settle(unit)
+                settled = self.settle(unit)
             try:
                 yield visit
             except BaseException as raised:
@@ -163,6 +163,10 @@ class StreamedBlocks:
         return False
 
     # Weights
+
+    def settle_by(self, settle: Callable[[Unit], bool]) -> None:
+        """By one that is kept alive: the last visits are yet to come."""
+        self.homes.settle = settle
 
     def bring_up_to_date(self, unit: Unit) -> None:
         with self.homes.visit(unit):

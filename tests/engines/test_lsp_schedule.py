@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
 from lsp_runs import lsp_json, settled, small
 
+from ds_zo import plugin
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
 from ds_zo.engines.lsp_queue import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
@@ -229,3 +231,56 @@ def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, orde
         job.wait()
     queue.close()
     assert "".join(served) == order
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("where", ["here", "in Adam's thread"])
+def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, streams: bool) -> None:
+    """The collector may come in Adam's thread, which has jobs to do that the engine's end waits for."""
+    streamed = {"offload_param": {"device": "cpu"}} if streams else {}
+    json = lsp_json(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}, **streamed})
+    engine = start(json, small())
+    train(engine, batches("llama", 2))
+    expected = settled(engine)
+    engine.destroy()
+
+    engine = start(json, small())
+    train(engine, batches("llama", 1))
+    queue, module, dropped = engine.backend._queue, engine.module, threading.Event()
+
+    def collect() -> torch.Tensor:
+        assert dropped.wait(10)
+        gc.collect()
+        return torch.zeros(0)
+
+    loss = engine(**next(batches("llama", 1, first=1))).loss
+    if where != "here":
+        queue.put(Job(collect))
+    engine.backward(loss)
+    engine.step()
+    assert any(group.moment is Moment.DUE for group in engine.backend._host_groups)
+    del engine, loss
+    dropped.set()
+    if where == "here":
+        gc.collect()
+    assert queue._thread is not None
+    queue._thread.join(20)
+    assert not queue._thread.is_alive()
+    while plugin._ending:
+        plugin._ending.pop().join(20)
+    assert_equal(dict(module.named_parameters()), expected)
+
+
+def test_an_engine_whose_adam_failed_is_destroyed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(lsp_json(), small())
+
+    def fails(self: HostGroup) -> torch.Tensor:
+        raise MemoryError("no room for Adam")
+
+    monkeypatch.setattr(HostGroup, "_update", fails)
+    train(engine, batches("llama", 1))
+    with pytest.raises(MemoryError, match="no room for Adam"):
+        engine.destroy()
+    assert not any(m._forward_pre_hooks for m in engine.module.modules())
+    assert engine.backend._queue._thread is None or not engine.backend._queue._thread.is_alive()
+    engine.destroy()
