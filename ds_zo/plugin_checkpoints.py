@@ -104,15 +104,19 @@ class CheckpointingEngine(DeepSpeedEngine):
             if recorder is not None and not omit_frozen:
                 recorder.mark(step, manifest.weights_sha256)
 
+        kept = held(state) if asynchronous else state
+        extra_files = _model_description(self.module)
+        # Last of what may fail: what a snapshot holds, somebody has to write or to let go.
+        snapshot = self.backend.snapshot(hold=asynchronous, omit_frozen=omit_frozen)
         asked = Save(
             save_dir=save_dir,
             tag=tag,
             backend=self.resolved.backend,
             global_steps=self.global_steps,
             ds_zo_version=_version(),
-            snapshot=self.backend.snapshot(hold=asynchronous, omit_frozen=omit_frozen),
-            state=held(state) if asynchronous else state,
-            extra_files=_model_description(self.module),
+            snapshot=snapshot,
+            state=kept,
+            extra_files=extra_files,
             latest=latest,
             keep_last=settings.keep_last,
             progress=not asynchronous,

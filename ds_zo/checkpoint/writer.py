@@ -235,7 +235,12 @@ class Background:
 
         # Not a daemon: an interpreter that ends lets the save finish.
         self._thread = threading.Thread(target=run, name="ds_zo-checkpoint", daemon=False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has none left
+            self._thread = None
+            save.snapshot.abandon()
+            raise
 
     def wait(self) -> float:
         """Until nothing is being written; returns for how long. Errors stay for `raise_error`."""

@@ -47,10 +47,18 @@ class HomesCheckpoint:
         state["units"] = [{**describe(u), "version": u.version} for u in units]
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
         state["buffers"] = sorted(buffers)
-        pieces = [self._piece(unit, hold=hold, omitted=omitted) for unit in units]
         order = sorted(range(len(units)), key=lambda i: self._steps_to_fold(units[i]))
-        pieces += module_pieces(buffers, hold=hold)
-        return Snapshot(pieces, lambda: state, order=[*order, *range(len(units), len(pieces))])
+        pieces = module_pieces(buffers, hold=hold)
+        order += range(len(units), len(units) + len(pieces))
+        held: list[Piece] = []
+        try:
+            for unit in units:
+                held.append(self._piece(unit, hold=hold, omitted=omitted))
+        except BaseException:  # no memory for a copy, say: whoever rewrites weights would wait for ever
+            for piece in held:
+                piece.written()
+            raise
+        return Snapshot([*held, *pieces], lambda: state, order=order)
 
     def recorder(self) -> Recorder:
         """For the trajectory of a run that starts here: reads all weights once, to know later what it started from."""

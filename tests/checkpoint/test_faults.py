@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,37 @@ def test_a_full_disk_in_the_background_surfaces_at_the_next_step(
     engine.save_checkpoint(str(tmp_path))
     engine.wait_for_checkpoint()
     assert (tmp_path / "latest").read_text() == "global_step6"
+
+
+@pytest.mark.parametrize("broken", ["client state", "memory", "thread"])
+def test_a_save_that_fails_before_it_is_written_holds_nothing(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever rewrites weights next waits until nobody holds them: for ever, if nobody is left to let them go."""
+    engine = start("bf16 split", asynchronous=True)
+    claims = engine.backend.homes.claims
+    claim, made = claims.claim, []
+
+    def no_memory(unit: Any) -> Any:
+        if len(made) == 2:
+            raise MemoryError
+        made.append(unit)
+        return claim(unit)
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises((TypeError, MemoryError, RuntimeError)):
+        if broken == "memory":
+            patch.setattr(claims, "claim", no_memory)
+        if broken == "thread":
+            patch.setattr(threading.Thread, "start", no_thread)
+        client = {"lock": threading.Lock()} if broken == "client state" else {}
+        engine.save_checkpoint(str(tmp_path), client_state=client)
+    assert not claims._open
+    engine.save_checkpoint(str(tmp_path))
+    engine.wait_for_checkpoint()
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None
 
 
 def test_a_folder_that_is_a_file_or_vanishes(tmp_path: Path) -> None:
