@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,10 +189,11 @@ class Lockstep:
                     self._resume(twin, index, inside)
             return [twin.asked for twin in twins]
         finally:
-            for twin in twins:
-                self._end(twin)
-            self._hub = None
-            outside.restore()
+            with ExitStack() as ending:  # a pass may raise once more on its way out
+                ending.callback(outside.restore)
+                ending.callback(setattr, self, "_hub", None)
+                for twin in reversed(twins):
+                    ending.callback(self._end, twin)
 
     def one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The calls' results, each pass run whole from the same random state."""

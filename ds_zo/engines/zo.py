@@ -441,18 +441,22 @@ class ZOBackend(Backend):
             )
 
     def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
-        # Not at the interpreter's end: nobody has the module then, and PyTorch aborts on tensors made in a finalizer.
-        if not self._closed and not sys.is_finalizing() and self.state.owns_module():
-            self._leave_module_whole()
-        self._closed = True
-        self._copies.close()
-        if self._graphs is not None:
-            self._graphs.close()
-        self._pretrained.close()
-        self.state.close()
-        self.homes.close()
+        try:
+            if self.recorder is not None:
+                self.recorder.close()
+        finally:
+            # Not at the interpreter's end: nobody has the module then, and PyTorch aborts on tensors made in a
+            # finalizer. Where it fails, for lack of memory say, the weights stay in their homes, and it may be tried
+            # again.
+            if not self._closed and not sys.is_finalizing() and self.state.owns_module():
+                self._leave_module_whole()
+            self._closed = True
+            self._copies.close()
+            if self._graphs is not None:
+                self._graphs.close()
+            self._pretrained.close()
+            self.state.close()
+            self.homes.close()
 
 
 def _agree(together: Sequence[Any], apart: Sequence[Any]) -> bool:

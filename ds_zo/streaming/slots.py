@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,16 +78,18 @@ class _RawBuffer:
             error = self._cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes))
         if error or not address.value:
             raise torch.cuda.OutOfMemoryError(f"cudaMalloc of {nbytes} bytes failed with error {error}")
-        self._address: int = address.value
+        self._free = weakref.finalize(self, self._cudart.cudaFree, address)
+        self._free.atexit = False
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (self._address, False),
+            "data": (address.value, False),
             "version": 3,
         }
 
     def free(self) -> None:
-        self._cudart.cudaFree(ctypes.c_void_p(self._address))
+        """Now; else with the last tensor of it."""
+        self._free()
 
 
 def _cudart() -> ctypes.CDLL:

@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,29 @@ def test_an_error_surfaces_and_leaves_nothing_behind(failing: int, when: str, ho
     assert not lockstep.inside
     assert [ref() for ref in alive] == [None] * len(alive)
     assert lockstep.one_by_one([lambda: 1, lambda: 2]) == [1, 2]
+    assert together(lockstep, lambda: 1, lambda: 2) == [1, 2]
+
+
+def test_a_pass_that_raises_on_its_way_out_leaves_nothing_behind() -> None:
+    """An error in the first pass ends the second and the third, and the second has another to raise."""
+    lockstep = Lockstep(CPU)
+    unwound: list[int] = []
+
+    def call(index: int) -> None:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            try:
+                lockstep.pause("block")
+                raise ValueError("the first")
+            finally:
+                unwound.append(index)
+                if index == 1:
+                    raise ValueError("on the way out")
+
+    outside = thread_state()
+    with pytest.raises(ValueError, match="on the way out"):
+        together(lockstep, *(partial(call, index) for index in range(3)))
+    assert sorted(unwound) == [0, 1, 2]
+    assert thread_state() == outside
     assert together(lockstep, lambda: 1, lambda: 2) == [1, 2]
 
 
