@@ -4,6 +4,10 @@
 one pass is the same list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the
 recording read them, outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out,
 no random numbers drawn, no number read back. Whatever can't be recorded runs as it did.
+
+[Note: tensors that modules keep] Kernels read masks and tables of positions where these were when they were recorded. A
+module that makes a longer table for a longer batch lets the first one go, and its memory becomes something else's. So
+each is looked at before a replay.
 """
 
 from __future__ import annotations
@@ -32,11 +36,44 @@ MOST_KINDS = 16
 Key = tuple[Any, ...]
 
 
+class Surroundings:
+    """What a block's forward depends on besides arguments, parameters and code; see [Note: tensors that modules
+    keep]."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._hooks = [
+            torch.nn.modules.module._global_forward_hooks,
+            torch.nn.modules.module._global_forward_pre_hooks,
+            *(hooks for m in block.modules() if m is not block for hooks in (m._forward_hooks, m._forward_pre_hooks)),
+        ]
+        """Of modules inside: the block's own run around its forward."""
+        self._tensors = [
+            (places, name, tensor, tensor.data_ptr())
+            for m in block.modules()
+            for places in (m._buffers, vars(m))
+            for name, tensor in places.items()
+            if isinstance(tensor, torch.Tensor)
+        ]
+
+    @property
+    def has_hooks(self) -> bool:
+        """A replay would not call them."""
+        return any(self._hooks)
+
+    @property
+    def have_moved(self) -> bool:
+        return any(
+            places.get(name) is not tensor or tensor.data_ptr() != address
+            for places, name, tensor, address in self._tensors
+        )
+
+
 @dataclass
 class Recording:
     """One block's forward of one pass for inputs of one shape."""
 
     graph: torch.cuda.CUDAGraph
+    surroundings: Surroundings
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     spec: Any
@@ -60,8 +97,10 @@ class BlockGraphs:
         self._outputs: dict[Key, list[torch.Tensor]] = {}
         """Where the replayable put their outputs."""
         self._statics: dict[Key, list[torch.Tensor]] = {}
+        self._moved: set[Key] = set()
+        """Recorded once more because tensors inside had moved."""
         self._kinds: set[Key] = set()
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_hooks = False
         self._made_for: object = None
         self._gave_up = False
         self._stream = torch.cuda.Stream(device)
@@ -76,7 +115,7 @@ class BlockGraphs:
                 unit.module.forward = StandIn(partial(self._forward, unit, method), method)
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self._statics.clear()
         while self._wrapped:
             module, before = self._wrapped.pop()
@@ -84,9 +123,11 @@ class BlockGraphs:
             if before is not None:
                 module.forward = before
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Modules or working copies are others now."""
         self._recordings.clear()
         self._outputs.clear()
+        self._moved.clear()
 
     @property
     def _pool(self) -> Any:
@@ -98,7 +139,7 @@ class BlockGraphs:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._made_for is not self._homes.visits:  # working copies have moved
-            self._forget()
+            self.forget()
             self._made_for = self._homes.visits
         if self._gave_up or not (self._lockstep.inside and self._homes.visits.in_one_launch):
             return forward(*args, **kwargs)
@@ -113,13 +154,39 @@ class BlockGraphs:
         if not self._is_one_of_few(same):
             return forward(*args, **kwargs)
         key = (id(unit), self._lockstep.current, *same)
-        if key in self._recordings:
-            recording = self._recordings[key]
-            return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
-        if key not in self._outputs:
-            return self._watched(key, same, partial(forward, *args, **kwargs))
-        self._recordings[key] = recording = self._record(forward, leaves, spec, key=key, same=same)
-        return forward(*args, **kwargs) if recording is None else recording.replay(tensors)
+        if key not in self._recordings:
+            surroundings = Surroundings(unit.module)
+            if self._calls_hooks(surroundings):
+                return forward(*args, **kwargs)
+            if key not in self._outputs:
+                return self._watched(key, same, partial(forward, *args, **kwargs))
+            self._recordings[key] = self._record(forward, leaves, spec, surroundings, key=key, same=same)
+        recording = self._recordings[key]
+        if recording is None or self._calls_hooks(recording.surroundings):
+            return forward(*args, **kwargs)
+        if recording.surroundings.have_moved:
+            self._drop(key)
+            return forward(*args, **kwargs)
+        return recording.replay(tensors)
+
+    def _calls_hooks(self, surroundings: Surroundings) -> bool:
+        if not surroundings.has_hooks:
+            return False
+        if not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
+            logger.warning(
+                "ds_zo: forward hooks on modules inside blocks are called, so while there are any, blocks run without "
+                "CUDA graphs: remove them after use"
+            )
+        return True
+
+    def _drop(self, key: Key) -> None:
+        """To be recorded anew, once: what moves again and again is better not."""
+        if key in self._moved:
+            self._recordings[key] = None
+        else:
+            self._moved.add(key)
+            del self._recordings[key]
 
     def _pays(self, unit: Unit, tensors: list[torch.Tensor]) -> bool:
         num_tokens = max(
@@ -170,7 +237,14 @@ class BlockGraphs:
         return self._statics[key]
 
     def _record(
-        self, forward: Callable[..., Any], leaves: list[Any], spec: Any, *, key: Key, same: Key
+        self,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        spec: Any,
+        surroundings: Surroundings,
+        *,
+        key: Key,
+        same: Key,
     ) -> Recording | None:
         inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         rest = iter(inputs)
@@ -178,7 +252,7 @@ class BlockGraphs:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        error: Exception | None = None
+        error: BaseException | None = None
         output_spec: Any = None
         with uncollected(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -186,18 +260,22 @@ class BlockGraphs:
                 results, output_spec = pytree.tree_flatten(forward(*args, **kwargs))
                 for static, result in zip(self._outputs[key], results, strict=True):
                     static.copy_(result)
-            except Exception as raised:
+            except BaseException as raised:  # Ctrl-C too: nothing works while something is being recorded
                 error = raised
             try:
                 graph.capture_end()
             except RuntimeError as raised:
                 error = error or raised
         current.wait_stream(self._stream)
+        if error is not None and not isinstance(error, Exception):
+            raise error
         if error is not None:
             self._gave_up = True
             logger.warning(f"ds_zo: blocks run without CUDA graphs from now on, for one can't be recorded: {error}")
             return None
-        return Recording(graph, inputs, self._outputs[key], output_spec)
+        if surroundings.have_moved:  # by the forward itself: its next run would start from other ones
+            return None
+        return Recording(graph, surroundings, inputs, self._outputs[key], output_spec)
 
 
 def _is_plain(leaf: Any) -> bool:

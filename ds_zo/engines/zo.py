@@ -296,6 +296,8 @@ class ZOBackend(Backend):
             return
         self._structure = None
         self._check_parameters()
+        if self._graphs is not None:
+            self._graphs.forget()
         self._structure = Structure(self.module, self.param_groups)
 
     def _check_parameters(self) -> None:

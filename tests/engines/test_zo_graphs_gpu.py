@@ -129,3 +129,69 @@ def test_a_forward_of_a_blocks_own_is_there_again_afterwards() -> None:
         assert block.forward is not own
     assert block.forward is own
     assert "forward" not in vars(model.blocks[1])
+
+
+class Growing(nn.Module):
+    """A block with a table as long as the longest input so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if length > self.table.shape[0]:
+            self.table = torch.arange(length, device=x.device, dtype=x.dtype)
+        return self.linear(x).relu() + self.table[:length, None]
+
+
+def test_a_table_that_grows_is_not_read_where_the_shorter_one_was() -> None:
+    def batch(seed: int) -> dict[str, Any]:
+        length = (4, 4, 96)[seed]
+        return {"x": torch.randn(2, length, 16, generator=torch.Generator().manual_seed(seed))}
+
+    expected, _ = run(lambda: seeded(lambda: Stack(Growing)), batch, graphs=False, num_steps=12)
+    found, num_recorded = run(lambda: seeded(lambda: Stack(Growing)), batch, graphs=True, num_steps=12)
+    assert num_recorded == 3 * 2 * 2, "three blocks, two passes, both lengths"
+    assert_same_weights(found, expected)
+
+
+def test_hooks_inside_blocks_are_called_though_there_are_recordings() -> None:
+    seen: list[int] = []
+    with zo_engine(seeded(lambda: Stack(Plain)), zo_config(lr=1e-4, offload=False)) as engine:
+        for step in range(4):
+            one_step(engine, stack_batch(step))
+        assert any(engine.backend._graphs._recordings.values())
+        handle = engine.module.blocks[1].linear.register_forward_hook(lambda *_: seen.append(1))
+        one_step(engine, stack_batch(4))
+        assert len(seen) == 2, "two passes"
+        handle.remove()
+        one_step(engine, stack_batch(5))
+        assert len(seen) == 2
+
+
+class Interrupted(Plain):
+    """Ctrl-C comes while it is recorded for the first time."""
+
+    was_interrupted = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and not Interrupted.was_interrupted:
+            Interrupted.was_interrupted = True
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_training_goes_on_after_ctrl_c_inside_a_recording() -> None:
+    expected, _ = run(lambda: seeded(lambda: Stack(Plain)), stack_batch, graphs=False)
+    Interrupted.was_interrupted = False
+    with zo_engine(seeded(lambda: Stack(Interrupted)), zo_config(lr=1e-4, offload=False)) as engine:
+        for step in range(8):
+            try:
+                one_step(engine, stack_batch(step % 3))
+            except KeyboardInterrupt:
+                one_step(engine, stack_batch(step % 3))
+        assert Interrupted.was_interrupted
+        assert any(engine.backend._graphs._recordings.values())
+        assert_same_weights(masters_of(engine), expected)
