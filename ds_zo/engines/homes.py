@@ -21,7 +21,14 @@ from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
 from ds_zo.streaming.allocator import Room
-from ds_zo.streaming.budget import check_fits, device_bytes, residents_after_a_step, usable_nbytes, zo_sizes
+from ds_zo.streaming.budget import (
+    check_fits,
+    device_bytes,
+    measure_from_here,
+    residents_after_a_step,
+    usable_nbytes,
+    zo_sizes,
+)
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
@@ -104,6 +111,8 @@ class Homes:
         self._make_visits()
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+        if self.may_fill_device or self.measures:
+            measure_from_here(device)
         self._room = Room(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
 from ds_zo.logs import show
 from ds_zo.streaming.allocator import Room
-from ds_zo.streaming.budget import check_fits, device_bytes, residents_after_a_step
+from ds_zo.streaming.budget import check_fits, device_bytes, measure_from_here, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
@@ -100,7 +100,7 @@ class BlockHomes:
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
         self._room = Room(device)
         if self._may_fill:
-            torch.cuda.empty_cache()  # what loading left is not to be taken for activations
+            measure_from_here(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         return {

@@ -82,8 +82,8 @@ class Calibration:
         """Fits a matrix's first projectors, on the first gradient that it gets."""
         if slot.is_fitted or slot.subspace is None:
             return
-        slot.is_fitted = True
         self._fit(slot, slot.subspace, grad, num_steps=self._settings.fit_steps)
+        slot.is_fitted = True  # not before: a fit may find no memory, and is made with the next gradient then
 
     def after_compress(self, slot: Slot, grad: torch.Tensor) -> None:
         """At a check: tests the matrix's projectors, and fits others where they fail."""

@@ -316,14 +316,16 @@ class Visits:
         blocks = [unit for unit in behind if unit.is_block]
         if any(unit.streamed for unit in blocks):
             self.runtime.join(ahead=False)
-        self.runtime.start(blocks, downloads=blocks, wants_low=lambda unit, ahead: not ahead)
-        for unit in behind:
-            slot = self.runtime.arrive(unit) if unit.streamed else None
-            self._open = (unit, slot)
-            self._bring_up_to_date(unit, slot)
-            self._depart(unit)
-            unit.bind_home()
-        self.end()
+        try:
+            self.runtime.start(blocks, downloads=blocks, wants_low=lambda unit, ahead: not ahead)
+            for unit in behind:
+                slot = self.runtime.arrive(unit) if unit.streamed else None
+                self._open = (unit, slot)
+                self._bring_up_to_date(unit, slot)
+                self._depart(unit)
+                unit.bind_home()
+        finally:
+            self.end()
 
     # Slices of buffers that live as long as we do. Slicing costs more than launching a small block's kernels.
 

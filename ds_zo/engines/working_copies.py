@@ -158,9 +158,9 @@ class WorkingCopies:
 
     def _enter_clean(self, unit: Unit, scratch: torch.Tensor) -> None:
         """Without gradients: the working copy is gone when a backward would need it."""
-        self._grad_modes.append(torch.is_grad_enabled())
         with torch.inference_mode(False), torch.no_grad():
             unit.bind(self._homes.visits.clean(unit, scratch=scratch))
+        self._grad_modes.append(torch.is_grad_enabled())
         torch.set_grad_enabled(False)
         self.visited.add(id(unit))
 

@@ -115,6 +115,14 @@ def most_resident(
     return -1
 
 
+def measure_from_here(device: torch.device) -> None:
+    """The first step's peak is to be its own: neither what loading left nor an earlier engine's. PyTorch keeps one peak
+    for all of a process."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def residents_after_a_step(
     placement: Placement, *, device: torch.device, budget_gb: float | None, sizes: Callable[[int], dict[str, Any]]
 ) -> tuple[int, str]:

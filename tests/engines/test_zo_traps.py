@@ -43,6 +43,7 @@ from zo_runs import (
 )
 
 from ds_zo import ops
+from ds_zo.engines import visits
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -352,6 +353,26 @@ def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(
             assert thread_state() == outside
             assert same_snapshot(snapshot(), generators)
         losses.append(one_step(engine, batch))
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel has changed the copies on the device, and nothing was sent back."""
+    json = zo_json(interval=1, bf16={"enabled": True})
+    undisturbed, engine = engine_for(Toy().bfloat16(), json), engine_for(Toy().bfloat16(), json)
+    expected = train(undisturbed, toy_batches(5))
+    losses = train(engine, toy_batches(5)[:3])
+    apply = visits.Visits._apply
+
+    def breaks_off(self: Any, *args: Any, **kwargs: Any) -> None:
+        apply(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(visits.Visits, "_apply", breaks_off)
+        engine.backend.homes.visits.fold_now(*engine.backend.homes.placement.blocks)
+    losses += train(engine, toy_batches(5)[3:])
     assert losses == expected
     assert_equal(weights(engine.module), weights(undisturbed.module))
 
