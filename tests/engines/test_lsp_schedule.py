@@ -16,6 +16,7 @@ from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, 
 from lsp_runs import lsp_json, settled, small
 
 from ds_zo import plugin
+from ds_zo.engines import lsp_calibration
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
 from ds_zo.engines.lsp_queue import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
@@ -284,3 +285,22 @@ def test_an_engine_whose_adam_failed_is_destroyed_all_the_same(monkeypatch: pyte
     assert not any(m._forward_pre_hooks for m in engine.module.modules())
     assert engine.backend._queue._thread is None or not engine.backend._queue._thread.is_alive()
     engine.destroy()
+
+
+def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, num_fits = lsp_calibration.fit, 0
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_fits
+        num_fits += 1
+        if num_fits == 1:
+            raise torch.OutOfMemoryError("no room for a fit")
+        return fit(*args, **kwargs)
+
+    monkeypatch.setattr(lsp_calibration, "fit", fails_once)
+    engine = start(lsp_json(params={"projector": "learned"}), small())
+    with pytest.raises(torch.OutOfMemoryError):
+        train(engine, batches("llama", 1))
+    engine.zero_grad()
+    train(engine, batches("llama", 1))
+    assert num_fits == 1 + sum(slot.subspace is not None for slot in engine.backend._slots)
