@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import inspect
 import logging
 import os
@@ -28,12 +29,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -49,14 +51,17 @@ from torch.utils.hooks import RemovableHandle
 from ds_zo import plugin_gather, plugin_trainer
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
+from ds_zo.config.errors import shown, suggestion
 from ds_zo.engines import Backend, StepOutcome, backend_class
 from ds_zo.engines.late import Late
 from ds_zo.engines.throughput import EventTimer
 from ds_zo.logs import show
-from ds_zo.plugin_checkpoints import CheckpointingEngine
+from ds_zo.plugin_checkpoints import CheckpointingEngine, refuse_to_stock
+from ds_zo.streaming.blocks import find_blocks
 
 _stock_new = DeepSpeedEngine.__new__
 _stock_config_init = DeepSpeedConfig.__init__
+_stock_load_checkpoint = DeepSpeedEngine.load_checkpoint
 _stock_signature = inspect.signature(DeepSpeedEngine.__init__)
 _active = False
 THREADS = "ds_zo"
@@ -74,6 +79,7 @@ def install() -> None:
     if DeepSpeedEngine.__new__ is not _new:
         DeepSpeedEngine.__new__ = staticmethod(_new)
         DeepSpeedConfig.__init__ = _config_init
+        DeepSpeedEngine.load_checkpoint = _load_checkpoint
         plugin_gather.install()
         plugin_trainer.install(lambda: _active)
 
@@ -90,6 +96,8 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     if config is None or backend is None:
         if config is not None and config.get("ds_zo"):
             resolve(config)  # raises: the section would do nothing, and the run would not be the one that was meant
+        if config is not None and _argument("optimizer", args, kwargs) is None:
+            _check_optimizer_type(cls, config)
         _let_go_of(_argument("model", args, kwargs))
         return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
     if not issubclass(PluginEngine, cls):
@@ -107,6 +115,25 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     _let_go_of(model)
     _check_whole(model)
     return engine
+
+
+def _check_optimizer_type(cls: type[DeepSpeedEngine], config: Mapping[str, Any]) -> None:
+    """A name that DeepSpeed is about to refuse may be one of ours, misspelt: its own error does not list them."""
+    block = config.get("optimizer")
+    written = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(written, str) or any(cls._is_supported_optimizer(cls, n) for n in (written, written.lower())):
+        return
+    names = ("ZO", "LOMO", "AdaLOMO", "LSP", *DEEPSPEED_OPTIMIZERS)
+    text = f"neither DeepSpeed, torch.optim nor ds_zo has this optimizer, got {shown(written)}; "
+    raise ConfigError(text + suggestion(written, names), at="optimizer.type")
+
+
+@functools.wraps(_stock_load_checkpoint)
+def _load_checkpoint(self: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's own engine finds none of its files in a checkpoint of ours, and asserts without a word."""
+    if _active and load_dir is not None and not isinstance(self, PluginEngine):
+        refuse_to_stock(Path(load_dir), tag)
+    return _stock_load_checkpoint(self, load_dir, tag, *args, **kwargs)
 
 
 def _let_go_of(model: nn.Module | None) -> None:
@@ -225,6 +252,23 @@ class PluginEngine(CheckpointingEngine):
                     "passed to deepspeed.initialize",
                     at=f"{type(self.optimizer).__name__}.param_groups[{index}]['lr']",
                 )
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """An optimizer that was built of another model, or before parameters were replaced, would train in silence."""
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        own = {id(p) for p in self.module.parameters()}
+        foreign = sum(id(p) not in own for p in given)
+        where = f"{type(self.optimizer).__name__}.param_groups"
+        remedy = "make the optimizer of model.parameters() after the model's last change (adapters, resized embeddings)"
+        if given and foreign == len(given):
+            raise ConfigError(f"an optimizer trains parameters of its model, got none of them; {remedy}", at=where)
+        if foreign:
+            text = f"ds_zo: {foreign} of {len(given)} parameters are not the model's and are not trained: {remedy}"
+            log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
+        if not any(p.requires_grad for p in given):
+            text = "ds_zo: no parameter requires a gradient, so nothing is trained: call requires_grad_(True) on some"
+            log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> None:
         """None: no ZeRO, fp16 or bf16 wrapper, none of which can hold what a backend updates."""
@@ -258,7 +302,8 @@ class PluginEngine(CheckpointingEngine):
             f"ds_zo: backend {config.backend}, {trainable:,} trainable parameters in {len(groups)} group(s), model "
             f"dtype {config.dtype}, autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
             f"{'on' if config.stream else 'off'}, device {self.device}",
-            f"ds_zo: optimizer {config.optimizer.model_dump() | rates}, ds_zo section "
+            f"ds_zo: optimizer {config.optimizer.model_dump() | rates}"
+            f"{' (lr as its scheduler starts)' if self.lr_scheduler is not None else ''}, ds_zo section "
             f"{config.section.model_dump(exclude={'params'})}",
             *self.backend.describe().splitlines(),
         ]
@@ -269,6 +314,10 @@ class PluginEngine(CheckpointingEngine):
         if config.backend == "zo" and config.gradient_clipping > 0:
             text = f"gradient_clipping {config.gradient_clipping:g} does not alter ZO: clip_projected_grad is ZO's own"
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
+        if config.stream and not find_blocks(self.module, config.section.stream.blocks):
+            text = "ds_zo: offload_param streams nothing: the model has no list of like modules and stays on the device"
+            remedy = "name its blocks in ds_zo.stream.blocks, or remove offload_param"
+            log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
         for warning in config.warnings:
             log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
 

@@ -208,7 +208,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         if resume and saved.manifest.backend != self.resolved.backend:
             raise CheckpointError(
                 f"checkpoint {saved.folder} was written by backend {saved.manifest.backend}, this engine is "
-                f"{self.resolved.backend}: load_optimizer_states=False takes its weights and counters alone"
+                f"{self.resolved.backend}: load_optimizer_states=False takes its weights and counters alone, and a "
+                "folder of `ds-zo export` loads by from_pretrained"
             )
         groups = saved.engine_state["common"]["optimizer"]["param_groups"]
         if resume:
@@ -322,6 +323,16 @@ class CheckpointingEngine(DeepSpeedEngine):
         if failures:
             raise CheckpointError(f"another rank could not go on: {failures[0]}")
         return result  # type: ignore[no-any-return]
+
+
+def refuse_to_stock(load_dir: Path, tag: str | None) -> None:
+    """Raises where a checkpoint of ours is handed to DeepSpeed's own engine."""
+    found = tag_to_load(load_dir, tag)
+    if found is not None and is_ours(load_dir, found):
+        raise CheckpointError(
+            f"checkpoint {load_dir / found} was written by ds_zo, this engine is DeepSpeed's own: make a folder for "
+            f"from_pretrained of it, by `ds-zo export {load_dir / found} OUT`, and begin from that"
+        )
 
 
 def _version() -> str:

@@ -223,7 +223,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     (
         "LOMO",
         {"gradient_clipping": 1.0, **param("clip_grad_value", 0.5)},
-        ["excludes gradient_clipping", "remove one"],
+        ["excludes gradient_clipping", "set gradient_clipping to 0"],
         "optimizer.params.clip_grad_value",
     ),
     ("LOMO", {"gradient_accumulation_steps": 4}, ["must be 1", "got 4", "sequential"], "gradient_accumulation_steps"),
@@ -531,6 +531,8 @@ def test_stock_offload_json_with_only_the_type_edited(kind: str) -> None:
 
 
 def test_a_learning_rate_left_out_was_not_chosen_for_adamw() -> None:
+    usual = resolve(edited(STOCK_ZERO_OFFLOAD, {"optimizer.type": "LOMO", "optimizer.params.lr": 1e-3}))
+    assert not any("does not transfer" in line for line in usual.warnings)
     left_out = resolve(edited(STOCK_ZERO_OFFLOAD, {"optimizer.type": "ZO", "optimizer.params.lr": DROP}))
     assert left_out.optimizer.lr == 1e-6
     assert not any("AdamW" in line for line in left_out.warnings)
@@ -586,3 +588,15 @@ def test_stock_configurations_name_none_of_ours(config: Any) -> None:
 def test_a_wrong_backend_name_is_never_taken_for_a_stock_configuration(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"zo, lomo, adalomo, lsp.*\(ds_zo.backend\)$"):
         backend_of({"ds_zo": {"backend": name}})
+
+
+@pytest.mark.parametrize("key", ["ds-zo", "dszo", "DS_ZO"])
+def test_a_section_spelt_another_way_is_never_ignored(key: str) -> None:
+    for config in ({key: {"backend": "zo"}}, {**base("ZO"), key: {}}):
+        with pytest.raises(ConfigError, match=rf'write "ds_zo" \({key}\)$'):
+            backend_of(config)
+
+
+def test_a_remedy_names_the_place_that_this_json_has() -> None:
+    with pytest.raises(ConfigError, match=r"set ds_zo\.params\.accumulation"):
+        resolve({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "ds_zo": {"backend": "lomo"}})

@@ -25,7 +25,7 @@ from test_config import MALFORMED, edited
 from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
-from ds_zo.config import BACKENDS, ConfigError
+from ds_zo.config import ConfigError
 from ds_zo.engines import Backend, GroupedOptimizer, StepOutcome, base
 from ds_zo.engines.late import Late
 
@@ -233,8 +233,6 @@ def test_malformed_configs_fail_in_initialize_as_they_do_in_resolve():
     """Also where DeepSpeed reads, and would refuse, the key before an engine is made."""
     for kind, edits, _, where in MALFORMED:
         config = edited(base_config(kind), edits)
-        if kind.lower() not in BACKENDS and "ds_zo" not in config:
-            continue  # a near miss of our names is DeepSpeed's to report
         model = torch.nn.Linear(2, 2)
         before = model.weight.data_ptr()
         with pytest.raises(ConfigError) as caught:
@@ -249,6 +247,13 @@ def test_a_backend_of_a_later_version_is_named_as_such(monkeypatch):
     config = zo_config(optimizer={"type": "LSP", "params": {"lr": 1e-4}})
     with pytest.raises(ConfigError, match="backend lsp is not available in this version of ds_zo"):
         start(config)
+
+
+def test_a_misspelt_type_is_told_from_stock_ones():
+    for written, remedy in {"MeZO": "ZO", "Ada-LOMO": "AdaLOMO", "AdmW": "adamw"}.items():
+        with pytest.raises(ConfigError, match=rf'got "{written}"; did you mean "{remedy}"\? \(optimizer.type\)'):
+            start(zo_config(optimizer={"type": written}), torch.nn.Linear(2, 2))
+    assert type(start(zo_config(optimizer={"type": "RMSprop"}), torch.nn.Linear(2, 2))) is DeepSpeedEngine
 
 
 def test_pipeline_models_are_refused_by_name():
@@ -712,6 +717,19 @@ def test_the_start_is_shown_once_with_what_was_ignored(seen):
     assert "streaming off" in summary.getMessage()
     assert len([record for record in ours if "optimizer.params.betas" in record.getMessage()]) == 1
     assert len([record for record in ours if "gradient_clipping" in record.getMessage()]) == 1
+
+
+def test_a_run_that_would_train_or_stream_nothing_says_so(seen):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    own = {"train_micro_batch_size_per_gpu": 4, "ds_zo": {"backend": "zo"}}
+    with pytest.raises(ConfigError, match=r"none of them; make the optimizer of .* \(AdamW.param_groups\)"):
+        start(own, model, optimizer=torch.optim.AdamW(other.parameters()))
+    start(own, model, optimizer=torch.optim.AdamW([model.weight, other.weight]))
+    start(zo_config(zero_optimization={"offload_param": {"device": "cpu"}}), model.requires_grad_(False))
+    text = "\n".join(record.getMessage() for record in seen)
+    assert "1 of 2 parameters are not the model's" in text
+    assert "no parameter requires a gradient" in text
+    assert "offload_param streams nothing" in text
 
 
 def test_a_logger_set_to_errors_shows_nothing(seen):

@@ -59,6 +59,11 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(path.read_text(encoding="utf-8"))
         found = body.pop("sha256")
         version, kind = body["version"], body["format"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"no checkpoint in {folder}: name a folder that engine.save_checkpoint wrote to, or a tag's folder in it "
+            f"(looked for the files {LATEST} and {FILE})"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,15 @@ _GROUP_KEYS = ("lr", "weight_decay")
 def backend_of(ds_config: Any) -> str | None:
     """Which of ours a DeepSpeed JSON names; None for a stock one. Cheap, and checks nothing else.
 
-    Raises only for a `ds_zo.backend` that is no backend: nothing stock has that key, and a typo there would
-    otherwise train with the stock optimizer in silence.
+    Raises only for a `ds_zo.backend` that is no backend, and for a section spelt another way: nothing stock has that
+    key, and a typo there would otherwise train with the stock optimizer in silence.
     """
     if not isinstance(ds_config, dict):
         return None
+    for key in ds_config:
+        if key != "ds_zo" and re.sub("[^a-z]", "", str(key).lower()) == "dszo":
+            text = f'the section is called ds_zo, got "{key}", which DeepSpeed would ignore; write "ds_zo"'
+            raise ConfigError(text, at=str(key))
     return _backend_in_type(ds_config) or _backend_in_section(ds_config)
 
 
@@ -61,6 +66,7 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
         clipping_explicit=stock.clipping_explicit,
         gradient_accumulation_steps=stock.gradient_accumulation_steps,
         loss_scale=stock.loss_scale,
+        params_at="optimizer.params" if _backend_in_type(ds_config) else "ds_zo.params",
     )
     check_rules(ds_config, config)
     return replace(

@@ -53,12 +53,10 @@ class Resolved:
     warnings: tuple[str, ...] = ()
     """Lines worth a user's attention at start."""
 
+    params_at: str = "optimizer.params"
+    """Where the keys of `optimizer` stand in the JSON, or would: `ds_zo.params` where there is no optimizer block."""
+
     @property
     def shards_device(self) -> bool:
         """On several ranks, each device keeps a piece of every block: LOMO at stage 3 without `offload_param`."""
         return self.zero_stage == 3 and not self.stream and self.backend in ("lomo", "adalomo")
-
-    @property
-    def params_at(self) -> str:
-        """Where `optimizer` stands in the JSON."""
-        return "optimizer.params" if self.section.params is None else "ds_zo.params"

@@ -60,10 +60,11 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
     """Legal settings that probably do not do what their author expects."""
     found = []
     optimizer = config.optimizer
-    if foreign_params and "lr" in optimizer.model_fields_set and not isinstance(optimizer, LSPParams):
+    usual_lr = type(optimizer).model_fields["lr"].default
+    if foreign_params and optimizer.lr != usual_lr and not isinstance(optimizer, LSPParams):
         found.append(
             f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
-            f"{optimizer.lr:g}, about {type(optimizer).model_fields['lr'].default:g} is usual"
+            f"{optimizer.lr:g}, about {usual_lr:g} is usual"
         )
     found += _scheduler_warning(ds_config, optimizer.lr)
     shards_host = config.stream and config.backend in ("zo", "lomo", "adalomo")
@@ -160,7 +161,8 @@ def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
     if optimizer.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
         text = (
             f"clip_grad_value excludes gradient_clipping, got {optimizer.clip_grad_value:g} beside "
-            f"{config.gradient_clipping:g}; remove one of the two"
+            f"{config.gradient_clipping:g}; set gradient_clipping to 0 (HF Trainer: max_grad_norm=0), or leave "
+            "clip_grad_value out"
         )
         raise ConfigError(text, at=f"{config.params_at}.clip_grad_value")
     if config.gradient_accumulation_steps > 1 and optimizer.accumulation == "refuse":
