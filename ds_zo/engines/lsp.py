@@ -8,6 +8,7 @@ checkpoints hold: `lsp_state`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
@@ -585,8 +586,9 @@ class LSPBackend(Backend):
             return
         self._is_closed = True
         # The collector ends threads, and clears what refers to us weakly, before it comes to the engine that calls
-        # this. The thread has done its jobs then; other ranks are no longer to be reached.
-        settles = self.ranks is None or self._finalizer.alive
+        # this. The thread has done its jobs then; other ranks are no longer to be reached. At the interpreter's end
+        # nobody has the module, and PyTorch aborts on tensors made in a finalizer.
+        settles = (self.ranks is None or self._finalizer.alive) and not sys.is_finalizing()
         if self._streamed is not None:
             self._streamed.settle_by(self._settle_unit)
             settles &= self._streamed.state.owns_module()
