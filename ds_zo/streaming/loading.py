@@ -69,6 +69,8 @@ def load_pretrained(
 ) -> nn.Module:
     """A pretrained model whose weights are read straight into the host store when `deepspeed.initialize` places them.
 
+    `auto_class` is one of transformers' Auto classes, or a model's own.
+
     For a folder of safetensors whose names are the model's own. Anything else (Hub names not on disk, checkpoints that
     transformers converts while loading) goes through `from_pretrained`, whose weights are then freed unit by unit as
     they are placed.
@@ -84,8 +86,9 @@ def load_pretrained(
             source = None
         if source is not None:
             config = AutoConfig.from_pretrained(name_or_path)
+            make = getattr(auto_class, "from_config", None) or auto_class._from_config
             with init_empty_weights(include_buffers=False):
-                model: nn.Module = auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32)
+                model: nn.Module = make(config, dtype=dtype or config.dtype or torch.float32)
             model.tie_weights()  # type: ignore[operator]
             if {name for name, _ in model.named_parameters()} <= source.names():
                 model.eval()

@@ -78,7 +78,8 @@ def test_equal_to_from_pretrained(tied: bool, sharded: bool, offload: bool, tmp_
 def test_other_architectures(name: str, tmp_path: Path) -> None:
     auto = hf.AutoModelForSequenceClassification if name == "roberta" else hf.AutoModelForCausalLM
     folder = save(tiny_model(name), tmp_path / "model")
-    assert_same_run(load_pretrained(auto, folder), auto.from_pretrained(folder), zo_json(), name)
+    of = hf.OPTForCausalLM if name == "opt" else auto  # a model's own class makes the same
+    assert_same_run(load_pretrained(of, folder), auto.from_pretrained(folder), zo_json(), name)
 
 
 @pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16])
