@@ -182,6 +182,11 @@ def _check_whole(model: nn.Module) -> None:
                 "an engine that is destroyed. Save them before that and load them into a new model; with Trainer, make "
                 "a new one for each train() and evaluate before it by eval_on_start=True"
             )
+        if p.numel() > 1 and not any(p.stride()):
+            raise RuntimeError(
+                f"an engine is made of whole weights, got {name} without memory: an engine that was being made of this "
+                "model failed when it had stored them in another form. Load the model again"
+            )
 
 
 class PluginEngine(CheckpointingEngine):

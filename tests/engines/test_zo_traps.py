@@ -43,7 +43,7 @@ from zo_runs import (
 )
 
 from ds_zo import ops
-from ds_zo.engines import visits
+from ds_zo.engines import homes, visits
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -355,6 +355,26 @@ def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(
         losses.append(one_step(engine, batch))
     assert losses == expected
     assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+@pytest.mark.parametrize("wire_dtype", ["auto", "fp8"])
+def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
+    wire_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that were stored in another form when it failed are gone, and not to be taken for zeros."""
+    json, model = zo_json(wire_dtype=wire_dtype), Toy()
+
+    def no_memory(self: Any) -> None:
+        raise torch.OutOfMemoryError("no room for slots")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(homes.Homes, "_make_visits", no_memory)
+        engine_for(model, json)
+    if wire_dtype == "fp8":
+        with pytest.raises(RuntimeError, match="Load the model again"):
+            engine_for(model, json)
+    else:
+        assert train(engine_for(model, json), toy_batches(2)) == train(engine_for(Toy(), json), toy_batches(2))
 
 
 def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch) -> None:
