@@ -58,6 +58,7 @@ from ds_zo.engines.throughput import EventTimer
 from ds_zo.logs import show
 from ds_zo.plugin_checkpoints import CheckpointingEngine, refuse_to_stock
 from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.loading import read_all
 
 _stock_new = DeepSpeedEngine.__new__
 _stock_config_init = DeepSpeedConfig.__init__
@@ -98,7 +99,10 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
             resolve(config)  # raises: the section would do nothing, and the run would not be the one that was meant
         if config is not None and _argument("optimizer", args, kwargs) is None:
             _check_optimizer_type(cls, config)
-        _let_go_of(_argument("model", args, kwargs))
+        model = _argument("model", args, kwargs)
+        _let_go_of(model)
+        if config is not None and model is not None:
+            read_all(model)
         return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
     if not issubclass(PluginEngine, cls):
         raise ConfigError(
@@ -207,6 +211,8 @@ class PluginEngine(CheckpointingEngine):
         model: nn.Module = bound["model"]
         self._places_parameters = self._backend_class.places_parameters(self.resolved)
         _undo_zero_init(model, to_host=self._places_parameters)
+        if not self._places_parameters:
+            read_all(model)
         bound.pop("self")
         bound["config_class"] = _without_zero(bound["config_class"])
         bound["dont_change_device"] = bound.get("dont_change_device", False) or self._places_parameters

@@ -24,6 +24,18 @@ def attach_source(module: nn.Module, source: Source) -> None:
     object.__setattr__(module, _SOURCE, source)
 
 
+def read_all(module: nn.Module) -> None:
+    """Reads what is on the meta device and has a source into host memory, for an engine that moves a module whole.
+    Parameters stay the same objects."""
+    source: Source | None = getattr(module, _SOURCE, None)
+    if source is None:
+        return
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            value = nn.Parameter(source(name).to(p.dtype), requires_grad=p.requires_grad)
+            torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
+
+
 def reader_of(module: nn.Module) -> Callable[[Placed], torch.Tensor]:
     """How to get each parameter's value: from memory, or from the attached source where it is on the meta device."""
     source: Source | None = getattr(module, _SOURCE, None)

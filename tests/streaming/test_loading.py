@@ -82,6 +82,17 @@ def test_other_architectures(name: str, tmp_path: Path) -> None:
     assert_same_run(load_pretrained(of, folder), auto.from_pretrained(folder), zo_json(), name)
 
 
+@pytest.mark.parametrize("kind", ["LOMO", "LSP", "SGD"])
+def test_an_engine_that_takes_a_model_whole_reads_it_whole(kind: str, tmp_path: Path) -> None:
+    folder = save(tiny_model("llama", tie_word_embeddings=True), tmp_path / "model")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder)
+    engine = engine_for(ours, zo_json(offload=False, optimizer={"type": kind, "params": {"lr": 1e-3}}))
+    for name, p in theirs.named_parameters():
+        assert torch.equal(engine.module.get_parameter(name).cpu(), p), name
+    assert engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_dtypes_are_those_of_from_pretrained(stored: torch.dtype, asked: torch.dtype | None, tmp_path: Path) -> None:
