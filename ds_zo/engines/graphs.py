@@ -3,7 +3,7 @@
 [Note: graphs of blocks] Working copies made in pairs lie in the same two places for every step, so a block's forward of
 one pass is the same list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the
 recording read them, outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out,
-no random numbers drawn, no number read back. Whatever can't be recorded runs as it did.
+no random numbers drawn, no number read back, no input changed. Whatever can't be recorded runs as it did.
 
 [Note: tensors that modules keep] Kernels read masks and tables of positions where these were when they were recorded. A
 module that makes a longer table for a longer batch lets the first one go, and its memory becomes something else's. So
@@ -159,7 +159,7 @@ class BlockGraphs:
             if self._calls_hooks(surroundings):
                 return forward(*args, **kwargs)
             if key not in self._outputs:
-                return self._watched(key, same, partial(forward, *args, **kwargs))
+                return self._watched(key, same, tensors, partial(forward, *args, **kwargs))
             self._recordings[key] = self._record(forward, leaves, spec, surroundings, key=key, same=same)
         recording = self._recordings[key]
         if recording is None or self._calls_hooks(recording.surroundings):
@@ -209,11 +209,12 @@ class BlockGraphs:
             )
         return False
 
-    def _watched(self, key: Key, same: Key, call: Callable[[], Any]) -> Any:
+    def _watched(self, key: Key, same: Key, tensors: list[torch.Tensor], call: Callable[[], Any]) -> Any:
         """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same: a
         recording that fails would leave the allocator recording."""
         generator = torch.cuda.default_generators[self._device.index or 0]
         before, mode = generator.get_offset(), torch.cuda.get_sync_debug_mode()
+        versions = [_version(t) for t in tensors]
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as seen:
@@ -224,7 +225,8 @@ class BlockGraphs:
         leaves, _ = pytree.tree_flatten(result)
         waits = any("synchronizing" in str(warning.message) for warning in seen)
         draws = generator.get_offset() != before
-        if waits or draws or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        writes = versions != [_version(t) for t in tensors]  # a replay would write to copies
+        if waits or draws or writes or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
             return result
         self._outputs[key] = self._shared(("out", same, *((t.shape, t.dtype) for t in leaves)), leaves)
@@ -276,6 +278,10 @@ class BlockGraphs:
         if surroundings.have_moved:  # by the forward itself: its next run would start from other ones
             return None
         return Recording(graph, surroundings, inputs, self._outputs[key], output_spec)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -58,6 +58,9 @@ _STEPS_BETWEEN_WALKS = 20
 
 _hooks: Any = WeakTensorKeyDictionary()
 """The handle on each parameter: a second engine for the same module takes the place of the first."""
+_reachable: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+"""The handles of a module's last engine. Of one that only a dropped engine has, the collector clears the reference to
+the hooks before the engine could remove its own."""
 
 
 class LSPBackend(Backend):
@@ -121,6 +124,7 @@ class LSPBackend(Backend):
         self._group_of_unit = {id(group.unit): group for group in self._host_groups if group.unit is not None}
         self._host_group_of = {id(slot): group for group in self._host_groups for slot in group.slots}
         self._handles = [self._hook(slot) for slot in self._slots] + self._hook_modules(groups)
+        _reachable[module] = self._handles
         self._weights: SettledState | None = None
         if self._streamed is None:
             self._weights = SettledState(module, weakly(self.settle), device=device)

@@ -74,12 +74,24 @@ class Noisy(nn.Module):
         return self.dropout(self.linear(x))
 
 
+class Writes(nn.Module):
+    """A block that changes its input in place: a replay would change a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mul_(0.5)) + x
+
+
 class Stack(nn.Module):
     def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()  # blocks may write to it
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -89,7 +101,7 @@ def stack_batch(seed: int) -> dict[str, Any]:
     return {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))}
 
 
-@pytest.mark.parametrize("block", [Sighted, Noisy])
+@pytest.mark.parametrize("block", [Sighted, Noisy, Writes])
 def test_what_cannot_be_replayed_runs_as_usual(block: type[nn.Module]) -> None:
     torch.manual_seed(0)
     expected, _ = run(lambda: seeded(lambda: Stack(block)), stack_batch, graphs=False)
