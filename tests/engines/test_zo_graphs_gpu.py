@@ -154,7 +154,7 @@ class Growing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = x.shape[1]
         if length > self.table.shape[0]:
-            self.table = torch.arange(length, device=x.device, dtype=x.dtype)
+            self.table = torch.arange(length, device=x.device, dtype=x.dtype) / length
         return self.linear(x).relu() + self.table[:length, None]
 
 
