@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     export.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     export.add_argument("--shard-gb", type=float, default=4.0, help="largest file, in GB (default: %(default)s)")
+    export.add_argument(
+        "--tokenizer", metavar="NAME_OR_PATH", help="save this one in OUT too: a checkpoint of an engine holds none"
+    )
     export.set_defaults(run=_export)
 
     replay = commands.add_parser("replay", help="rebuild the weights of any step of a ZO run from its trajectory")
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (CheckpointError, FileNotFoundError, ValueError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -139,8 +142,15 @@ def _export(args: argparse.Namespace) -> None:
 
     latest = tag_to_load(args.checkpoint, None)
     folder = args.checkpoint if latest is None else folder_of(args.checkpoint, latest)
+    tokenizer = None
+    if args.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)  # before anything is made, for a name that is wrong
     export(open_folder(folder), args.out, shard_nbytes=int(args.shard_gb * 1e9))
-    print(f"{folder} -> {args.out}")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(args.out)
+    print(f"{folder} -> {args.out}{'' if tokenizer else ' (without a tokenizer: --tokenizer NAME adds one)'}")
 
 
 def _replay(args: argparse.Namespace) -> None:

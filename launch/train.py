@@ -48,8 +48,9 @@ from ds_zo.bench.galore import galore_engine
 from ds_zo.bench.measure import commit
 from ds_zo.bench.mezo_engine import MeZOEngine
 from ds_zo.bench.run_summary import Best, Point, Summary, append_row, versions
+from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.preemption import Preemption
-from ds_zo.config import backend_of
+from ds_zo.config import ConfigError, backend_of
 from ds_zo.tasks import TASKS, DataSource, Draw, Evaluator, HeadTask, Score, SeededOrder, TaskError, make_task
 from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
@@ -264,7 +265,10 @@ def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int |
     except (OSError, ValueError) as error:
         where = f"the folder {path}" if Path(path).is_dir() else f"a folder named {path}, then a Hub model of that name"
         first_line = str(error).strip().splitlines()[0]
-        raise UserError(f"could not load a language model; looked for {where}: {first_line} (--model)") from error
+        lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("*token*"))
+        hint = "; it has no tokenizer, which `ds-zo export --tokenizer NAME` adds" if lacks_tokenizer else ""
+        text = f"could not load a language model; looked for {where}: {first_line}{hint} (--model)"
+        raise UserError(text) from error
     return model, tokenizer
 
 
@@ -596,7 +600,7 @@ def main() -> None:
     args = parse_args()
     try:
         run(args)
-    except (UserError, TaskError) as error:
+    except (UserError, TaskError, ConfigError, CheckpointError) as error:
         sys.exit(f"error: {error}")
     finally:
         if dist.is_initialized():

@@ -16,13 +16,14 @@ from checkpoint_runs import JSONS
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import tiny_batch, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo_runs import Toy, assert_equal, engine_for, train, weights
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.export import export
 from ds_zo.checkpoint.reader import open_folder
+from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -53,7 +54,10 @@ def test_an_exported_checkpoint_loads_as_the_model(kind: str, name: str, tied: b
     assert type(loaded) is type(engine.module)
     if tied:
         assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
-    assert cli.main(["export", str(tmp_path / "saves" / "global_step4"), str(tmp_path / "one")]) == 0
+    one = [str(tmp_path / "saves" / "global_step4"), str(tmp_path / "one")]
+    assert cli.main(["export", *one, "--tokenizer", str(tmp_path / "nowhere")]) == 1
+    assert cli.main(["export", *one, "--tokenizer", str(EMBEDDED)]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "one")("a").input_ids
     whole = load_file(tmp_path / "one" / "model.safetensors")
     assert all(value.numel() > 0 and torch.equal(value, expected[key]) for key, value in whole.items())
 

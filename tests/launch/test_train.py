@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_zo.tasks import TASKS
@@ -149,11 +150,18 @@ def test_mistakes_say_what_was_looked_for(
         script.run(script.parse_args([*config, *arguments, "--output-dir", str(tmp_path / "out")]))
 
 
+def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path, script: ModuleType) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="it has no tokenizer, which `ds-zo export --tokenizer NAME` adds"):
+        script.load_model(str(tmp_path), dtype=torch.float32, lazily=False)
+
+
 def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run) -> None:
-    arguments = ("--deepspeed", write_config(tmp_path, SGD), "--task", "nope")
+    """Also one that is found when the engine is made."""
+    arguments = ("--deepspeed", write_config(tmp_path, {"type": "LOMOO"}), "--skip-zero-shot")
     done = run_script(SCRIPT, *arguments, cwd=REPO, env=environment())
     assert done.returncode != 0
-    assert "error: looked for a task named 'nope'" in done.stderr
+    assert 'got "LOMOO"; did you mean "LOMO"?' in done.stderr
     assert "Traceback" not in done.stderr
 
 
