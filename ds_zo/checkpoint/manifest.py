@@ -61,7 +61,7 @@ def read_manifest(folder: Path) -> Manifest:
         version, kind = body["version"], body["format"]
     except FileNotFoundError:
         raise CheckpointError(
-            f"no checkpoint in {folder}: name a folder that engine.save_checkpoint wrote to, or a tag's folder in it "
+            f"no checkpoint of ds_zo in {folder}: name a folder that an engine of it saved to, or a tag's in that "
             f"(looked for the files {LATEST} and {FILE})"
         ) from None
     except OSError as error:
