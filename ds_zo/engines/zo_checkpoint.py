@@ -140,7 +140,7 @@ class HomesCheckpoint:
             if resume:
                 self._homes.log.length = state["step"]
                 logger.warning(
-                    f"ds_zo: the checkpoint's {', '.join(reasons)} differ from this run's: its weights are taken with "
+                    f"ds_zo: the checkpoint and this run differ in {', '.join(reasons)}: its weights are taken with "
                     "every update, and the run goes on, but not bit for bit as it would have"
                 )
                 for unit in self._homes.placement.units:
@@ -156,7 +156,7 @@ class HomesCheckpoint:
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
         ours = self.facts()
         names = ("noise_version", "seed", "distribution", "rounding", "num_directions", "num_groups", "interval")
-        found = [name for name in names if state[name] != ours[name]]
+        found = [f"{n} ({state[n]} there, {ours[n]} here)" for n in names if state[n] != ours[n]]
         there = {unit_key(u): {k: v for k, v in u.items() if k != "version"} for u in state["units"]}
         here = {unit_key(u): u for u in map(describe, self._homes.placement.units)}
         if there != here:
