@@ -116,7 +116,7 @@ def _driver() -> Check:
         words = path.read_text().splitlines()[0].split()
         version = next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
         return Check("driver", f"{version}, torch's CUDA {torch.version.cuda}")
-    return Check("driver", "none", "warn", "install NVIDIA's driver for this GPU")
+    return Check("driver", "none", "warn", "where there is an NVIDIA GPU, install its driver")
 
 
 def _triton() -> Check:
