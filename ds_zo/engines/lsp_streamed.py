@@ -3,9 +3,10 @@
 [Note: settled where it is visited] A block's weights are on the device in its forward and in its backward visit alone
 ([Note: recomputed blocks]). The backward visit compresses its gradients, which is all that it needs of them; Adam's
 direction is applied at the next visit, whatever that is for, before anything is computed, and that visit sends the
-block back. So a block comes up twice a step and goes down once, and weights are the resident run's, bit for bit. All
-that a block's parameters keep between visits lives on the device as ever; a whole parameter's gradient is taken out of
-`.grad`, which must not outlive the visit. Vectors of a block travel with it, so their Adam runs on the CPU too.
+block back. So a block comes up twice a step and goes down once, and weights are the resident run's, bit for bit, where
+that run's Adam is on the CPU too (a GPU's rounds otherwise). All that a block's parameters keep between visits lives on
+the device as ever; a whole parameter's gradient is taken out of `.grad`, which must not outlive the visit. Vectors of a
+block travel with it, so their Adam runs on the CPU too.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from accelerate.utils import DummyOptim, DummyScheduler
 from library_runs import (
     LEARNING_RATE,
     accelerator_for,
+    adam_apart,
     assert_moved,
     assert_same,
     batches,
@@ -105,7 +106,7 @@ def test_offload_optimizer_beside_the_scripts_adamw(backend: str) -> None:
     loop(accelerator, model, optimizer, data)
     reference = start(config_for(backend))
     train(reference, batches(2))
-    assert_same(weights_of(model), weights_of(reference))
+    assert_same(weights_of(model), weights_of(reference), atol=adam_apart(backend))
 
 
 def test_clip_grad_norm_returns_the_engines_norm(backend: str) -> None:

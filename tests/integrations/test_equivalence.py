@@ -12,6 +12,7 @@ from library_runs import (
     LEARNING_RATE,
     Run,
     accelerator_for,
+    adam_apart,
     arguments,
     assert_moved,
     assert_same,
@@ -47,9 +48,9 @@ def raw(config: dict[str, Any]) -> Run:
     return run
 
 
-def assert_equal_runs(a: Run, b: Run) -> None:
-    assert a.losses == b.losses
-    assert_same(a.weights, b.weights)
+def assert_equal_runs(a: Run, b: Run, *, apart: float = 0.0) -> None:
+    assert a.losses == pytest.approx(b.losses, rel=apart, abs=0.0)
+    assert_same(a.weights, b.weights, atol=apart)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -160,4 +161,4 @@ def test_no_blocks_streams_and_trains_as_with_blocks(backend: str) -> None:
     for blocks in ([], None):
         engine = start({**config, "ds_zo": {"stream": {"blocks": blocks}}})
         runs.append(Run(train(engine, batches(2)), weights_of(engine)))
-    assert_equal_runs(*runs)
+    assert_equal_runs(*runs, apart=adam_apart(backend))  # without blocks vectors stay on the device

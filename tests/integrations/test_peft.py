@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import DummyOptim
 from library_runs import (
     accelerator_for,
+    adam_apart,
     arguments,
     assert_moved,
     assert_same,
@@ -76,8 +77,8 @@ def test_a_streamed_frozen_base_gives_the_resident_run_and_is_never_written_back
             assert homes, "blocks with frozen weights stream"
         losses = train(engine, batches(10))  # past the write-back interval
         runs.append((losses, weights_of(engine)))
-    assert runs[0][0] == runs[1][0]
-    assert_same(runs[0][1], runs[1][1])
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=adam_apart(backend), abs=0.0)
+    assert_same(runs[0][1], runs[1][1], atol=adam_apart(backend))
     if backend == "zo":
         assert all(torch.equal(unit.home, first) for unit, first in homes.values())
 
