@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.plain_copies import StandIn
 from ds_zo.engines.twins import Lockstep
+from ds_zo.ops.recording import recorded
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
-from ds_zo.projectors.recording import uncollected
 from ds_zo.streaming.units import Unit
 
 MOST_KINDS = 16
@@ -251,27 +251,17 @@ class BlockGraphs:
         inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         rest = iter(inputs)
         args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        error: BaseException | None = None
         output_spec: Any = None
-        with uncollected(), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                results, output_spec = pytree.tree_flatten(forward(*args, **kwargs))
-                for static, result in zip(self._outputs[key], results, strict=True):
-                    static.copy_(result)
-            except BaseException as raised:  # Ctrl-C too: nothing works while something is being recorded
-                error = raised
-            try:
-                graph.capture_end()
-            except RuntimeError as raised:
-                error = error or raised
-        current.wait_stream(self._stream)
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        if error is not None:
+
+        def work() -> None:
+            nonlocal output_spec
+            results, output_spec = pytree.tree_flatten(forward(*args, **kwargs))
+            for static, result in zip(self._outputs[key], results, strict=True):
+                static.copy_(result)
+
+        try:
+            graph = recorded(work, stream=self._stream, pool=self._pool)
+        except Exception as error:
             self._gave_up = True
             logger.warning(f"ds_zo: blocks run without CUDA graphs from now on, for one can't be recorded: {error}")
             return None

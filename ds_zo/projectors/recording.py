@@ -6,25 +6,12 @@ read and write the same places every time, so a CUDA graph of one step does for 
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from deepspeed.utils import logger
 
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, no garbage is collected: pinned memory that was left to it waits for the device when it goes, and a
-    recording of any thread would fail."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+from ds_zo.ops.recording import recorded
 
 
 class Recorder:
@@ -42,37 +29,23 @@ class Recorder:
         where it cannot be recorded. An earlier recording is gone."""
         if self._gave_up or device.type != "cuda":
             return work
-        found = self._recorded(work, device)
-        if isinstance(found, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()  # the allocator does so before it gives up, but not while it records
-            found = self._recorded(work, device)
-        if isinstance(found, Exception):
+        try:
+            self._graph = self._recorded(work, device)  # the one before has given its pool on
+        except Exception as error:
             self._gave_up = True
-            logger.warning(f"ds_zo: projectors are fitted without CUDA graphs, for a step can't be recorded: {found}")
+            logger.warning(f"ds_zo: projectors are fitted without CUDA graphs, for a step can't be recorded: {error}")
             return work
-        self._graph = found  # the one before has given its pool on
-        return found.replay
+        return self._graph.replay
 
-    def _recorded(self, work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | Exception:
+    def _recorded(self, work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        graph = torch.cuda.CUDAGraph()
-        stream, current = self._stream, torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        error: Exception | None = None
-        with uncollected(), torch.cuda.stream(stream):
-            pool = None if self._graph is None else self._graph.pool()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except Exception as raised:
-                error = raised.with_traceback(None)  # which would keep the tensors of `work`
-            try:
-                graph.capture_end()
-            except RuntimeError as raised:
-                error = error or raised.with_traceback(None)
-        current.wait_stream(stream)
-        return graph if error is None else error
+        pool = None if self._graph is None else self._graph.pool()
+        try:
+            return recorded(work, stream=self._stream, pool=pool)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # the allocator does so before it gives up, but not while it records
+        return recorded(work, stream=self._stream, pool=pool)
 
     def release(self) -> None:
         """Its memory goes back to the device. What was recorded has ended."""
