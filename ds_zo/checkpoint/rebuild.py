@@ -23,6 +23,7 @@ from ds_zo.checkpoint.reader import Saved, open_folder
 from ds_zo.checkpoint.replay import Recipe, due, fold, values
 from ds_zo.checkpoint.stock import Weights, model_source
 from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
+from ds_zo.streaming.turns import FOLD_ORDER
 from ds_zo.streaming.units import Unit
 
 _BESIDE_WEIGHTS = (
@@ -119,11 +120,15 @@ def replay(
     device = torch.device(device)
     trajectory = read_trajectory(trajectory_file)
     header, facts = trajectory.header, trajectory.header["facts"]
-    if facts["noise_version"] != ops.NOISE_VERSION:
-        raise CheckpointError(
-            f"{trajectory_file} was recorded with noise version {facts['noise_version']}, this ds_zo makes "
-            f"{ops.NOISE_VERSION}: replay with the ds_zo that recorded it (--trajectory)"
-        )
+    for what, there, here in (
+        ("noise version", facts["noise_version"], ops.NOISE_VERSION),
+        ("fold order", facts.get("fold_order", 1), FOLD_ORDER),
+    ):
+        if there != here:
+            raise CheckpointError(
+                f"{trajectory_file} was recorded with {what} {there}, this ds_zo has {here}: replay with the ds_zo "
+                "that recorded it (--trajectory)"
+            )
     start = _Base(base, trajectory)
     if not start.step <= step <= trajectory.end_step:
         raise CheckpointError(

@@ -16,6 +16,8 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.trajectory import FILE, Trajectory, TrajectoryFile, read_trajectory
 
 Header = dict[str, Any]
+_OF_UPDATES = ("noise_version", "seed", "distribution", "num_directions", "num_groups")
+"""Facts without which a row does not say what it did to the weights."""
 
 
 class Recorder:
@@ -127,13 +129,21 @@ class Recorder:
                 self._file.close()
             self._file, self._waiting = None, []
             path = folder / FILE
-            old = _read_if_whole(path)
-            if old is None or old.id != recorded_as or not old.first_step <= step <= old.end_step:
+            old, header = _read_if_whole(path), self._header()
+            is_ours = old is not None and old.id == recorded_as and old.first_step <= step <= old.end_step
+            if old is None or not is_ours or not _makes_the_same_updates(old.header, header):
                 folder.mkdir(parents=True, exist_ok=True)
                 self._set_aside(path)
                 self._restart(step, sha256)
                 self._file = TrajectoryFile(path, header=self._full_header())
                 return None
+            if any(old.header[name] != header[name] for name in ("facts", "units")):
+                logger.warning(
+                    f"ds_zo: this run stores or rounds weights in another way than {path} was recorded with, so later "
+                    "steps are recorded from the next checkpoint on (ds_zo.checkpoint.trajectory)"
+                )
+                self._restart(old.end_step if newest else step, "")
+                return old.rows[step - old.first_step :] if newest else None
             if newest:
                 self.id, self._base = old.id, old.header["base"]
                 self._file = TrajectoryFile(path, keep_nbytes=old.nbytes)
@@ -166,6 +176,10 @@ class Recorder:
                 self._pool.shutdown()
             if self._file is not None:
                 self._file.close()
+
+
+def _makes_the_same_updates(there: Header, here: Header) -> bool:
+    return all(there["facts"].get(name) == here["facts"][name] for name in _OF_UPDATES)
 
 
 def _read_if_whole(path: Path) -> Trajectory | None:

@@ -23,7 +23,7 @@ from ds_zo.checkpoint.replay import saved_values
 from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.replay_log import CAPACITY
-from ds_zo.streaming.turns import turn
+from ds_zo.streaming.turns import FOLD_ORDER, turn
 from ds_zo.streaming.units import Unit
 
 
@@ -96,6 +96,7 @@ class HomesCheckpoint:
             "num_directions": homes.log.num_directions,
             "num_groups": homes.log.num_groups,
             "interval": homes.interval,
+            "fold_order": FOLD_ORDER,
             "device": homes.device.type,
         }
 
@@ -154,9 +155,9 @@ class HomesCheckpoint:
         return {p.name: tuple(p.parameter.shape) for u in self._homes.placement.units for p in u.placed}
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
-        ours = self.facts()
+        ours, theirs = self.facts(), {"fold_order": 1, **state}
         names = ("noise_version", "seed", "distribution", "rounding", "num_directions", "num_groups", "interval")
-        found = [f"{n} ({state[n]} there, {ours[n]} here)" for n in names if state[n] != ours[n]]
+        found = [f"{n} ({theirs[n]} there, {ours[n]} here)" for n in (*names, "fold_order") if theirs[n] != ours[n]]
         there = {unit_key(u): {k: v for k, v in u.items() if k != "version"} for u in state["units"]}
         here = {unit_key(u): u for u in map(describe, self._homes.placement.units)}
         if there != here:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
+FOLD_ORDER = 2
+"""Names the rule, for what was recorded: by another one weights are rounded at other steps. 1 was the block's index."""
 _GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo one, fall into the widest gap that earlier ones left."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, wit
 from safetensors.torch import load_file
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM
-from zo_runs import Toy, assert_equal, engine_for, train, weights, zo_json
+from zo_runs import Toy, assert_equal, engine_for, log_lines, train, weights, zo_json
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
@@ -51,6 +52,52 @@ def test_recovery_loses_no_completed_step(name: str, tmp_path: Path) -> None:
     assert again.global_steps == 10
     assert train(again, BATCHES[10:12]) == expected[10:]
     assert_same_bits(planes(again), planes(whole))
+
+
+def test_a_checkpoint_of_another_fold_order_goes_on_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    """Steps that were recorded are made again, and later ones recorded apart from them."""
+    first = start("bf16 wire", trajectory=True)
+    train(first, BATCHES[:3])
+    first.save_checkpoint(str(tmp_path))
+    train(first, BATCHES[3:5])
+    crash(first)
+    before = {path: path.read_bytes() for path in tmp_path.glob("trajectory*.bin")}
+    monkeypatch.setattr("ds_zo.engines.zo_checkpoint.FOLD_ORDER", 7)
+    resumed = start("bf16 wire", trajectory=True)
+    with log_lines() as lines:
+        resumed.load_checkpoint(str(tmp_path))
+    assert any("fold_order (2 there, 7 here)" in line for line in lines)
+    assert resumed.global_steps == 5
+    train(resumed, BATCHES[5:6])
+    resumed.save_checkpoint(str(tmp_path))
+    train(resumed, BATCHES[6:7])
+    crash(resumed)
+    [old] = before
+    found = {path: read_trajectory(path) for path in tmp_path.glob("trajectory*.bin")}
+    assert {t.header["facts"]["fold_order"]: (t.first_step, t.end_step) for t in found.values()} == {
+        2: (0, 5),
+        7: (5, 7),
+    }
+    assert any(path.read_bytes() == before[old] for path in found), "what was recorded stays as it was"
+    again = start("bf16 wire", trajectory=True)
+    again.load_checkpoint(str(tmp_path))
+    assert again.global_steps == 7
+    assert_same_bits(planes(again), planes(resumed))
+
+
+def test_steps_of_another_seed_are_not_made_again(tmp_path: Path) -> None:
+    first = start("bf16 wire", trajectory=True)
+    train(first, BATCHES[:3])
+    first.save_checkpoint(str(tmp_path))
+    expected = weights(first.module)
+    train(first, BATCHES[3:5])
+    crash(first)
+    config = copy.deepcopy(with_checkpoint(JSONS["bf16 wire"], trajectory=True))
+    config["optimizer"]["params"]["seed"] = 5
+    other = engine_for(Toy(), config)
+    other.load_checkpoint(str(tmp_path))
+    assert other.global_steps == 3
+    assert_equal(weights(other.module), expected)
 
 
 def test_the_checkpoint_that_a_trajectory_goes_on_from_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
@@ -214,7 +261,7 @@ def test_replay_gives_the_weights_of_any_step(recorded_run: tuple[Any, Path]) ->
     assert_equal(from_five.state_dict(), seven.state_dict())
 
 
-def test_replay_from_another_model_or_altered_numbers_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_replay_from_another_model_or_altered_numbers_is_refused(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
     engine = engine_for(model, with_checkpoint(JSONS["bf16 wire"], trajectory=True))
@@ -229,6 +276,13 @@ def test_replay_from_another_model_or_altered_numbers_is_refused(tmp_path: Path,
     assert "neither a model folder" in capsys.readouterr().err
     assert cli.main([*arguments[:4], "9", *arguments[5:], "--base", str(tmp_path / "base")]) == 1
     assert "leads from step 0 to 3, got 9" in capsys.readouterr().err
+    rules = {"ds_zo.checkpoint.rebuild.FOLD_ORDER": "fold order 2", "ds_zo.ops.NOISE_VERSION": "noise version"}
+    for where, what in rules.items():  # by other rules weights would be others, and not every step has a hash
+        with monkeypatch.context() as other:
+            other.setattr(where, 7)
+            assert cli.main([*arguments, "--base", str(tmp_path / "base")]) == 1
+        error = capsys.readouterr().err
+        assert f"was recorded with {what}" in error and "this ds_zo has 7" in error
     altered = bytearray(file.read_bytes())
     head = altered.index(b"\n", 30) + 1
     from ds_zo.checkpoint.trajectory import _record

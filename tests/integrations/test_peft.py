@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import DummyOptim
 from library_runs import (
     accelerator_for,
-    adam_apart,
     arguments,
     assert_moved,
     assert_same,
@@ -71,14 +70,17 @@ def test_only_adapters_move_through_accelerate(backend: str, stream: bool) -> No
 def test_a_streamed_frozen_base_gives_the_resident_run_and_is_never_written_back(backend: str) -> None:
     runs = []
     for stream in (False, True):
-        engine = start(config_for(backend, stream=stream), lora_model())
+        config = config_for(backend, stream=stream)
+        if backend == "lsp":  # Adam in one place: a GPU's rounds otherwise
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        engine = start(config, lora_model())
         if stream and backend == "zo":
             homes = {u.name: (u, u.home.clone()) for u in engine.backend.homes.placement.units if u.streamed}
             assert homes, "blocks with frozen weights stream"
         losses = train(engine, batches(10))  # past the write-back interval
         runs.append((losses, weights_of(engine)))
-    assert runs[0][0] == pytest.approx(runs[1][0], rel=adam_apart(backend), abs=0.0)
-    assert_same(runs[0][1], runs[1][1], atol=adam_apart(backend))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
     if backend == "zo":
         assert all(torch.equal(unit.home, first) for unit, first in homes.values())
 
