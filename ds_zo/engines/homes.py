@@ -25,13 +25,13 @@ from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
     measure_from_here,
-    residents_after_a_step,
     usable_nbytes,
     zo_sizes,
 )
+from ds_zo.streaming.filling import Buffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
+from ds_zo.streaming.placement import move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -234,8 +234,7 @@ class Homes:
         """Shared buffers are made anew: how many there are depends on it."""
         self.measures = False
         self.interval = interval
-        self.runtime.forget()
-        self.visits.close()
+        self._let_go()
         self._make_visits()
         self._room.watch_afresh()
 
@@ -246,25 +245,25 @@ class Homes:
         if not self.may_fill_device:
             return
         self.may_fill_device = False
-        blocks = self.placement.blocks
-        num_resident, figures = residents_after_a_step(
-            self.placement, device=self.device, budget_gb=self._stream.device_memory_gb, sizes=self._sizes
-        )
-        if self.shared is not None:
-            num_resident = self.shared.node.smallest(num_resident)
-        if num_resident <= 0:
-            return
         self.claims.wait()
+        for unit in self.placement.blocks:
+            self.runtime.host_wait(unit)
+        filled = fill_device(
+            self.placement,
+            store=self.store,
+            device=self.device,
+            budget_gb=self._stream.device_memory_gb,
+            sizes=self._sizes,
+            buffers=Buffers(self._let_go, self._make_visits),
+        )
+        if filled:
+            self._room.watch()
+
+    def _let_go(self) -> None:
         self.runtime.forget()
         self.visits.close()
-        torch.cuda.empty_cache()  # blocks that stay are not to stand among pieces that activations fitted in
-        all_stay = num_resident == len(blocks)
-        for index in sorted(spread(len(blocks), num_resident)):
-            self.runtime.host_wait(blocks[index])
-            keep_on_device(blocks[index], self.store, self.device, low=all_stay or self.shared is not None)
-        self._make_visits()
-        self._room.watch()
-        show(f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on ({figures})")
+        for slot in self.runtime.slots:  # of one that has no visits yet
+            slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def describe(self) -> str:
         gib = 2**30

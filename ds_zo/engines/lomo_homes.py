@@ -25,14 +25,14 @@ from torch import nn
 
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
-from ds_zo.logs import show
 from ds_zo.streaming.allocator import Room
-from ds_zo.streaming.budget import check_fits, device_bytes, measure_from_here, residents_after_a_step
+from ds_zo.streaming.budget import check_fits, device_bytes, measure_from_here
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
+from ds_zo.streaming.filling import Buffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, Share
-from ds_zo.streaming.placement import keep_on_device, move_buffers, plan_units, settle, spread
+from ds_zo.streaming.placement import move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -221,23 +221,21 @@ class BlockHomes:
         if not self._may_fill:
             return
         self._may_fill = False
-        blocks = self.placement.blocks
-        num_resident, figures = residents_after_a_step(
-            self.placement, device=self.device, budget_gb=self._stream.device_memory_gb, sizes=self._sizes
-        )
-        if self.shared is not None:
-            num_resident = self.shared.node.smallest(num_resident)
-        if num_resident <= 0:
-            return
+        self.wait()
         self.runtime.forget()
-        self._let_go()
-        torch.cuda.empty_cache()  # blocks that stay are not to stand among pieces that activations fitted in
-        for index in sorted(spread(len(blocks), num_resident)):
-            self.runtime.host_wait(blocks[index])
-            keep_on_device(blocks[index], self.store, self.device, low=False)
+        filled = fill_device(
+            self.placement,
+            store=self.store,
+            device=self.device,
+            budget_gb=self._stream.device_memory_gb,
+            sizes=self._sizes,
+            buffers=Buffers(self._let_go, self._make_buffers),
+        )
+        if filled:
+            self._room.watch()
+
+    def _make_buffers(self) -> None:
         self.runtime = self._make_runtime()
-        self._room.watch()
-        show(f"ds_zo: {num_resident} of {len(blocks)} blocks stay on the device from now on ({figures})")
 
     def _let_go(self) -> None:
         self._views.clear()

@@ -202,27 +202,6 @@ def settle(
         shared.node.barrier()
 
 
-def keep_on_device(unit: Unit, store: HostStore, device: torch.device, *, low: bool) -> None:
-    """Moves a streamed unit's home to the device for good, its low plane too if `low`. Only after its last copy."""
-    home, low_home = unit.home, unit.low_home
-    low_moves = low and low_home is not None
-
-    def moved(buffer: torch.Tensor) -> torch.Tensor:
-        there = torch.empty_like(buffer, device=device)
-        if isinstance(store, SharedStore):
-            store.copy_whole(there, buffer)
-        else:
-            there.copy_(buffer)
-        return there
-
-    new_low = moved(low_home) if low_home is not None and low_moves else low_home
-    unit.settle(moved(home), new_low, streamed=False, low_streamed=not low_moves)
-    unit.bind_home()
-    store.give_back(home)
-    if low_home is not None and low_moves:
-        store.give_back(low_home)
-
-
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Buffers never stream."""
     for m in module.modules():
