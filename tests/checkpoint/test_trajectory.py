@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def test_steps_of_another_seed_are_not_made_again(tmp_path: Path) -> None:
     expected = weights(first.module)
     train(first, BATCHES[3:5])
     crash(first)
-    config = copy.deepcopy(with_checkpoint(JSONS["bf16 wire"], trajectory=True))
+    config = with_checkpoint(JSONS["bf16 wire"], trajectory=True)
     config["optimizer"]["params"]["seed"] = 5
     other = engine_for(Toy(), config)
     other.load_checkpoint(str(tmp_path))
@@ -224,7 +223,7 @@ def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None
     versions = [unit.version for unit in third.backend.homes.placement.blocks]
     train(third, BATCHES[1:3])
     crash(third)
-    replay(tmp_path / "five", tmp_path / "trajectory.bin", step=7, out=tmp_path / "seven", progress=False)
+    replay(tmp_path / "five", tmp_path / "trajectory.bin", step=7, out=tmp_path / "seven")
     assert_equal(load_file(tmp_path / "seven" / "model.safetensors"), weights(third.module))
     assert min(versions) < 4, "a block lags behind the first step of the trajectory"
 
