@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from tqdm import tqdm
 
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapters
 from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.replay import saved_values, unit_values
 from ds_zo.checkpoint.stock import Weights
@@ -40,25 +41,25 @@ Stream = tuple[list[Spec], Iterator[tuple[str, torch.Tensor]]]
 """What will come, and how it comes, in any order."""
 
 
-def saved_weights(saved: Saved, *, device: torch.device | str = "cpu") -> Stream:
+def specs_of(units: Iterable[Mapping[str, Any]]) -> Iterator[Spec]:
+    """Of the parameters of units as `layout.describe` puts them."""
+    for unit in units:
+        for part in unit["parts"]:
+            yield from (Spec(p["name"], getattr(torch, part["dtype"]), tuple(p["shape"])) for p in part["params"])
+
+
+def saved_weights(saved: Saved) -> Stream:
     """The weights of a checkpoint's step as the module's `state_dict` names them, tied ones once."""
     state = saved.backend_state
     if "units" not in state:
         names = sorted(saved.names())
         specs = [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in names]
         return specs, ((name, saved.tensor(name)) for name in names)
-    omitted = set(state["omitted"])
-    specs = [
-        Spec(p["name"], getattr(torch, part["dtype"]), tuple(p["shape"]))
-        for unit in state["units"]
-        for part in unit["parts"]
-        for p in part["params"]
-        if p["name"] not in omitted
-    ]
+    specs = [spec for spec in specs_of(state["units"]) if spec.name not in state["omitted"]]
     specs += [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in state["buffers"]]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for placed, value in saved_values(saved, device=device):
+        for placed, value in saved_values(saved):
             yield placed.name, value.cpu()
         for name in state["buffers"]:
             yield name, saved.tensor(name)
@@ -85,7 +86,7 @@ def weights_by_name(saved: Saved) -> Weights:
     return Weights([spec.name for spec in saved_weights(saved)[0]], read)
 
 
-def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str] | None = None) -> None:
+def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) -> None:
     """One file, which appears whole. `.safetensors`, or else what `torch.save` writes, in which tied weights have all
     their names."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str] |
             pickled = temporary.with_name(temporary.name + ".bin")
             with safe_open(temporary, framework="pt") as file:  # memory-mapped: not a second copy in host memory
                 state = {spec.name: file.get_tensor(spec.name) for spec in stream[0]}
-                state |= {alias: state[name] for alias, name in (aliases or {}).items() if name in state}
+                state |= {alias: state[name] for alias, name in aliases.items() if name in state}
                 torch.save(state, pickled)
             files.remove(temporary)
             temporary = pickled
@@ -180,12 +181,11 @@ def _write_shards(
     """Fills files whose tensors come in any order; returns each tensor's hash."""
     outputs: dict[str, files.TensorFile] = {}
     file_of = {spec.name: file for file, specs in shards.items() for spec in specs}
-    left = dict.fromkeys(shards, 0) | {file: len(specs) for file, specs in shards.items()}
+    left = {file: len(specs) for file, specs in shards.items()}
     digests: dict[str, str] = {}
-    total = sum(spec.nbytes for specs in shards.values() for spec in specs)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=3.0, disable=not progress, leave=False)
+    nbytes = sum(spec.nbytes for specs in shards.values() for spec in specs)
     try:
-        with bar:
+        with progress_bar("writing", nbytes=nbytes, shown=progress) as advance:
             for name, value in tensors:
                 file = file_of[name]
                 if file not in outputs:
@@ -196,7 +196,7 @@ def _write_shards(
                 left[file] -= 1
                 if left[file] == 0:
                     outputs[file].finish()
-                bar.update(value.numel() * value.element_size())
+                advance(value.numel() * value.element_size())
     finally:
         for output in outputs.values():
             output.close()
@@ -216,7 +216,7 @@ def _verify(folder: Path, shards: Mapping[str, list[Spec]], digests: Mapping[str
                     raise CheckpointError(f"{file}: {spec.name} reads back otherwise than it was written")
 
 
-def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES, progress: bool = True) -> None:
+def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES) -> None:
     """`ds-zo export`: a checkpoint's weights and config as a folder for `from_pretrained`. A PEFT model's adapters
     stand in a folder inside it, for `PeftModel.from_pretrained`."""
     extra = {name: text for name in ("config.json", "generation_config.json") if (text := saved.text(name)) is not None}
@@ -226,7 +226,7 @@ def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES, progres
     if adapters is not None:
         stream, apart = _unwrapped(stream, adapters)
         extra[CONFIG_FILE] = adapters.config
-    write_model_folder(out, stream, extra=extra, apart=apart, shard_nbytes=shard_nbytes, progress=progress)
+    write_model_folder(out, stream, extra=extra, apart=apart, shard_nbytes=shard_nbytes, progress=True)
 
 
 def _unwrapped(stream: Stream, adapters: Adapters) -> tuple[Stream, dict[str, str]]:

@@ -95,16 +95,12 @@ def write_json(path: Path, value: Any) -> Written:
 
 
 def write_tensors(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] = _ignore,
+    path: Path, tensors: Mapping[str, torch.Tensor], *, progress: Callable[[int], None] = _ignore
 ) -> Written:
     """A new safetensors file, straight from the tensors' memory: no second copy of them is made."""
     output = _Output(path, progress)
     try:
-        for data in _safetensors(tensors, metadata):
+        for data in _safetensors(tensors):
             output.write(data)
         return output.finish()
     finally:
@@ -114,7 +110,7 @@ def write_tensors(
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """The hash of the file that `write_tensors` would write."""
     found = hashlib.sha256()
-    for data in _safetensors(tensors, None):
+    for data in _safetensors(tensors):
         found.update(data)
     return found.hexdigest()
 
@@ -129,9 +125,9 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> Iterator[Any]:
+def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
     """The file's bytes, in buffers."""
-    header, offsets = _header({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}, metadata)
+    header, offsets = _header({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
     yield header
     for name in offsets:
         if tensors[name].numel():
@@ -139,7 +135,7 @@ def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def _header(
-    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
     """The beginning of a safetensors file, and where each tensor's bytes start, in their order."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -200,7 +196,7 @@ class TensorFile:
             self._fd = -1
 
 
-def sha256_of(path: Path, *, progress: Callable[[int], None] = _ignore) -> str:
+def sha256_of(path: Path, *, progress: Callable[[int], None]) -> str:
     """The hash of a file as it is on disk."""
     found = hashlib.sha256()
     buffer = memoryview(bytearray(_READ_NBYTES))

@@ -29,6 +29,11 @@ def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> di
     }
 
 
+def host_tensors(unit: Unit) -> dict[str, torch.Tensor]:
+    """The unit's own, in host memory."""
+    return unit_tensors(unit, unit.home.cpu(), None if unit.low_home is None else unit.low_home.cpu())
+
+
 def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
     """The unit's own buffers from tensors that `unit_tensors` named; those of `omitted` parameters stay."""
     for name, view in unit_tensors(unit, unit.home, unit.low_home).items():

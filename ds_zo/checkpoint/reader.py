@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from tqdm import tqdm
 
 from ds_zo.checkpoint.encoding import decode
 from ds_zo.checkpoint.errors import CheckpointError
@@ -24,9 +21,8 @@ from ds_zo.checkpoint.manifest import (
     offer,
     read_manifest,
 )
+from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
-
-_PROGRESS_AFTER_S = 3.0
 
 
 class Saved:
@@ -96,26 +92,7 @@ def open_folder(folder: Path, *, verify: bool = True, progress: bool = True) -> 
     check_sizes(folder, manifest)
     if not verify:
         return Saved(folder, manifest)
-    total = sum(written.nbytes for written in manifest.files.values())
-    bar = tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc=f"checking {folder.name}",
-        delay=_PROGRESS_AFTER_S,
-        disable=not progress,
-        leave=False,
-    )
-    with bar:
-        check_hashes(folder, manifest, progress=_locked(bar.update))
+    nbytes = sum(written.nbytes for written in manifest.files.values())
+    with progress_bar(f"checking {folder.name}", nbytes=nbytes, shown=progress) as advance:
+        check_hashes(folder, manifest, progress=advance)
     return Saved(folder, manifest)
-
-
-def _locked(update: Callable[[int], Any]) -> Callable[[int], None]:
-    lock = threading.Lock()
-
-    def call(nbytes: int) -> None:
-        with lock:
-            update(nbytes)
-
-    return call

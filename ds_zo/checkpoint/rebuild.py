@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from ds_zo import ops
 from ds_zo.checkpoint.errors import CheckpointError
-from ds_zo.checkpoint.export import Spec, write_model_folder
+from ds_zo.checkpoint.export import Spec, specs_of, write_model_folder
 from ds_zo.checkpoint.files import combined, hash_tensors
-from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild, unit_key, unit_tensors
+from ds_zo.checkpoint.layout import fill_unit, give_buffers, host_tensors, rebuild, unit_key
 from ds_zo.checkpoint.manifest import is_checkpoint
+from ds_zo.checkpoint.progress import AFTER_S
 from ds_zo.checkpoint.reader import Saved, open_folder
 from ds_zo.checkpoint.replay import Recipe, due, fold, values
 from ds_zo.checkpoint.stock import Weights, model_source
@@ -106,15 +107,7 @@ class _Base:
         return found
 
 
-def replay(
-    base: Path,
-    trajectory_file: Path,
-    *,
-    step: int,
-    out: Path,
-    device: torch.device | str = "cpu",
-    progress: bool = True,
-) -> bool:
+def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: torch.device | str = "cpu") -> bool:
     """Writes the model folder of `step`. True: its weights have the hash that was recorded when a checkpoint of that
     step was saved; False: none was, or on another kind of device. Another hash is an error, and nothing is written."""
     device = torch.device(device)
@@ -149,12 +142,12 @@ def replay(
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         digests = {}
-        for description in tqdm(header["units"], desc="replaying", unit="unit", delay=3.0, disable=not progress):
+        for description in tqdm(header["units"], desc="replaying", unit="unit", delay=AFTER_S):
             unit = start.unit(description, device)
             for at in range(start.step, step):
                 if at > unit.version and due(unit, step=at, interval=recipe.interval, capacity=recipe.capacity):
                     fold(unit, rows=rows, first_row_step=first_row_step, step=at, recipe=recipe)
-            digests[unit_key(description)] = _digest(unit)
+            digests[unit_key(description)] = hash_tensors(host_tensors(unit))
             found = values(unit, rows=rows, first_row_step=first_row_step, step=step, recipe=recipe)
             yield from ((placed.name, value.cpu()) for placed, value in found)
         if comparable and combined(digests) != recorded:
@@ -164,21 +157,15 @@ def replay(
             )
         yield from buffers.items()
 
-    specs = [
-        Spec(p["name"], getattr(torch, part["dtype"]), tuple(p["shape"]))
-        for unit in header["units"]
-        for part in unit["parts"]
-        for p in part["params"]
-    ]
-    specs += [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
-    write_model_folder(out, (specs, tensors()), extra=start.beside())
+    of_buffers = [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
+    write_model_folder(out, ([*specs_of(header["units"]), *of_buffers], tensors()), extra=start.beside())
     return comparable
 
 
 def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
     """Reads all of the base once: a replay from other weights would be garbage that looks like a model."""
     host = torch.device("cpu")
-    found = combined({unit_key(d): _digest(base.unit(d, host)) for d in descriptions})
+    found = combined({unit_key(d): hash_tensors(host_tensors(base.unit(d, host))) for d in descriptions})
     if found != base.sha256:
         raise CheckpointError(
             f"{base.folder} is not the model that the run started from: its weights, stored as the run stored them, "
@@ -188,8 +175,3 @@ def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
 
 def _is_trained(description: dict[str, Any]) -> bool:
     return any(p["trainable"] for part in description["parts"] for p in part["params"])
-
-
-def _digest(unit: Unit) -> str:
-    low = None if unit.low_home is None else unit.low_home.cpu()
-    return hash_tensors(unit_tensors(unit, unit.home.cpu(), low))

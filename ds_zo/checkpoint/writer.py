@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from deepspeed.utils import logger
-from tqdm import tqdm
 
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.encoding import encode
@@ -33,12 +32,12 @@ from ds_zo.checkpoint.manifest import (
     complete_tags,
     folder_of,
 )
+from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.checkpoint.workers import THREADS, in_threads
 
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
-_PROGRESS_AFTER_S = 3.0
 
 
 def weights_file(index: int) -> str:
@@ -106,32 +105,16 @@ def write_checkpoint(save: Save) -> Manifest:
 def _write_files(save: Save, folder: Path) -> Manifest:
     pieces = save.snapshot.pieces
     order = save.snapshot.order or range(len(pieces))
-    total = sum(piece.nbytes for piece in pieces)
-    written: dict[str, files.Written] = {}
-    lock = threading.Lock()
-    bar = tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc=f"saving {save.tag}",
-        delay=_PROGRESS_AFTER_S,
-        disable=not save.progress,
-        leave=False,
-    )
+    nbytes = sum(piece.nbytes for piece in pieces)
+    with progress_bar(f"saving {save.tag}", nbytes=nbytes, shown=save.progress) as advance:
 
-    def advance(nbytes: int) -> None:
-        with lock:
-            bar.update(nbytes)
+        def write(index: int) -> tuple[str, files.Written]:
+            name = weights_file(index)
+            record = files.write_tensors(folder / name, pieces[index].tensors(), progress=advance)
+            pieces[index].written()
+            return name, record
 
-    def write(index: int) -> tuple[str, files.Written]:
-        name = weights_file(index)
-        tensors = pieces[index].tensors()
-        record = files.write_tensors(folder / name, tensors, progress=advance)
-        pieces[index].written()
-        return name, record
-
-    with bar:
-        written.update(in_threads(write, order, threads=save.threads, name="ds_zo-write"))
+        written = dict(in_threads(write, order, threads=save.threads, name="ds_zo-write"))
     tensors: dict[str, torch.Tensor] = {}
     engine = save.state() if callable(save.state) else save.state
     state = {

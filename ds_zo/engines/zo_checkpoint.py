@@ -16,7 +16,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.files import combined, hash_tensors
-from ds_zo.checkpoint.layout import describe, difference, fill_unit, shapes_of, unit_key, unit_tensors
+from ds_zo.checkpoint.layout import describe, difference, fill_unit, host_tensors, shapes_of, unit_key
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.replay import saved_values
@@ -63,12 +63,7 @@ class HomesCheckpoint:
     def recorder(self) -> Recorder:
         """For the trajectory of a run that starts here: reads all weights once, to know later what it started from."""
         homes = self._homes
-        digests = {
-            unit_key(describe(unit)): hash_tensors(
-                unit_tensors(unit, unit.home.cpu(), None if unit.low_home is None else unit.low_home.cpu())
-            )
-            for unit in homes.placement.units
-        }
+        digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in homes.placement.units}
         on_device = homes.device.type == "cuda"
         return Recorder(self._header, step=homes.log.length, base_sha256=combined(digests), on_device=on_device)
 
@@ -109,8 +104,7 @@ class HomesCheckpoint:
 
         def tensors() -> Mapping[str, torch.Tensor]:
             self._homes.runtime.host_wait(unit)
-            low = None if unit.low_home is None else unit.low_home.cpu()
-            return _without(unit_tensors(unit, unit.home.cpu(), low), omitted)
+            return _without(host_tensors(unit), omitted)
 
         return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
 

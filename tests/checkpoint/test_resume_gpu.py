@@ -171,7 +171,7 @@ def test_a_trajectory_is_written_beside_the_device_and_continues_a_run(tmp_path:
         assert_same_bits(bits(resumed), expected)
         resumed.save_checkpoint(str(tmp_path))
     path, out = tmp_path / FILE, tmp_path / "out"
-    assert replay(tmp_path / "global_step3", path, step=10, out=out, device="cuda", progress=False), "the saved hash"
+    assert replay(tmp_path / "global_step3", path, step=10, out=out, device="cuda"), "the saved hash"
 
 
 def test_an_automatic_choice_is_recorded_and_taken_over(tmp_path: Path) -> None:
