@@ -52,6 +52,7 @@ from ds_zo import plugin_gather, plugin_trainer
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.config.errors import shown, suggestion
+from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr
 from ds_zo.engines import Backend, StepOutcome, backend_class
 from ds_zo.engines.late import Late
 from ds_zo.engines.throughput import EventTimer
@@ -329,6 +330,10 @@ class PluginEngine(CheckpointingEngine):
             text = "ds_zo: offload_param streams nothing: the model has no list of like modules and stays on the device"
             remedy = "name its blocks in ds_zo.stream.blocks, or remove offload_param"
             log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
+        largest_lr = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=0.0)
+        if config.backend == "zo" and config.params_at == "ds_zo.params" and largest_lr > LARGEST_ZO_LR:
+            text = large_zo_lr(largest_lr, at="the optimizer that the script builds")
+            log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
         for warning in config.warnings:
             log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
 

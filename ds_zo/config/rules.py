@@ -23,6 +23,8 @@ _REFUSED = {
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _DEFAULT_WARMUP_MAX_LR = 0.001
+LARGEST_ZO_LR = 1e-4
+"""Above it nobody has trained a language model by ZO."""
 
 
 def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
@@ -61,7 +63,9 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
     found = []
     optimizer = config.optimizer
     usual_lr = type(optimizer).model_fields["lr"].default
-    if foreign_params and optimizer.lr != usual_lr and not isinstance(optimizer, LSPParams):
+    if config.backend == "zo" and config.params_at == "optimizer.params" and optimizer.lr > LARGEST_ZO_LR:
+        found.append(large_zo_lr(optimizer.lr, at="optimizer.params.lr"))
+    elif foreign_params and optimizer.lr != usual_lr and not isinstance(optimizer, LSPParams):
         found.append(
             f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
             f"{optimizer.lr:g}, about {usual_lr:g} is usual"
@@ -78,6 +82,14 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
             "layerwise schedule overlaps nothing; clip_scope matrix does not"
         )
     return found
+
+
+def large_zo_lr(lr: float, *, at: str) -> str:
+    """An estimate along one random direction is longer than the gradient, the more so the more parameters there are."""
+    return (
+        f"a learning rate of {lr:g} is AdamW's kind, and ZO takes 100 to 1,000 times less: 1e-7 to 1e-6 for models of "
+        f"billions of parameters, at most 1e-5 for some hundred million; larger ones diverge ({at})"
+    )
 
 
 def _check_refused_features(ds_config: dict[str, Any]) -> None:
