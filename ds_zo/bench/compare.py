@@ -20,9 +20,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_zo.bench.groups import Group, Part, Turn, listed
-from ds_zo.bench.result_set import PRESETS, arguments_of
-from ds_zo.bench.runner import NOT_RUN, Case, Row, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
+from ds_zo.bench.builds import Builds
+from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
+from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
+from ds_zo.bench.runner import (
+    NOT_RUN,
+    Case,
+    Row,
+    import_warm,
+    new_run_id,
+    prepare_to_fork,
+    read_rows,
+    run_cases,
+    run_to_resume,
+)
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
@@ -39,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--preset", choices=tuple(PRESETS), help="several models, each on the card as it is and on one of 24 GB"
     )
+    what.add_argument("--only", metavar="A,B", help="of a preset's models, say llama-1.3b")
     what.add_argument("--layers", type=int, metavar="N", help="cut a random model's depth")
     what.add_argument("--batch", type=int, default=1, help="sequences a step (default: %(default)s)")
     what.add_argument(
@@ -133,6 +145,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
+    if args.only and not args.preset:
+        raise ValueError("--only chooses of a preset's models: add --preset results, or name one with --model")
     for gb in args.device_memory_gb:
         if gb is not None and not gb > 0:
             raise ValueError(f"a cap must be > 0 GB, or none for the card as it is, got {gb:g} (--device-memory-gb)")
@@ -140,9 +154,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     _check(args)
-    device = args.device or _device()
     ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
-    wanted = [arguments_of(args, table) for table in PRESETS[args.preset]] if args.preset else [args]
+    builds = Builds(wanted=args.device != "cpu" and not args.dry_run)
+    device = args.device or _device()
+    wanted = [arguments_of(args, table) for table in tables_of(args.preset, args.only)] if args.preset else [args]
     tables = [_parts_of(each, device) for each in wanted]
     groups = _groups(args, tables)
     if args.dry_run:
@@ -151,6 +166,9 @@ def _compare(args: argparse.Namespace) -> None:
     for part in (part for parts in tables for part in parts):
         write_configs(part.cases, part.folder / "configs")
     try:
+        if not args.spawn:
+            import_warm()
+        builds.wait()
         _run_groups(groups, args, device=device, ends=ends)
     finally:  # also when it is told to end
         if args.preset is None:
@@ -198,8 +216,8 @@ def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: st
     for group in groups:
         if args.preset is None or group.left():
             left_s, room_s = group.left_s(), ends - time.monotonic()
-            if args.preset is not None and group.is_elsewhere():
-                print(f"{group.name}: of another machine, left as it is", file=sys.stderr)
+            if args.preset is not None and group.is_stuck():
+                print(f"{group.name}: {ELSEWHERE}", file=sys.stderr)
             elif turn.takes(group, left_s=left_s, room_s=room_s):
                 known = [row | {"run_id": group.run_id} for row in machine[:1]]
                 _run_group(group, args, known=known, device=device, ends=ends)

@@ -85,7 +85,8 @@ class Contender:
     """Host memory by number of parameters, at least: a case that cannot have it is not started. `exact`: with
     `EXACT_PINNING`, which is less where DeepSpeed pins."""
     device_bytes_each: int = 0
-    """Device memory a parameter for weights and states alone, in 16-bit training, where all of them stay there."""
+    """Device memory a parameter for weights and states alone, in 16-bit training, where all of them stay there, at its
+    most: stage 2 has the weights twice while it flattens them."""
     period: int = 1
     """Steps after which they repeat: times of fewer say little."""
     peer: str | None = None
@@ -178,7 +179,7 @@ ALL: dict[str, Contender] = {
             _ADAMW,
             _OFFLOAD2,
             host_bytes=_stage2_on_host,
-            device_bytes_each=2,
+            device_bytes_each=4,
         ),
         Contender(
             "zero3-offload",
@@ -214,7 +215,7 @@ ALL: dict[str, Contender] = {
                 },
             },
             host_bytes=_zenflow_on_host,
-            device_bytes_each=2,
+            device_bytes_each=4,
             period=4,
         ),
         Contender(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.bench.builds import load_extensions
 from ds_zo.bench.contenders import ALL, Contender, settings_of
 from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps, synchronize
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
@@ -87,26 +86,13 @@ class Trainer:
 def measure_machine(*, device: str) -> Row:
     """Link and CPU-Adam bandwidth, in the same run as the cases they explain."""
     if device == "cuda":
-        build_extensions()
+        load_extensions()
     row: Row = {"cpu_adam_gparams_per_s": cpu_adam_gparams_per_s(numel=2**27 if device == "cuda" else 2**20)}
     if device == "cuda":
         row["link_gbps"] = link_gbps(torch.device("cuda", 0))
         row["gpu_total_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
     row["omp_num_threads"] = os.environ.get("OMP_NUM_THREADS")
     return row
-
-
-def build_extensions() -> None:
-    """Those of DeepSpeed that contenders use, at once and before one of them is timed. Whoever needs one that cannot be
-    built says so."""
-    code = "from deepspeed.ops.op_builder import PinMemoryBuilder; PinMemoryBuilder().load(verbose=False)"
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
-    try:
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-
-        CPUAdamBuilder().load(verbose=False)
-    finally:
-        other.wait()
 
 
 def run_contender(*, contender: str, config: Row, spec: Row) -> Row:

@@ -14,6 +14,8 @@ from pathlib import Path
 from ds_zo.bench.runner import NOT_RUN, Case, Row, read_rows
 from ds_zo.bench.table_cases import MACHINE, likely_carried_over
 
+ELSEWHERE = "of another machine, left as it is"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -84,11 +86,11 @@ class Group:
         planned_gb = case.planned_host_gb or 0.0
         return f"not run: planned {planned_gb:.1f} of {room_gb:.1f} GB of host memory" if planned_gb > room_gb else None
 
-    def is_elsewhere(self) -> bool:
-        """Whether its run was begun on another machine, where alone it can go on."""
+    def is_stuck(self) -> bool:
+        """Whether it has cases left of a run that was begun on another machine, where alone it can go on."""
         from ds_zo.bench.measure import machine_id
 
-        return any(row.get("machine") != machine_id() for row in self.rows())
+        return bool(self.left()) and any(row.get("machine") != machine_id() for row in self.rows())
 
     def rows(self) -> list[Row]:
         """That its run has so far, of other tiers too."""
@@ -114,6 +116,9 @@ class Turn:
 def listed(groups: Sequence[Group], *, total_s: float | None) -> Iterator[str]:
     """Every case with what it is planned to take, and which groups a call of `total_s` ends."""
     for group in groups:
+        if group.is_stuck():
+            yield f"{group.name}: {ELSEWHERE}"
+            continue
         yield f"{group.name}: {group.left_s():.0f} s left"
         left = {id(case) for _, case in group.left()}
         for part in group.parts:
@@ -122,7 +127,8 @@ def listed(groups: Sequence[Group], *, total_s: float | None) -> Iterator[str]:
                 if case.name != MACHINE:
                     yield f"    {case.name:<20} {_words(group, part, case) if id(case) in left else 'done'}"
     once_s = next(case.expected_s for case in groups[0].parts[0].cases if case.name == MACHINE)
-    yield f"about {sum(group.left_s() for group in groups):.0f} s in all, and {once_s:.0f} s once for the machine"
+    total = sum(group.left_s() for group in groups if not group.is_stuck())
+    yield f"about {total:.0f} s in all, and {once_s:.0f} s once for the machine"
     if total_s is not None:
         for number, names in enumerate(_calls(groups, total_s, once_s=once_s), 1):
             yield f"call {number}: {'; '.join(names)}"
@@ -139,7 +145,7 @@ def _words(group: Group, part: Part, case: Case) -> str:
 
 
 def _calls(groups: Sequence[Group], total_s: float, *, once_s: float) -> Iterator[list[str]]:
-    waiting = {group.name: (group, group.left_s()) for group in groups if group.left()}
+    waiting = {group.name: (group, group.left_s()) for group in groups if group.left() and not group.is_stuck()}
     room_s = total_s - once_s
     while waiting:
         turn, begun = Turn(), list[str]()

@@ -41,10 +41,11 @@ def measure_steps(
 
     A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
     timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, two at
-    least, where the warm-up says that they would take longer, and ends a warm-up whose first step took longer, or whose
-    first two took half of it. Steps that differ in turns of `period` are warmed up and timed in whole turns, or their
-    mean would depend on where it stops. `ages_after` is asked, once the engine has settled, how many steps it takes
-    until they cost what they cost in the middle of a run: those are warmed up whatever they take.
+    least, where the warm-up says that they would take longer, and ends a warm-up of which two steps or more took half
+    of it: the first, in which kernels are compiled, says nothing of those to come. Steps that differ in turns of
+    `period` are warmed up and timed in whole turns, or their mean would depend on where it stops. `ages_after` is
+    asked, once the engine has settled, how many steps it takes until they cost what they cost in the middle of a run:
+    those are warmed up whatever they take.
     """
     device = torch.device(device)
     warmup_seconds: list[float] = []
@@ -53,8 +54,8 @@ def measure_steps(
         if len(warmup_seconds) == _SETTLING_STEPS and ages_after is not None:
             least = max(least, ages_after())
         done, spent_s = len(warmup_seconds), sum(warmup_seconds)
-        may_end = done and done >= least and done % period == 0
-        if may_end and max_s is not None and spent_s > (max_s if done == 1 else max_s / 2):
+        may_end = done >= max(least, _SETTLING_STEPS) and done % period == 0
+        if may_end and max_s is not None and spent_s > max_s / 2:
             break
         start = time.perf_counter()
         step()

@@ -35,6 +35,16 @@ PRESETS: dict[str, tuple[Table, ...]] = {
 CPU."""
 
 
+def tables_of(preset: str, only: str | None) -> tuple[Table, ...]:
+    tables = PRESETS[preset]
+    names = only.split(",") if only else [table.folder for table in tables]
+    unknown = set(names) - {table.folder for table in tables}
+    if unknown:
+        known = ", ".join(table.folder for table in tables)
+        raise ValueError(f"preset {preset} has {known}, got {', '.join(sorted(unknown))} (--only)")
+    return tuple(table for table in tables if table.folder in names)
+
+
 def arguments_of(args: argparse.Namespace, table: Table) -> argparse.Namespace:
     """Those of one table, as if they had been given."""
     own = {"model": table.model, "batch": table.batch, "seq": table.seq, "out": Path(args.out) / table.folder}

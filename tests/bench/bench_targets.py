@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from typing import Any
 
 def add(*, a: int, b: int) -> dict[str, Any]:
     print("adding")
-    return {"sum": a + b, "pid": os.getpid(), "rank": os.environ["RANK"], "word": os.environ.get("BENCH_WORD")}
+    told = {"rank": os.environ["RANK"], "word": os.environ.get("BENCH_WORD")}
+    return {"sum": a + b, "pid": os.getpid(), "frozen": gc.get_freeze_count(), **told}
 
 
 def multiply_in_threads() -> dict[str, Any]:

@@ -25,22 +25,26 @@ def calls_of(lines: Iterator[str] | list[str]) -> list[list[str]]:
     ]
 
 
-def test_the_result_set_is_planned_in_two_calls_and_what_is_beside_it_in_a_third(
+def test_the_result_set_is_planned_in_three_calls(
     h200: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--preset", "results", "--device", "cuda", "--dry-run", "--total-s", "560", "--out", str(tmp_path)]
+    arguments = ["--preset", "results", "--device", "cuda", "--dry-run", "--total-s", "540", "--out", str(tmp_path)]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert calls_of(lines) == [
         ["llama-7b, main", "opt-13b, main"],
-        ["opt-6.7b, main", "llama-1.3b, main"],
-        [f"{table.folder}, variants" for table in PRESETS["results"]],
+        ["opt-6.7b, main"],
+        ["llama-1.3b, main", *(f"{table.folder}, variants" for table in PRESETS["results"])],
     ]
     left_s = [float(line.split(": ")[1].split()[0]) for line in lines if line.endswith(" s left")]
     assert sum(left_s[:4]) < 1060, "of a lease of 1,800 s, in which other things are wanted too"
     of_13b = lines[lines.index(next(line for line in lines if line.startswith("opt-13b, main"))) :]
     offload = next(line for line in of_13b if "zero2-offload" in line)
     assert "not run: planned 232.9 of " in offload
+    assert main([*arguments, "--only", "llama-1.3b", "--total-s", "330"]) == 0
+    assert calls_of(capsys.readouterr().out.splitlines()) == [["llama-1.3b, main"], ["llama-1.3b, variants"]]
+    assert main([*arguments, "--only", "llama-1b"]) == 1
+    assert "llama-1.3b, opt-13b, got llama-1b" in capsys.readouterr().err
 
 
 def test_a_call_passes_over_what_it_has_no_time_for_and_a_tier_waits_for_the_one_before(tmp_path: Path) -> None:
@@ -88,7 +92,11 @@ def test_what_another_machine_left_whole_stays_as_it_is(
     leave_rows(there, machine="another")
     capsys.readouterr()
     assert runs() == {f"{models[1]}, main": "new", f"{models[1]}, variants": "new"}
-    assert f"{models[0]}, variants: of another machine, left as it is" in capsys.readouterr().err
+    stays = f"{models[0]}, variants: of another machine, left as it is"
+    assert stays in capsys.readouterr().err
+    assert main([*arguments, "--dry-run", "--total-s", "60"]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert stays in planned and calls_of(planned) == [[f"{models[1]}, {tier}" for tier in TIERS]]
     leave_rows(here, machine=machine_id())
     assert runs() == {f"{models[1]}, variants": "old"}
     out = there.parts[-1].out

@@ -32,6 +32,7 @@ def test_a_row_holds_what_the_target_returned_and_where_it_ran(spawn: bool, tmp_
     assert (row["status"], row["sum"], row["rank"], row["word"]) == ("ok", 3, "0", "hi")
     assert row["pid"] != os.getpid()
     assert "adding" in row["last_words"]
+    assert (row["frozen"] > 10_000) != spawn, "what a child inherits is not collected in the middle of a step"
     assert row["run_id"] == "r1" and row["versions"]["torch"] and row["cpus"] and row["wall_s"] > 0
     assert read_rows(out) == [row]
 
@@ -62,8 +63,10 @@ print(row["status"], row.get("total"), row.get("cuda"), row["versions"]["deepspe
 def test_failures_are_rows_with_their_last_words(function: str, status: str, words: str) -> None:
     [row] = run(case(function))
     assert row["status"] == status
+    assert str(Path(__file__).parents[2]) not in row["last_words"], "where this machine keeps its files"
     assert words in row["last_words"]
     assert row["error"]
+    assert row.get("failed_in") == (function if function == "run_out_of_memory" else None)
 
 
 def test_a_hanging_case_says_where_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +94,10 @@ def test_a_host_short_of_memory_stops_the_child() -> None:
 
 def test_a_case_that_has_no_room_is_recorded_and_not_run() -> None:
     over = case("wait_for_ever", planned_host_gb=1e6, timeout_s=60)
-    [row] = run(over)
+    start = time.monotonic()
+    _, row = run(case("add", params={"a": 1, "b": 1}), over)
     assert row["status"] == "skipped" and "planned 1000000.0 of " in row["error"]
+    assert time.monotonic() - start < 8, "what no machine has is not waited for"
 
 
 def test_resuming_keeps_the_runs_rows_and_makes_what_is_missing(tmp_path: Path) -> None:
