@@ -5,6 +5,7 @@ Importing this package is what makes DeepSpeed know them; every other JSON keeps
 
 from __future__ import annotations
 
+from ds_zo import command_line  # noqa: F401  first: it decides where DeepSpeed's logger writes
 from ds_zo.config import ConfigError
 from ds_zo.plugin import install, uninstall
 from ds_zo.streaming.loading import load_pretrained

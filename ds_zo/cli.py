@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_zo import __version__
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.config.docs import key_tables
+
+_T = TypeVar("_T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +85,8 @@ def _add_plan(commands: Any) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from ds_zo.planner import load_rates, plan, render, render_scaling, scale
 
-    found = plan(
+    found = _unprinted(
+        plan,
         args.model,
         device_memory_gb=args.device_memory_gb,
         host_memory_gb=args.host_memory_gb,
@@ -103,6 +107,12 @@ def _plan(args: argparse.Namespace) -> None:
     print(render(found, details=args.details))
     if scaled:
         print("\n" + render_scaling(scaled))
+
+
+def _unprinted(work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    """What libraries print meanwhile (DeepSpeed: how long an operator took to load) is no part of our answer."""
+    with redirect_stdout(sys.stderr):
+        return work(*args, **kwargs)
 
 
 def _json_object(text: str, option: str) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def _add_report(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> None:
     from ds_zo.bench.machine import inspect_machine
 
-    found = inspect_machine(layers=args.layers, batch=args.batch, seq=args.seq)
+    found = _unprinted(inspect_machine, layers=args.layers, batch=args.batch, seq=args.seq)
     print(json.dumps(found.to_json(), indent=2) if args.json else found.render())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import transformers as hf
 
 from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
+
+REPO = Path(__file__).parents[1]
 
 
 def test_plan_of_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,9 +55,9 @@ def test_report_names_remedies_and_feeds_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # nothing is built there, and nothing will be
-    assert main(["report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]) == 0
-    written = capsys.readouterr().out
-    found = json.loads(written)
+    command = [sys.executable, "-m", "ds_zo.cli", "report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]
+    written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
+    found = json.loads(written)  # in a process of its own: what DeepSpeed logs as it is imported goes elsewhere
     checks = {check["name"]: check for check in found["checks"]}
     assert {"GPU", "Triton", "locked memory", "host memory", "huge pages", "cores", "CPU Adam"} <= checks.keys()
     assert all(check["remedy"] for check in checks.values() if check["name"] == "GPU" and check["status"] == "warn")
