@@ -41,6 +41,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_zo.checkpoint.snapshot import held, persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
+from ds_zo.engines.caches import Caches
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
 from ds_zo.engines.late import Late
@@ -109,6 +110,7 @@ class LOMOBackend(Backend):
                 module, config, param_groups=self.param_groups, device=device, process_group=process_group
             )
         self._models_with_causal_loss = models_with_causal_loss(module)
+        self._caches = Caches(module)
         self._compiler = BlockCompiler(twice=self._two_passes) if config.section.compile_blocks else None
         if self._compiler is not None and self._homes is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
@@ -267,21 +269,10 @@ class LOMOBackend(Backend):
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
-            self._without_caches() if self._homes is not None or self._compiler is not None else nullcontext(),
+            self._caches.off() if self._homes is not None or self._compiler is not None else nullcontext(),
             self._forward_sweep(),
         ):
             return self.module(*args, **kwargs)
-
-    @contextmanager
-    def _without_caches(self) -> Iterator[None]:
-        """A block that is computed again would fill a cache twice, and no two compiled blocks would be alike."""
-        with ExitStack() as stack:
-            for m in self.module.modules():
-                config: Any = getattr(m, "config", None)
-                if getattr(config, "use_cache", False) is True:
-                    config.use_cache = False
-                    stack.callback(setattr, config, "use_cache", True)
-            yield
 
     @contextmanager
     def _forward_sweep(self) -> Iterator[None]:
@@ -604,14 +595,13 @@ class LOMOBackend(Backend):
         coef: torch.Tensor | None,
         dither: Dither | None,
     ) -> None:
-        clip_value = self.settings.clip_grad_value
         sgd_update_(
             slot.parameter,
             grad,
             lr=lr,
             decay=decay,
             coef=coef,
-            clip_value=clip_value,
+            clip_value=self.settings.clip_grad_value,
             dither=dither,
             residue=slot.residue,
         )

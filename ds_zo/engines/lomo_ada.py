@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -16,10 +16,6 @@ class AdaLOMOBackend(LOMOBackend):
     name: ClassVar[str] = "adalomo"
     updates_pieces: ClassVar[bool] = False
     settings: AdaLOMOParams
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert isinstance(self.settings, AdaLOMOParams)
 
     def _update_weight(
         self,

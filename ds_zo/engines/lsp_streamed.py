@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
+from ds_zo.engines.caches import Caches
 from ds_zo.engines.compiled_blocks import BlockCompiler
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState, Visit
@@ -81,16 +82,8 @@ class SettledHomesState(HomesState):
         super()._before_load(unit)
 
 
-@contextmanager
-def without_caches(module: nn.Module) -> Iterator[None]:
-    """A block that is computed again would fill a cache twice, and no two compiled blocks would be alike."""
-    with ExitStack() as stack:
-        for m in module.modules():
-            config: Any = getattr(m, "config", None)
-            if getattr(config, "use_cache", False) is True:
-                config.use_cache = False
-                stack.callback(setattr, config, "use_cache", True)
-        yield
+def without_caches(module: nn.Module) -> AbstractContextManager[None]:
+    return Caches(module).off()
 
 
 class StreamedBlocks:

@@ -28,6 +28,7 @@ from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
 from ds_zo.checkpoint.stock import check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
+from ds_zo.engines.caches import Caches
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.graphs import BlockGraphs
 from ds_zo.engines.homes import Homes
@@ -97,9 +98,7 @@ class ZOBackend(Backend):
         self._projected = torch.zeros(self.settings.num_directions, device=device)
         self._tied_outputs_logged = self._left_behind_logged = self._narrow_loss_logged = False
         self._models_with_causal_loss = models_with_causal_loss(module)
-        self._model_configs = list(
-            {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}.values()
-        )
+        self._caches = Caches(module)
 
     @classmethod
     def places_parameters(cls, config: Resolved) -> bool:
@@ -230,13 +229,10 @@ class ZOBackend(Backend):
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:
-        """No KV cache (two passes would keep two), and the arithmetic that `compute_dtype` asks for."""
+        """Besides what saves memory, the arithmetic that `compute_dtype` asks for."""
         with ExitStack() as stack:
             stack.enter_context(losses_in_chunks(self._models_with_causal_loss))
-            for config in self._model_configs:
-                if getattr(config, "use_cache", False) is True:
-                    config.use_cache = False
-                    stack.callback(setattr, config, "use_cache", True)
+            stack.enter_context(self._caches.off())
             compute = self.settings.compute_dtype
             if compute == "tf32" and self.device.type == "cuda":
                 stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", torch.backends.cuda.matmul.allow_tf32)

@@ -12,14 +12,12 @@ from ds_zo.ops.codecs import bring_, decode, encode_
 from ds_zo.ops.formats import Format, rounding_std, storage_format
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
-from ds_zo.ops.rng import FOLD, NOISE, NOISE_VERSION, Distribution
+from ds_zo.ops.rng import NOISE_VERSION, Distribution
 from ds_zo.ops.rng import draw as _draw
 from ds_zo.ops.schema import Call, Rounding
 from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
 
 __all__ = [
-    "FOLD",
-    "NOISE",
     "NOISE_VERSION",
     "SEGMENT_ALIGNMENT",
     "Distribution",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from ds_zo.ops import formats, rng
 
@@ -33,8 +34,19 @@ class Dither:
     seed: int = 0
 
 
+class _Moments:
+    """What is kept of a parameter, of dataclasses with tensors and numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], *, device: torch.device) -> Self:
+        return cls(**{k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in state.items()})
+
+
 @dataclass
-class FactoredMoments:
+class FactoredMoments(_Moments):
     """AdaLOMO's memory of a parameter: mean squares of its gradient's rows and columns, a vector's in full."""
 
     rows: torch.Tensor | None
@@ -51,16 +63,9 @@ class FactoredMoments:
         cols = new((*p.shape[:-2], p.shape[-1]), dtype=torch.float32)
         return cls(new(p.shape[:-1], dtype=torch.float32), cols)
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], *, device: torch.device) -> FactoredMoments:
-        return cls(**_copied(state, device))
-
 
 @dataclass
-class AdamMoments:
+class AdamMoments(_Moments):
     """AdamW's memory of a parameter."""
 
     mean: torch.Tensor
@@ -70,13 +75,6 @@ class AdamMoments:
     @classmethod
     def zeros(cls, p: torch.Tensor) -> AdamMoments:
         return cls(p.new_zeros(p.shape, dtype=torch.float32), p.new_zeros(p.shape, dtype=torch.float32))
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], *, device: torch.device) -> AdamMoments:
-        return cls(**_copied(state, device))
 
 
 @torch.no_grad()
@@ -173,10 +171,6 @@ def adamw_update_(
 
 def _average_(average: torch.Tensor, value: torch.Tensor, kept: float) -> None:
     average.mul_(kept).add_(value, alpha=1.0 - kept)
-
-
-def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:

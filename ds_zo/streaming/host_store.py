@@ -28,7 +28,6 @@ class HostStore:
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self._device = device
         self._pin = pin and device.type == "cuda"
-        self._warned = False
         self._registered: list[torch.Tensor] = []
         self.nbytes = 0
         self.pinned_nbytes = 0
@@ -59,10 +58,9 @@ class HostStore:
         if int(error) == 0:
             self._registered.append(buffer)  # registered memory must not be freed, so it is kept alive from here
             return True
-        self._pin = False
         _clear_error(self._device)
-        if not self._warned:
-            self._warned = True
+        if self._pin:  # once
+            self._pin = False
             logger.warning(
                 f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads from "
                 "here on go through pageable memory, several times slower: raise the locked-memory limit (ulimit -l "

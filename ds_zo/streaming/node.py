@@ -44,11 +44,10 @@ class Share:
         """Of this rank's piece where there is room for equal ones."""
         return self.index * self.piece_nbytes(nbytes)
 
-    def piece(self, nbytes: int, index: int | None = None) -> slice:
-        """This rank's bytes of a buffer (or another's). The last pieces of a small buffer may be short, or empty."""
-        length = self.piece_nbytes(nbytes)
-        begin = min(nbytes, (self.index if index is None else index) * length)
-        return slice(begin, min(nbytes, begin + length))
+    def piece(self, nbytes: int) -> slice:
+        """This rank's bytes of a buffer. The last pieces of a small buffer may be short, or empty."""
+        begin = min(nbytes, self.begin(nbytes))
+        return slice(begin, min(nbytes, begin + self.piece_nbytes(nbytes)))
 
 
 class Node:

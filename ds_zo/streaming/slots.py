@@ -53,9 +53,6 @@ class Slot:
         """What it holds is no longer what a unit's home holds."""
         self.unit, self.version = None, -1
 
-    def holds(self, unit: Unit) -> bool:
-        return self.unit is unit
-
     def _reallocate(self) -> None:
         """The ablation `reuse_buffers: false`: a real allocation and a real free each visit."""
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)

@@ -18,7 +18,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.ops.formats import FORMATS
 
-ALIGN = 256
+ALIGN = ops.SEGMENT_ALIGNMENT
 """Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
 
 
