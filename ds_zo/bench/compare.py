@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_zo.bench.builds import Builds
@@ -25,7 +25,6 @@ from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
 from ds_zo.bench.runner import (
     NOT_RUN,
-    Case,
     Row,
     import_warm,
     new_run_id,
@@ -134,7 +133,9 @@ def run(args: argparse.Namespace) -> None:
         print(write_headline(args.headline, into=args.into))
     elif args.report_only:
         for folder in folders_with_rows(args.out):
-            print(_write(last_run(folder / "rows.jsonl", args.run_id), folder, args))
+            rows = last_run(folder / "rows.jsonl", args.run_id)
+            write_configs({row["case"]: row["params"] for row in rows}, folder / "configs")
+            print(_write(rows, folder, args))
     else:
         _compare(args)
 
@@ -164,7 +165,7 @@ def _compare(args: argparse.Namespace) -> None:
         print("\n".join(listed(groups, total_s=args.total_s)))
         return
     for part in (part for parts in tables for part in parts):
-        write_configs(part.cases, part.folder / "configs")
+        write_configs({case.name: case.params for case in part.cases}, part.folder / "configs")
     try:
         if not args.spawn:
             import_warm()
@@ -299,13 +300,13 @@ def last_run(path: Path, run_id: str | None) -> list[Row]:
     return list(found.values())
 
 
-def write_configs(cases: Sequence[Case], folder: Path) -> None:
+def write_configs(params_of: Mapping[str, Row], folder: Path) -> None:
     """Each contender's JSON, ready for `deepspeed launch/train.py --deepspeed FILE`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for case in cases:
-        if "config" in case.params:
-            text = json.dumps(case.params["config"], indent=2) + "\n"
-            (folder / f"{case.name}.json").write_text(text, encoding="utf-8")
+    for name, params in params_of.items():
+        if "config" in params:
+            text = json.dumps(params["config"], indent=2) + "\n"
+            (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

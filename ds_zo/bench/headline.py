@@ -10,15 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.report import contenders, host_gb, in_table_order, reason_of, shown
-from ds_zo.bench.runner import NOT_RUN
+from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
+from ds_zo.bench.runner import NOT_RUN, VOID
 
 Row = dict[str, Any]
 BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
 """What stands between them in a file is the headline's: `--into` replaces it."""
 PLOT = "headline.svg"
 _MISSING = ""
-_SHORT = {"oom": "out of memory", "timeout": "too slow", "killed": "stopped: host memory", NOT_RUN: "no time"}
+_SHORT = {
+    "oom": "does not fit",
+    "timeout": "too slow",
+    "killed": "stopped: host memory",
+    NOT_RUN: "no time",
+    VOID: "not measured",
+}
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,14 @@ def markdown(parts: Sequence[Part], *, root: str, plot: str) -> str:
     for cap in caps:
         of_cap = [part for part in parts if part.cap_gb == cap]
         card = "On the card as it is" if cap is None else f"Within {cap:g} GB of GPU memory"
-        lines += [f"{card} (tokens/s, GPU GB, host GB):", "", *_table(of_cap), ""]
+        lines += [f"{card}: tokens/s / GPU GB / host GB", "", *_table(of_cap), ""]
+    lines += [f"{note}\n" for note in _not_measured(parts)]
     lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
     lines.append(
-        "Speed is the mean over the timed steps, memory its peak. Every contender's settings, the spread, the parts of "
-        f"a step, bytes moved and last words are in the tables and pages under [{root}]({root}). Made by"
+        "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory "
+        "its peak. ZO takes two forward passes a step and learns less from it than a gradient teaches: its speed is "
+        "not that of learning. Every contender's settings, the spread, the parts of a step, bytes moved and last words "
+        f"are under [{root}]({root}). Made by"
     )
     return "\n".join([*lines, "", "```bash", *_commands(parts, root), "```"])
 
@@ -135,10 +144,24 @@ def _title(row: Row) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return _MISSING
+    planned = planned_host_gb(row)
+    if planned is not None:
+        return f"would take {float(planned[0]):.0f} GB of host memory"
     if row["status"] != "ok":
         return _SHORT.get(row["status"]) or reason_of(row).removeprefix(f"{NOT_RUN}: ").replace("|", "\\|")
     speed = f"{row['tokens_per_s_mean']:,.0f}"
-    return ", ".join([speed, shown(row.get("peak_gb")), shown(host_gb(row))])
+    return " / ".join([speed, shown(row.get("peak_gb")), shown(host_gb(row))])
+
+
+def _not_measured(parts: Sequence[Part]) -> list[str]:
+    """A sentence a reason."""
+    whose: dict[str, list[str]] = {}
+    for part in parts:
+        for row in part.entrants:
+            if row["status"] == VOID:
+                where = "" if part.cap_gb is None else f" within {part.cap_gb:g} GB"
+                whose.setdefault(str(row.get("error")), []).append(f"{_title(row)} of {part.model}{where}")
+    return [f"Not measured: {', '.join(names)}: {why}." for why, names in whose.items()]
 
 
 def _commands(parts: Sequence[Part], root: str) -> list[str]:
@@ -147,8 +170,10 @@ def _commands(parts: Sequence[Part], root: str) -> list[str]:
 
     told = {(part.spec["model"], part.spec["batch"], part.spec["length"]) for part in parts}
     for name, tables in PRESETS.items():
-        if told == {(table.model, table.batch, table.seq) for table in tables}:
-            return [_command(parts[0], f"--preset {name}", root, model=False)]
+        made = [table.folder for table in tables if (table.model, table.batch, table.seq) in told]
+        if len(made) == len(told):
+            only = f" --only {','.join(made)}" if len(made) < len(tables) else ""
+            return [_command(parts[0], f"--preset {name}{only}", root, model=False)]
     models = dict.fromkeys(part.model for part in parts)
     lines = []
     for model in models:

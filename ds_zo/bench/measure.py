@@ -172,17 +172,23 @@ def _file_cache_bytes(stat: Path) -> int:
 
 
 def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
-    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card.
+    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card, and DeepSpeed see such a card.
 
     The limit binds PyTorch's allocator, cached blocks included; CUDA's own context (about 0.5 GB) is outside of it.
+    DeepSpeed asks the driver what is free, and flattens on the host what a smaller card has no room for (stage 1 and
+    2): not told of the cap, it would run out of memory where on such a card it does not.
     """
     total = torch.cuda.get_device_properties(device).total_memory
     if gb * 1e9 > total:
         raise ValueError(f"a cap must be within the card's {total / 1e9:.1f} GB, got {gb} (--device-memory-gb)")
     index = torch.device(device).index  # which that function wants to be told
-    torch.cuda.set_per_process_memory_fraction(
-        gb * 1e9 / total, torch.cuda.current_device() if index is None else index
-    )
+    index = torch.cuda.current_device() if index is None else index
+    torch.cuda.set_per_process_memory_fraction(gb * 1e9 / total, index)
+    from deepspeed.accelerator import get_accelerator
+
+    seen: Any = get_accelerator()
+    seen.total_memory = lambda device_index=None: int(gb * 1e9)
+    seen.available_memory = lambda device_index=None: max(0, int(gb * 1e9) - torch.cuda.memory_reserved(index))
 
 
 def link_gbps(device: torch.device | str = "cuda", *, nbytes: int = 2**30) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from ds_zo.bench.contenders import ALL
 from ds_zo.bench.curves import SMOOTHED_STEPS, smoothed
 
 Row = dict[str, Any]
@@ -20,8 +22,10 @@ Row = dict[str, Any]
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
 _COLOURS = (
     *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#5f6b7a", "#b5a642", "#3aa6b9"),
-    *("#2f4b7c", "#a05195", "#f0803c", "#487e4c"),
+    *("#2f4b7c", "#a05195", "#f0803c", "#487e4c", "#7f1d1d", "#0f766e"),
 )
+_CUT_AT = 3.0
+"""Of the median bar, where the longest is twice that: one slow contender would leave the rest no room."""
 _PARTS = (("forward_s", "forward", "#4c72b0"), ("backward_s", "backward", "#55a868"), ("update_s", "update", "#dd8452"))
 _DEVICE = (
     ("gpu_compute_s", "GPU computes", "#9aa7b8"),
@@ -30,15 +34,17 @@ _DEVICE = (
 )
 
 
-def memory_against_speed(rows: Sequence[Row]) -> str:
+def memory_against_speed(rows: Sequence[Row], *, cap_gb: float | None = None) -> str:
     """Each contender by what it needs on the device and how fast it is: up and to the left is better."""
     key = memory_key(rows)
     figure, axes = _figure(7.6, 4.8)
     points = sorted((row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s"))
     for gb, speed, row in points:
-        axes.scatter(gb, speed, s=64, color=_colour(rows, row), marker=_marker(row), zorder=3)
-    _log_axes(axes, [gb for gb, _, _ in points], [speed for _, speed, _ in points])
-    _label_points(axes, [(gb, speed, row["contender"]) for gb, speed, row in points])
+        axes.scatter(gb, speed, s=64, color=_colour(row), marker=_marker(row), zorder=3)
+    caps = [cap_gb] if cap_gb is not None and key == "peak_gb" else []
+    _log_axes(axes, [*(gb for gb, _, _ in points), *caps], [speed for _, speed, _ in points])
+    _draw_caps(axes, caps)
+    _label_points(axes, [(gb, speed, row["contender"], _colour(row)) for gb, speed, row in points])
     axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
     axes.set_ylabel("tokens/s (median step)")
     return _svg(figure, "memory against speed")
@@ -46,7 +52,6 @@ def memory_against_speed(rows: Sequence[Row]) -> str:
 
 def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = ()) -> str:
     """Memory against speed, a panel a model, as a file of its own. Rows that ran under a cap are hollow."""
-    names = list(dict.fromkeys(row["contender"] for rows in rows_of.values() for row in rows))
     num_columns = min(2, len(rows_of))
     num_rows = -(-len(rows_of) // num_columns)
     with rc_context(_STYLE):
@@ -58,12 +63,11 @@ def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = (
     for axes, (model, rows) in zip(grid.flat, rows_of.items(), strict=False):
         points = [(row[key], row["tokens_per_s_mean"], row) for row in rows]
         for gb, speed, row in points:
-            colour = _COLOURS[names.index(row["contender"]) % len(_COLOURS)]
+            colour = _colour(row)
             face = colour if row.get("cap_gb") is None else "none"
             axes.scatter(gb, speed, s=44, marker=_marker(row), facecolors=face, edgecolors=colour, zorder=3)
         _log_axes(axes, [gb for gb, _, _ in points], [speed for _, speed, _ in points])
-        for cap in caps_gb:
-            axes.axvline(cap, color="#888", linestyle=":", linewidth=1, zorder=1)
+        _draw_caps(axes, caps_gb)
         axes.set_title(model, fontsize=11)
         axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
         axes.set_ylabel("tokens/s")
@@ -71,7 +75,7 @@ def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = (
             axes.spines[side].set_visible(False)
     figure.canvas.draw()  # places the axes, which labels are fitted to
     for axes, rows in zip(grid.flat, rows_of.values(), strict=False):
-        _label_points(axes, [(row[key], row["tokens_per_s_mean"], _label(row)) for row in rows])
+        _label_points(axes, [(row[key], row["tokens_per_s_mean"], _label(row), _colour(row)) for row in rows])
     return _svg(figure, "memory against speed by model")
 
 
@@ -86,6 +90,7 @@ def breakdown(rows: Sequence[Row]) -> str:
     profiled = any(row.get("gpu_compute_s") is not None for row in shown)
     figure, axes = _figure(7.6, 0.9 + (0.55 if profiled else 0.36) * max(1, len(shown)))
     offset = 0.2 if profiled else 0.0
+    ends = [0.0] * len(shown)
     for kind, height, places in ((_PARTS, 0.36 if profiled else 0.6, -offset), (_DEVICE, 0.3, offset)):
         left = [0.0] * len(shown)
         for key, label, colour in kind:
@@ -94,6 +99,8 @@ def breakdown(rows: Sequence[Row]) -> str:
                 at = [i + places for i in range(len(shown))]
                 axes.barh(at, widths, height=height, left=left, color=colour, label=label, zorder=3)
             left = [start + width for start, width in zip(left, widths, strict=True)]
+            ends = [max(end, reached) for end, reached in zip(ends, left, strict=True)]
+    _cut(axes, ends)
     axes.set_yticks(range(len(shown)), [row["contender"] for row in shown])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -112,7 +119,7 @@ def learning_curves(rows: Sequence[Row], *, against: str) -> str:
         unit = 1.0 if against == "steps" else row["step_wall_s"]
         at = [unit * (i + 1) for i in range(len(losses))]
         line = "-" if _is_ours(row) else "--"
-        axes.plot(at, losses, line, color=_colour(rows, row), label=row["contender"], linewidth=1.6)
+        axes.plot(at, losses, line, color=_colour(row), label=row["contender"], linewidth=1.6)
     if against == "seconds":
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis)
@@ -135,18 +142,55 @@ def _marker(row: Row) -> str:
     return "o" if _is_ours(row) else "X"
 
 
-def _colour(rows: Sequence[Row], row: Row) -> str:
-    names = [other.get("contender") for other in rows]
-    return _COLOURS[names.index(row["contender"]) % len(_COLOURS)]
+def _colour(row: Row) -> str:
+    """The same in every plot."""
+    names = list(ALL)
+    return _COLOURS[(names.index(row["contender"]) if row["contender"] in ALL else len(names)) % len(_COLOURS)]
 
 
-def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Names beside their points, moved apart where they would cover one another."""
+def _draw_caps(axes: Axes, caps_gb: Sequence[float]) -> None:
+    for cap in caps_gb:
+        axes.axvline(cap, color="#888", linestyle=":", linewidth=1, zorder=1)
+        axes.annotate(
+            f"{cap:g} GB",
+            (cap, 0.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="#666",
+        )
+
+
+def _cut(axes: Axes, ends: Sequence[float]) -> None:
+    """Bars that would make the rest too short to read go off the plot, with their length written on them."""
+    edge = _CUT_AT * statistics.median(ends) if ends else 0.0
+    if not ends or max(ends) < 2 * edge:
+        return
+    axes.set_xlim(0, edge)
+    for place, end in enumerate(ends):
+        if end > edge:
+            axes.text(
+                0.99 * edge,
+                place,
+                f"{end:,.0f} ms \N{RIGHTWARDS ARROW}",
+                ha="right",
+                va="center",
+                fontsize=9,
+                zorder=4,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+            )
+
+
+def _label_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names beside their points in their colours, moved apart where they would cover one another or a point."""
     axes.figure.canvas.draw()
-    taken: list[tuple[float, float, float]] = []
-    for gb, speed, name in sorted(points, key=lambda point: -point[1]):
+    places = [axes.transData.transform((gb, speed)) for gb, speed, *_ in points]
+    taken: list[tuple[float, float, float]] = [(x - 7, y, 14) for x, y in places]
+    for gb, speed, name, colour in sorted(points, key=lambda point: -point[1]):
         x, y = axes.transData.transform((gb, speed))
-        width = 6.0 * len(name)
+        width = 6.8 * len(name)
         on_right = x + width + 10 < axes.bbox.x1
         start = x + 9 if on_right else x - 9 - width
         shift = next(
@@ -154,7 +198,7 @@ def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> Non
             for step in range(40)
             for shift in (6.5 * step, -6.5 * step)
             if all(
-                abs(y + shift - other_y) >= 12 or start > other_x + other_width or other_x > start + width
+                abs(y + shift - other_y) >= 14 or start > other_x + other_width or other_x > start + width
                 for other_x, other_y, other_width in taken
             )
         )
@@ -168,6 +212,7 @@ def _label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> Non
             ha="left" if on_right else "right",
             va="center",
             fontsize=9,
+            color=colour,
         )
 
 
@@ -177,12 +222,12 @@ def _log_axes(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
     for axis, limits, values in ((axes.xaxis, axes.set_xlim, across), (axes.yaxis, axes.set_ylim, up)):
         _plain_ticks(axis)
         if min(values) > 0:
-            limits(min(values) / 1.5, max(values) * 1.5)
+            limits(min(values) / 1.35, max(values) * 1.35)
 
 
 def _plain_ticks(axis: Axis) -> None:
-    """Numbers instead of powers of ten, at 1, 2 and 5 of each decade."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    """Numbers instead of powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 

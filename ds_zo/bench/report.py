@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_zo.bench.contenders import EXACTLY
 from ds_zo.bench.curves import smoothed, time_to_loss
-from ds_zo.bench.runner import NOT_RUN
+from ds_zo.bench.runner import NOT_RUN, VOID
 
 Row = dict[str, Any]
 _ERROR_CHARACTERS = 110
-_SETTINGS = "set up as"
+_GIB = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0}
+_LOADING = ("_engine", "_model", "_partitioned", "_peer")
+"""Functions of `entrant` that make a trainer: what fails there has not begun to train."""
 
 NOTES = (
     "Speed is of the median step, in brackets of the mean, which counts steps that wait for a delayed update. Steps: "
@@ -61,14 +65,24 @@ def write_report(rows: Sequence[Row], out: Path, *, target_loss: float | None = 
 
 
 def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
+    """Numbers, the fastest first; who has none; how each is set up."""
     columns = _columns(target_loss)
+    entrants = contenders(rows)
+    done, failed = by_speed(entrants), [row for row in entrants if row["status"] != "ok"]
     lines = [f"## {title_of(rows)}", "", facts_of(rows), ""]
-    lines.append("| " + " | ".join(columns) + " |")
-    lines.append("| " + " | ".join(["---"] * len(columns)) + " |")
-    for row in contenders(rows):
-        cells = [cell(row).replace("|", "\\|") for cell in columns.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes_of(rows))])
+    if done:
+        lines += _lines(list(columns), [[cell(row) for cell in columns.values()] for row in done])
+    if failed:
+        lines += _lines(["without numbers", "why"], [[row["contender"], reason_of(row)] for row in failed])
+    lines += [*(f"- {note}" for note in notes_of(rows)), ""]
+    lines += _lines(["contender", "set up as"], [[row["contender"], row["settings"]] for row in entrants])
+    return "\n".join(lines[:-1])
+
+
+def _lines(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Of a Markdown table, and an empty one."""
+    table = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in cells)]
+    return [*("| " + " | ".join(row) + " |" for row in table), ""]
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
@@ -76,6 +90,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     moved = [row for row in entrants if row.get("ran_with_gb")]
     elsewhere = ", ".join(row["contender"] for row in moved if row["status"] == "ok")
     failed = ", ".join(row["contender"] for row in moved if row["status"] != "ok")
+    exactly = ", ".join(row["contender"] for row in entrants if row["pinned_exactly"])
     astray = ", ".join(row["contender"] for row in entrants if row.get("starts_as_given") is False)
     notes = list(NOTES)
     if elsewhere:
@@ -84,6 +99,10 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         )
     if failed:
         notes.append(f"Run once, with more memory than this cap, where they failed: {failed}.")
+    if exactly:
+        notes.append(
+            f"{EXACTLY[2].upper()}{EXACTLY[3:]}, since PyTorch would round up to more than this host has: {exactly}."
+        )
     if astray:
         notes.append(f"Not started from the weights they were given, so without losses: {astray}.")
     return notes
@@ -94,15 +113,25 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed
 
     entrants = contenders(rows)
-    done = [row for row in entrants if row["status"] == "ok"]
+    done, failed = by_speed(entrants), [row for row in entrants if row["status"] != "ok"]
+    is_random = entrants[0]["params"]["spec"]["model"].startswith("random:")
     body = [f"<h1>{_text(title_of(rows))}</h1>", f'<p class="facts">{_text(facts_of(rows))}</p>']
-    body += ['<div class="scroll">', _table(entrants, target_loss), "</div>"]
+    body += ['<div class="scroll">', _table([*done, *failed], target_loss), "</div>"]
     body += ['<ul class="facts">', *(f"<li>{_text(note)}</li>" for note in notes_of(rows)), "</ul>"]
     if done:
         figures = (
-            ("Memory against speed", memory_against_speed(done), "Up and to the left is better. Circles are ours."),
+            (
+                "Memory against speed",
+                memory_against_speed(done, cap_gb=entrants[0]["params"]["spec"].get("device_memory_gb")),
+                "Up and to the left is better. Circles are ours.",
+            ),
             ("Where a step's time goes", breakdown(done), "Upper bar: the parts, each waited for. Lower: the GPU."),
-            ("Loss against steps", learning_curves(done, against="steps"), "The same batches in the same order."),
+            (
+                "Loss against steps",
+                learning_curves(done, against="steps"),
+                "The same batches in the same order."
+                + (" Random weights and a few steps: that each trains, not which trains best." if is_random else ""),
+            ),
             ("Loss against time", learning_curves(done, against="seconds"), "At each contender's mean speed."),
         )
         body.append('<div class="figures">')
@@ -112,7 +141,6 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
             )
         body.append("</div>")
     body += ["<h2>How each is set up</h2>", _settings_table(entrants)]
-    failed = [row for row in entrants if row["status"] != "ok"]
     if failed:
         body.append("<h2>Last words</h2>")
         body += [
@@ -133,7 +161,7 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
         raise ValueError(f"a table compares rows of one run, got {', '.join(sorted(runs))}: choose one (--run-id)")
     found = [
         row
-        | {"contender": row["case"], "settings": row.get("settings") or _settings(row)}
+        | {"contender": row["case"], **_settings(row)}
         | ({"losses": []} if row.get("starts_as_given") is False else {})
         for row in rows
         if "contender" in row.get("params", {})
@@ -151,11 +179,17 @@ def in_table_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: place.get(row["case"], len(place) if "contender" in row["params"] else -1))
 
 
-def _settings(row: Row) -> str:
-    """Of a case that ended before it could say."""
+def by_speed(rows: Sequence[Row]) -> list[Row]:
+    """Those that have numbers, the fastest first."""
+    return sorted((row for row in rows if row["status"] == "ok"), key=lambda row: -float(row["tokens_per_s"]))
+
+
+def _settings(row: Row) -> Row:
+    """In words, also of a case that ended before it could say; what a note says of many is not in them."""
     from ds_zo.bench.contenders import ALL, settings_of
 
-    return settings_of(ALL[row["case"]], row.get("env", {})) if row["case"] in ALL else ""
+    words = row.get("settings") or (settings_of(ALL[row["case"]], row.get("env", {})) if row["case"] in ALL else "")
+    return {"settings": words.removesuffix(EXACTLY), "pinned_exactly": words.endswith(EXACTLY)}
 
 
 def title_of(rows: Sequence[Row]) -> str:
@@ -163,7 +197,8 @@ def title_of(rows: Sequence[Row]) -> str:
     cap = spec.get("device_memory_gb")
     card = f", GPU memory capped at {cap:g} GB" if cap is not None else ""
     layers = f" cut to {spec['layers']} layers" if spec.get("layers") else ""
-    return f"{spec['model']}{layers}, {spec['batch']} x {spec['length']} tokens, {spec['dtype']}{card}"
+    model = re.sub(r"^random:(.*)", r"\1 with random weights", spec["model"])
+    return f"{model}{layers}, {spec['batch']} x {spec['length']} tokens, {spec['dtype']}{card}"
 
 
 def facts_of(rows: Sequence[Row]) -> str:
@@ -206,20 +241,53 @@ def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
     }
     if target_loss is not None:
         columns[f"s to loss {target_loss:g}"] = lambda row: shown(time_to_loss(row, target_loss))
-    columns[_SETTINGS] = lambda row: str(row.get("settings") or "")
     return columns
 
 
 def _speed(row: Row) -> str:
-    if row["status"] != "ok":
-        return reason_of(row)
     return f"{row['tokens_per_s']:,.0f} ({row['tokens_per_s_mean']:,.0f})"
 
 
 def reason_of(row: Row) -> str:
     """Of a case that has no numbers."""
     reason = _first_line(row.get("error"))
+    if row["status"] == "oom":
+        return _out_of_memory(row) or f"oom: {reason}"
+    planned = planned_host_gb(row)
+    if planned is not None:
+        return f"not run: would take {planned[0]} GB of host memory, {planned[1]} were free"
+    if row["status"] == VOID:
+        return f"not measured: {row.get('error')}"
     return reason if reason.startswith(NOT_RUN) else f"{row['status']}: {reason}"
+
+
+def planned_host_gb(row: Row) -> tuple[str, str] | None:
+    """Of a case that was not run for it: what it would have taken, and what there was."""
+    found = re.fullmatch(r"not run: planned ([\d.]+) of ([\d.]+) GB of host memory", str(row.get("error")))
+    return (found[1], found[2]) if found else None
+
+
+def _out_of_memory(row: Row) -> str | None:
+    """PyTorch's words in GB of the card that was emulated, where they are PyTorch's: it names the whole one too."""
+    words = str(row.get("error"))
+
+    def gb(pattern: str) -> float | None:
+        found = re.search(pattern.replace("SIZE", r"([\d.]+) ([KMG]iB)"), words)
+        return float(found[1]) * _GIB[found[2]] * 2**30 / 1e9 if found else None
+
+    wanted, held = gb("Tried to allocate SIZE"), gb("allocated memory SIZE is allocated")
+    card = gb("SIZE allowed") or gb("total capacity of SIZE")
+    if wanted is None or held is None or card is None:
+        return None
+    when = " while it was set up" if _was_loading(row) else " in a step"
+    return f"does not fit: {shown(wanted)} GB more wanted{when}, with {shown(held)} of {shown(card)} GB in use"
+
+
+def _was_loading(row: Row) -> bool:
+    if row.get("failed_in"):
+        return row["failed_in"] in _LOADING
+    words = str(row.get("last_words"))
+    return any(f"in {name}\n" in words for name in (*_LOADING, "_configure_optimizer", "_configure_zero_optimizer"))
 
 
 def _steps(row: Row) -> str:
@@ -263,15 +331,14 @@ def _first_line(error: Any) -> str:
 
 
 def _table(rows: Sequence[Row], target_loss: float | None) -> str:
-    """Numbers only: how each is set up has a table of its own on the page."""
-    columns = {name: cell for name, cell in _columns(target_loss).items() if name != _SETTINGS}
+    columns = _columns(target_loss)
     parts = ["<table><thead><tr>", *(f"<th>{_text(name)}</th>" for name in columns), "</tr></thead><tbody>"]
     for row in rows:
         if row["status"] == "ok":
             parts += ["<tr>", *(f"<td>{_text(cell(row))}</td>" for cell in columns.values()), "</tr>"]
         else:
             parts.append(f'<tr class="failed"><td>{_text(row["contender"])}</td>')
-            parts.append(f'<td class="words" colspan="{len(columns) - 1}">{_text(_speed(row))}</td></tr>')
+            parts.append(f'<td class="words" colspan="{len(columns) - 1}">{_text(reason_of(row))}</td></tr>')
     return "".join([*parts, "</tbody></table>"])
 
 

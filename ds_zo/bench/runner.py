@@ -70,6 +70,8 @@ _SETTLE_S = 10.0
 """How long what an ended case's helpers held may take to come free."""
 NOT_RUN = "not run"
 """Status of a case for which a call had no time: `resume` runs it."""
+VOID = "void"
+"""Status that a row is given by hand which turned out to be the harness's doing; `error` says why."""
 _TOLD = "stopped from outside (SIGTERM)"
 _BAD_FORK = 97
 """Exit status of a forked child that found CUDA initialised by its parent."""
@@ -150,7 +152,7 @@ def run_cases(
         resumed = run_id or run_to_resume((out, chosen))
         begun = [row for row in read_rows(out) if row["run_id"] == resumed]
     has_row = {(row["case"], row["config_hash"]): row for row in begun if row["status"] != NOT_RUN}
-    known = {key: row for key, row in has_row.items() if row["status"] != "skipped"}
+    known = {key: row for key, row in has_row.items() if row["status"] not in ("skipped", VOID)}
     if any(row.get("machine") != found["machine"] for row in begun):
         if not _has_rows_for(chosen, begun):
             raise ValueError(f"a run is of one machine: {run_id} was begun on another; leave it out or --resume")

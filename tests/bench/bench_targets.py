@@ -68,12 +68,14 @@ def take_a_harness_key() -> dict[str, Any]:
 
 def allocate_on_gpu(*, gb: float, cap_gb: float) -> dict[str, Any]:
     import torch
+    from deepspeed.accelerator import get_accelerator
 
     from ds_zo.bench.measure import cap_device_memory
 
     cap_device_memory(cap_gb)
     block = torch.zeros(int(gb * 1e9), dtype=torch.uint8, device="cuda")
-    return {"sum": int(block[:10].sum()), "has_arguments": len(sys.argv) > 1}
+    free_gb = get_accelerator().available_memory() / 1e9
+    return {"sum": int(block[:10].sum()), "has_arguments": len(sys.argv) > 1, "free_gb": free_gb}
 
 
 def copy_and_compute() -> dict[str, Any]:

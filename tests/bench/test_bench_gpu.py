@@ -38,6 +38,7 @@ def test_forked_children_use_cuda_and_a_capped_card_refuses(run_python: Callable
     cases = [(f"{gb} GB", "allocate_on_gpu", {"gb": gb, "cap_gb": 2.0}) for gb in (1.0, 3.0, 1.5)]
     rows = run_in_warm_parent(run_python, cases)
     assert [row["status"] for row in rows] == ["ok", "oom", "ok"], rows
+    assert rows[0]["free_gb"] == pytest.approx(1.0, abs=0.05), "DeepSpeed sees the smaller card too"
     assert not rows[0]["has_arguments"], "a fresh interpreter was started: the parent had touched CUDA"
     assert all(row["gpu"] for row in rows)
 

@@ -70,10 +70,10 @@ def test_the_table_and_the_page_are_made_from_the_rows_alone(results: Path, caps
     with (results / "rows.csv").open() as file:
         assert [row["case"] for row in csv.DictReader(file)] == ["machine", *NAMES]
     page = (results / "report.html").read_text()
-    for name in ("report.md", "report.html", "rows.csv"):
+    for name in ("report.md", "report.html", "rows.csv", "configs/zo.json"):
         (results / name).unlink()
     assert main(["--report-only", "--out", str(results)]) == 0
-    assert (results / "report.html").read_text() == page
+    assert (results / "report.html").read_text() == page and (results / "configs" / "zo.json").exists()
     assert "G parameters/s" in capsys.readouterr().out
 
 

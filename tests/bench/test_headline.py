@@ -33,11 +33,13 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results, readme = tmp_path / "results", tmp_path / "README.md"
-    failed = {"status": "skipped", "error": "not run: planned 121.3 of 24.0 GB of GPU memory"}
+    failed = {"status": "skipped", "error": "not run: planned 121.3 of 24.0 GB of host memory"}
+    void = {"status": "void", "error": "it was told of the whole card"}
     hollow = {"tokens_per_s_mean": 12_345.4, "peak_gb": 23.04, "host_peak_gb": 6.54, "host_drop_gb": 0.0}
     write_part(results / "llama-1.3b" / "uncapped", model="random:llama-1.3b", cap=None)
     write_part(results / "llama-1.3b" / "24gb", model="random:llama-1.3b", cap=24.0, adamw=failed, zo=hollow)
-    write_part(results / "big", model="random:opt-6.7b", cap=24.0, lsp={"parameters": 6_658_473_984})
+    write_part(results / "big", model="random:opt-6.7b", cap=24.0, lsp={"parameters": 6_658_473_984}, superoffload=void)
+    reason = "Not measured: SuperOffload of opt-6.7b, 4 x 1024 within 24 GB: it was told of the whole card."
     before = f"# Title\n\n{BEGIN}\nold figures\n{END}\n\nThe rest.\n"
     readme.write_text(before, encoding="utf-8")
 
@@ -48,10 +50,11 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
 
     small, whole = text.split("On the card as it is")
     assert "| | llama-1.3b, 4 x 1024 | opt-6.7b, 4 x 1024 |" in small
-    assert "| ZO | 12,345, 23.0, 6.54 | 36,506, 4.90, 1.50 |" in small
-    assert "| AdamW on the GPU | planned 121.3 of 24.0 GB of GPU memory |" in small
-    assert "| SuperOffload | out of memory | out of memory |" in small
-    assert "| | llama-1.3b, 4 x 1024 |\n" in whole and "| AdamW on the GPU | 16,258, 28.3," in whole
+    assert "| ZO | 12,345 / 23.0 / 6.54 | 36,506 / 4.90 / 1.50 |" in small
+    assert "| AdamW on the GPU | would take 121 GB of host memory |" in small
+    assert "| SuperOffload | does not fit | not measured |" in small
+    assert "| | llama-1.3b, 4 x 1024 |\n" in whole and "| AdamW on the GPU | 16,258 / 28.3 /" in whole
+    assert f"\n{reason}\n\n" in text
     command = "python launch/compare.py --model random:llama-1.3b --batch 4 --device-memory-gb none,24 --out "
     assert f"{command}results/llama-1.3b\n" in text
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from comparison_rows import MEASURED, rows
 
-from ds_zo.bench.contenders import ALL
+from ds_zo.bench.contenders import ALL, EXACTLY
 from ds_zo.bench.curves import time_to_loss
 from ds_zo.bench.report import contenders, markdown, page
 
@@ -78,17 +78,31 @@ def test_the_table_has_every_contender_its_settings_and_its_failure() -> None:
     text = markdown(rows(), target_loss=9.0)
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     shown = [line.split(" | ")[0][2:] for line in lines]
-    assert shown == [name for name in ALL if name in MEASURED or name == "superoffload"], "whatever ran last"
-    assert "| 16,583 (16,258) | 247 (240 to 272) |" in lines[0]
-    failed = lines[shown.index("superoffload")]
-    assert "oom: torch.OutOfMemoryError" in failed and "90% of the cores" in failed
-    assert "pinned, overlap_comm" in lines[2]
+    everyone = [name for name in ALL if name in MEASURED or name == "superoffload"]
+    assert shown[: len(MEASURED)] == sorted(MEASURED, key=lambda name: MEASURED[name][0]), "the fastest first"
+    assert "| 16,583 (16,258) | 247 (240 to 272) |" in lines[shown.index("adamw")]
+    failed = lines[len(MEASURED) + 2]
+    assert failed == "| superoffload | oom: torch.OutOfMemoryError: CUDA out of memory & <no more> |"
+    settings = lines[-len(everyone) :]
+    assert [line.split(" | ")[0][2:] for line in settings] == everyone
+    assert "pinned, overlap_comm" in settings[2] and "90% of the cores" in settings[everyone.index("superoffload")]
     assert "link 55.2 GB/s up" in text and "4.20 G parameters/s" in text and "s to loss 9" in text
-    assert len({line.count(" | ") for line in lines}) == 1
+    assert len({line.count(" | ") for line in lines[: len(MEASURED)]}) == 1
 
 
 def test_a_table_says_what_was_not_run_and_what_ran_on_a_larger_card() -> None:
     made = rows()
+    words = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 172.00 MiB. GPU 0 has a total capacity of 139.80 GiB "
+        "of which 116.42 GiB is free. 22.35 GiB allowed; Of the allocated memory 22.00 GiB is allocated by PyTorch"
+    )
+    made[-1] |= {"error": words, "failed_in": "_engine"}
+    told = "does not fit: 0.18 GB more wanted while it was set up, with 23.6 of 24.0 GB in use |"
+    assert f"| superoffload | {told}" in markdown(made), "of the card that was emulated"
+    made[-1] |= {"status": "skipped", "error": "not run: planned 136.3 of 128.5 GB of host memory"}
+    assert "| not run: would take 136.3 GB of host memory, 128.5 were free |" in markdown(made)
+    made[-1] |= {"settings": f"stock{EXACTLY}"}
+    assert "| superoffload | stock |" in markdown(made) and "than this host has: superoffload." in markdown(made)
     made[-1] |= {"status": "not run", "error": "time (--total-s); --resume runs it"}
     made[2] |= {"ran_with_gb": "all", "running": "BF16_Optimizer(SGD)"}
     made[3]["starts_as_given"] = False
