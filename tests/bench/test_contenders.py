@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_zo.bench.contenders import ALL, DIFFERING, chosen, config_of, shared_config
+from ds_zo.bench.case_costs import expected_s
+from ds_zo.bench.contenders import ALL, DIFFERING, TIERS, chosen, config_of, shared_config
 from ds_zo.bench.entrant import Spec, _partitioned
+from ds_zo.bench.runner import read_rows
 from ds_zo.bench.shapes import materialise
+from ds_zo.bench.table_cases import MACHINE
 from ds_zo.bench.traces import read_trace, union_length
 from ds_zo.bench.workload import text_batches, zipf_batches
 from ds_zo.config import backend_of, resolve
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
+COMMITTED = Path(__file__).parents[2] / "ds_zo" / "bench" / "results" / "compare"
 SHARED = shared_config(batch=2, dtype="bf16")
 
 
@@ -28,6 +33,27 @@ def test_a_contender_is_its_three_sections_and_deepspeed_accepts_them(name: str)
     assert backend_of(config) == ALL[name].backend
     if ALL[name].backend is not None:
         assert resolve(config).ignored == ()
+
+
+def test_cases_are_planned_to_take_what_they_took() -> None:
+    """On the machine of the committed results, whose tables are whole."""
+    for folder in sorted(path.parent for path in COMMITTED.glob("*/*/rows.jsonl")):
+        rows = {row["case"]: row for row in read_rows(folder / "rows.jsonl")}
+        assert rows.keys() >= set(TIERS["main"]) | {MACHINE} and len({row["run_id"] for row in rows.values()}) == 1, (
+            folder
+        )
+        num_parameters = next(row["parameters"] for row in rows.values() if row.get("parameters"))
+        planned_s = took_s = 0.0
+        for name in rows.keys() & set(TIERS["main"]):
+            row = rows[name]
+            if row["status"] not in ("ok", "oom") or row.get("ran_with_gb"):
+                continue
+            host_gb = ALL[name].host_bytes(num_parameters, exact=bool(row["env"])) / 1e9
+            spec = Spec(**row["params"]["spec"])
+            card_gb = spec.device_memory_gb or 150.1
+            planned_s += expected_s(ALL[name], num_parameters, spec, host_gb=host_gb, card_gb=card_gb)
+            took_s += row["wall_s"]
+        assert 0.8 * took_s < planned_s < 1.35 * took_s, folder
 
 
 def test_a_smaller_card_is_told_to_ours_and_shrinks_the_buckets_of_stock() -> None:
