@@ -29,8 +29,8 @@ class Rates:
     """Host time of one operation of a model's forward, Python included: small models are bound by it."""
     backward_launch_us: float = 14.0
     """The same in the backward pass, of which autograd runs the larger part without Python."""
-    noise_gdraws: float = 764.0
-    """Normal numbers a second, in 10**9, inside the fused ZO kernel."""
+    noise_gdraws: float = 1140.0
+    """Normal numbers a second, in 10**9, inside the fused ZO kernel: what each further update to replay takes."""
     cpu_adam_gparams: float = 4.2
     """Parameters a second, in 10**9, that DeepSpeed's CPU Adam updates on all cores."""
     cpu_gflops: float = 900.0

@@ -157,7 +157,9 @@ def _best_interval(model: Model, placement: Placement, streamed: list[int], buff
     """The engine measures what is priced here."""
     if not streamed:
         return 1
-    return best_interval(lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params))
+    return best_interval(
+        lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params, ideal=True)
+    )
 
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:
@@ -195,12 +197,15 @@ def _seconds(
         behind = lags(interval)
         lag = sum(behind) / interval if step is None else behind[(step + turn(i, interval) - 1) % interval]
         folds = 1 / interval if step is None else float(lag == interval)
-        noise = _noise_s(unit, rates, pending=lag, folds=folds, num_passes=num_passes, params=params)
+        noise = _noise_s(unit, rates, pending=lag, folds=folds, num_passes=num_passes, pairs=pairs, params=params)
         cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
         on_host = num_passes * (_REPLAY_LAUNCH_S if recorded else cost.launch_s) + _VISIT_LAUNCH_S
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
         seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
+        low = num_blocks + i  # where the low plane travels alone
+        seconds[low, Kind.UPLOAD], seconds[low, Kind.DOWNLOAD] = unit.low_nbytes / up, unit.low_nbytes / down
+        seconds[low, Kind.COMPUTE] = noise
     visits = [u for units in placement.entered_by.values() for u in units] + placement.ambient
     noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
     on_host = num_passes * trace.edge.launch_s + len(visits) * _VISIT_LAUNCH_S
@@ -212,34 +217,49 @@ def _computing_sets_pace(
     model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams
 ) -> bool:
     seconds = _seconds(model, placement, streamed, buffers, params)
-    busy_s = sum(s for (_, kind), s in seconds.items() if kind is Kind.COMPUTE)
+    busy_s = sum(s for (block, kind), s in seconds.items() if kind is Kind.COMPUTE and block < len(placement.blocks))
     return busy_s > _link_s(model.rates, placement, streamed, buffers.interval)
 
 
-def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
+def _step_s(
+    model: Model,
+    placement: Placement,
+    streamed: list[int],
+    buffers: Buffers,
+    params: ZOParams,
+    *,
+    ideal: bool = False,
+) -> float:
     """An average step: as many as it takes for every block to fold once. In the list that is priced, each step's blocks
-    have numbers of their own, for they lag differently in each."""
+    have numbers of their own, for they lag differently in each. `ideal`: low planes of blocks that stay on the device
+    keep nothing waiting, as the engine takes it when it chooses the interval."""
     interval, num_blocks = buffers.interval, len(placement.blocks)
+    sizes = buffers.sizes(num_blocks - len(streamed))
     seconds: dict[tuple[int, Kind], float] = {}
     actions: list[Action] = []
     loaded: dict[int, int] = {}
     num_steps = max(2, interval)
     order = range(num_blocks)
     for step in range(num_steps):
-        first = step * num_blocks
-        folding = {i for i in streamed if (step + turn(i, interval)) % interval == 0}
+        first = 2 * step * num_blocks
+        turns = {i for i in order if (step + turn(i, interval)) % interval == 0}
         found, loaded = pricing.pass_over(
             order,
             streamed=set(streamed),
-            num_slots=buffers.sizes(num_blocks - len(streamed))["num_slots"],
-            downloads=folding,
+            num_slots=sizes["num_slots"],
+            downloads=turns & set(streamed),
             loaded=loaded,
             then=order,
         )
         of_step = _seconds(model, placement, streamed, buffers, params, step=step)
+        if streamed and not ideal:
+            alone = {i: num_blocks + i for i in turns.difference(streamed) if placement.blocks[i].low_nbytes}
+            slots = range(sizes["num_slots"], sizes["num_slots"] + sizes["num_low_slots"])
+            found = pricing.with_low_planes(found, alone, slots=slots)
+            for i, low in alone.items():
+                of_step[i, Kind.COMPUTE] -= of_step[low, Kind.COMPUTE]
         seconds |= {(b if b == pricing.EDGE else first + b, kind): s for (b, kind), s in of_step.items()}
         actions += [replace(action, block=first + action.block) for action in found] + [pricing.edge()]
-    # Blocks that stay have low planes on the host, which travel at folds, outside the schedule.
     link_s = _link_s(model.rates, placement, streamed, interval)
     return max(pricing.seconds(actions, seconds) / num_steps, link_s)
 
@@ -264,10 +284,14 @@ def _rates_together(rates: Rates, placement: Placement, streamed: list[int], int
     return rates.link_up_gbps * 1e9 / slower, rates.link_down_gbps * 1e9 / slower
 
 
-def _noise_s(unit: Unit, rates: Rates, *, pending: float, folds: float, num_passes: int, params: ZOParams) -> float:
-    """Kernels of a visit: replay and first copy in one, then the other passes' copies."""
+def _noise_s(
+    unit: Unit, rates: Rates, *, pending: float, folds: float, num_passes: int, params: ZOParams, pairs: bool = False
+) -> float:
+    """Kernels of a visit: replay and first copy in one, then the other passes' copies. In `pairs` a launch makes those
+    of both signs from one draw, and where there is one direction, nothing is stored but folds."""
     numel = sum(p.numel for p in unit.placed if p.trainable)
-    per_draw = params.num_directions * pending + num_passes + FOLD_DRAWS * folds
-    stored, copied = unit.nbytes, unit.scratch_nbytes
-    moved = 2 * stored + copied + (num_passes - 1) * (stored + copied) + 2 * folds * unit.low_nbytes
-    return numel * per_draw / (rates.noise_gdraws * 1e9) + moved / (rates.device_memory_gbps * 1e9)
+    num_launches = num_passes // 2 if pairs else num_passes
+    draws = params.num_directions * pending + num_launches + FOLD_DRAWS * folds
+    stored = unit.nbytes * (num_launches + (folds if num_launches == 1 else 1))
+    moved = stored + num_passes * unit.scratch_nbytes + 2 * folds * unit.low_nbytes
+    return numel * draws / (rates.noise_gdraws * 1e9) + moved / (rates.device_memory_gbps * 1e9)
