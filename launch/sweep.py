@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -76,8 +77,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--case-seconds", type=float, metavar="S", help="training time a case, for comparisons at equal time"
     )
+    how.add_argument("--most-seconds", type=float, metavar="S", help="kill a case that takes longer, as a failure")
     how.add_argument("--folder", type=Path, metavar="DIR", help="logs and checkpoints (default: beside the results)")
-    how.add_argument("--retry-failed", action="store_true", help="run cases again whose row is a failure")
+    how.add_argument("--retry-failed", action="store_true", help="run cases again that failed, each once more")
     how.add_argument(
         "--start",
         choices=get_args(Start),
@@ -90,7 +92,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
 
     args = parser.parse_args(argv)
-    for name in ("jobs", "max_seconds", "grace", "case_seconds", "steps", "limit"):
+    for name in ("jobs", "max_seconds", "grace", "case_seconds", "most_seconds", "steps", "limit"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -131,7 +133,9 @@ class Listing:
         self.grid = chosen_grid(args)
         self.rates = best_rates(read_rows(args.rates_from)) if args.rates_from else None
         before = read_rows(args.results)
-        self.ignored = {row["key"] for row in before if row["status"] != "ok"} if args.retry_failed else set()
+        failures = Counter(row["key"] for row in before if row["status"] != "ok") if args.retry_failed else Counter()
+        self.retried = {key for key, count in failures.items() if count == 1}
+        self.num_before = len(before)
         first = self.left(before)[: args.limit]
         self.only = None if args.limit is None else {case.key for case in first}
 
@@ -149,7 +153,8 @@ class Listing:
         return self(rows)
 
     def left(self, rows: Sequence[Row]) -> list[Case]:
-        settling = [row for row in rows if row["status"] == "ok" or row["key"] not in self.ignored]
+        before = [row for row in rows[: self.num_before] if row["status"] == "ok" or row["key"] not in self.retried]
+        settling = [*before, *rows[self.num_before :]]
         return remaining(self.cases(settling), settling)
 
     def __call__(self, rows: Sequence[Row]) -> list[Case]:
@@ -172,6 +177,7 @@ def main(argv: list[str] | None = None) -> None:
         max_seconds=args.max_seconds,
         grace_s=args.grace,
         case_seconds=args.case_seconds,
+        most_seconds=args.most_seconds,
         arguments=tuple(args.train_arguments),
         start=args.start,
     )

@@ -51,12 +51,23 @@ from ds_zo.bench.run_summary import Best, Point, Summary, append_row, versions
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import ConfigError, backend_of
-from ds_zo.tasks import TASKS, DataSource, Draw, Evaluator, HeadTask, Score, SeededOrder, TaskError, make_task
+from ds_zo.tasks import (
+    TASKS,
+    DataSource,
+    Draw,
+    Evaluator,
+    GroupedOrder,
+    HeadTask,
+    Score,
+    SeededOrder,
+    TaskError,
+    make_task,
+)
 from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
-from ds_zo.tasks.encoding import position_ids
-from ds_zo.tasks.scoring import takes_positions
+from ds_zo.tasks.encoding import num_answering, position_ids
+from ds_zo.tasks.scoring import takes
 
 EMBEDDED = "embedded"
 EMBEDDED_TASK = "code_or_text"
@@ -117,6 +128,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=1,
         metavar="N",
         help="batches as long as a multiple of this: fewer shapes, so that ZO's CUDA graphs are used again",
+    )
+    what.add_argument(
+        "--group-by-length", action="store_true", help="batches of texts that are about as long: less padding"
     )
     what.add_argument(
         "--max-length",
@@ -346,9 +360,12 @@ class Trainer:
         if args.lora_rank is not None:
             model = add_lora(model, args)
         self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
-        self.order = SeededOrder(len(self.sequences), seed=args.seed)
         self.engine = make_engine(model, config)
+        self.order = self.make_order()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
+        self.keeps_answers = alone and takes(self.engine, "logits_to_keep")
+        """The head's product is made where labels are; ranks may have to share one batch, and agree on its shape."""
         self.checkpoints = args.output_dir / "checkpoints"
         self.model_folder: Path | None = None
         self.step = 0
@@ -358,6 +375,16 @@ class Trainer:
         self.train_s = 0.0
         self.curve: list[Point] = []
         self.best: Best | None = None
+
+    def make_order(self) -> SeededOrder:
+        if not self.args.group_by_length:
+            return SeededOrder(len(self.sequences), seed=self.args.seed)
+        lengths = [len(sequence.input_ids) for sequence in self.sequences]
+        size = self.engine.train_micro_batch_size_per_gpu()
+        try:
+            return GroupedOrder(lengths, batch_size=size, seed=self.args.seed)
+        except ValueError as error:
+            raise UserError(f"{error} (--group-by-length)") from None
 
     @property
     def samples_per_step(self) -> int:
@@ -406,10 +433,13 @@ class Trainer:
             )
             self.num_seen += size * self.world_size
             self.num_tokens += int(batch["attention_mask"].sum()) * self.world_size
+            options: dict[str, Any] = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
+            if self.keeps_answers:
+                options["logits_to_keep"] = num_answering(batch["labels"])
+                batch["labels"] = batch["labels"][:, -options["logits_to_keep"] :]
             inputs = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
-            if self.args.padding_side == "left" and takes_positions(self.engine):
+            if self.args.padding_side == "left" and takes(self.engine, "position_ids"):
                 inputs["position_ids"] = position_ids(inputs["attention_mask"])
-            options = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
             loss = self.engine(**inputs, **options).loss
             self.engine.backward(loss)
             self.engine.step()

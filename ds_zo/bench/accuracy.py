@@ -12,6 +12,7 @@ can be made of a sweep that is not done: what is missing is marked, and a rate t
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -37,11 +38,12 @@ def select_tasks(grid: Grid) -> tuple[str, ...]:
 def best_rates(
     rows: Sequence[Row], *, tasks: Sequence[str] = SELECT_TASKS, seed: int = SELECT_SEED
 ) -> dict[str, float]:
-    """Each method's best rate, among those that were run on all of `tasks` that the method was run on at all."""
+    """Each method's best rate, among those that were run on all of `tasks` that the method was run on at all. One at
+    which a loss was not finite scores by chance, and is none."""
     scores: dict[str, dict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         chosen = row["status"] == "ok" and row["task"] in tasks and row["seed"] == seed
-        if chosen and row["lr"] is not None and row["dev"] is not None:
+        if chosen and row["lr"] is not None and row["dev"] is not None and math.isfinite(row.get("loss_last") or 0.0):
             known = scores[row["method"]][row["lr"]]
             known[row["task"]] = max(_sign(row) * row["dev"], known.get(row["task"], float("-inf")))
     found = {}

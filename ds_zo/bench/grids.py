@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ ZERO_OFFLOAD_ADAMW = _config(
 MEZO = _config("MeZO", params={"zo_eps": 1e-3})
 SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
 GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "rte", "stsb")
-ON_ONE_GPU = ("--tf32", "--max-length", "128", "--pad-multiple", "16", "--eval-batch-size", "128")
-"""For launch/train.py where many small runs share a device: passages and instructions keep their last 128 tokens."""
+ON_ONE_GPU = (
+    *("--tf32", "--max-length", "128", "--eval-batch-size", "128"),
+    *("--group-by-length", "--pad-multiple", "16"),
+)
+"""For launch/train.py where many small runs share a device: passages and instructions keep their last 128 tokens, and
+batches of like lengths spare a quarter of the tokens, which would be padding."""
 ZO_STEPS, ZO_BATCH = 1000, 8
 """A direction's noise is what a step suffers from, not the batch's: half of MeZO's 16, and twice the steps a second."""
 FIRST_ORDER_STEPS = 120
@@ -172,9 +177,16 @@ ACCURACY = Grid(
     arguments=ON_ONE_GPU,
 )
 """The accuracy table: rates are tried on SST-2 and RTE with seed 0, and the best by dev is used everywhere. Sized for
-eleven minutes of an H200 with SmolLM2-135M, a dozen runs at once, by what fills the device: float32 runs multiply
+eight minutes of an H200 with SmolLM2-135M, a dozen runs at once, by what fills the device: float32 runs multiply
 matrices in TF32, and dev decides between two states a run. What only one seed is needed for has one: zero-shot, the
 reference that takes ZO's own steps, and storage without a low plane."""
+
+ACCURACY_SEEDS = replace(
+    ACCURACY,
+    methods={name: replace(ACCURACY.methods[name], seeds=None) for name in ("mezo", "zo-bf16-wire", "zo-fp8-wire")},
+    seeds=(1, 2),
+)
+"""Their other seeds, where time is left: with `--rates-from` the accuracy table's rows, which these stand beside."""
 
 EQUAL_Z = Grid(
     {
@@ -282,8 +294,35 @@ SMOKE = Grid(
 )
 """A few steps of each with the embedded model: does everything run here?"""
 
+PROBE = Grid(
+    {
+        f"{name}/{key}": replace(
+            method,
+            lrs=method.lrs[:1],
+            lora_ranks=method.lora_ranks[:1],
+            warmups=method.warmups[:1],
+            steps=min(method.steps, 8),
+            eval_every=4,
+            lr_of=None,
+            seeds=None,
+        )
+        for name, methods in {
+            "accuracy": ACCURACY.methods,
+            "lora-lomo": {"lora+lomo": LORA_LOMO.methods["lora+lomo"]},
+            "lsp-glue": lsp_glue(576).methods,
+            "curves": {"zero-offload": CURVES.methods["zero-offload"]},
+        }.items()
+        for key, method in methods.items()
+    },
+    tasks=("sst2",),
+    arguments=(*ON_ONE_GPU, "--num-eval", "8"),
+)
+"""Every way to train that the grids of many runs have, for a few steps: what can't run shows before they begin, and
+kernels are built once."""
+
 GRIDS: dict[str, Grid] = {
     "accuracy": ACCURACY,
+    "accuracy-seeds": ACCURACY_SEEDS,
     "mezo": MEZO_PAPER,
     "lomo": LOMO_PAPER,
     "lora-lomo": LORA_LOMO,
@@ -294,6 +333,7 @@ GRIDS: dict[str, Grid] = {
     "lsp-time": LSP_TIME,
     "lsp-rates": LSP_RATES,
     "smoke": SMOKE,
+    "probe": PROBE,
 }
 
 

@@ -87,6 +87,8 @@ class Sweep:
     grace_s: float | None = None
     """Of `max_seconds`, kept for running cases to save themselves; None: a tenth, 45 at most."""
     case_seconds: float | None = None
+    most_seconds: float | None = None
+    """A case that takes longer hangs: it is killed, and that is a failure."""
     arguments: tuple[str, ...] = ()
     start: Start = "forkserver"
     preload: tuple[str, ...] = PRELOAD
@@ -148,9 +150,9 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def remaining(cases: Iterable[Case], rows: Sequence[Row], *, retry_failed: bool = False) -> list[Case]:
-    """Cases without a row that settles them, each once."""
-    settled = {row["key"] for row in rows if row["status"] == "ok" or not retry_failed}
+def remaining(cases: Iterable[Case], rows: Sequence[Row]) -> list[Case]:
+    """Cases without a row, each once."""
+    settled = {row["key"] for row in rows}
     found: dict[str, Case] = {}
     for case in cases:
         if case.key not in settled:
@@ -189,6 +191,8 @@ def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda cas
             if not running:
                 break
             time.sleep(0.2)
+            for job in running:
+                job.end_if_hanging()
             for job in [job for job in running if not job.process.is_alive()]:
                 running.remove(job)
                 if job.process.exitcode == BAD_FORK and start != sweep.fallback:
@@ -258,6 +262,11 @@ class _Running:
         arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment, share)
         self.process = context.Process(target=_train, args=arguments, name=case.key)
         self.process.start()
+
+    def end_if_hanging(self) -> None:
+        if self.sweep.most_seconds is not None and time.monotonic() - self.began > self.sweep.most_seconds:
+            self.process.kill()
+            self.process.join()
 
     def finish(self, *, stopped: bool = False) -> int:
         """Writes the row; 0 where a stopped case has none yet."""

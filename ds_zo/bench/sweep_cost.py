@@ -7,7 +7,7 @@ device are counted as if those of several runs lay side by side, which needs CUD
 
 The figures are of SmolLM2-135M on an H200 with four runs at once: together 26 steps of 16 x 256 tokens a second with
 backward passes in TF32, 88 steps of 16 x 45 of ZO and MeZO in float32; 35 ms a step of MeZO and 72 of AdamW with nobody
-waiting for the device; 2 to 5 s a run beside steps and scores; 0.1 s for each matrix of LSP's first fit. Good to a
+waiting for the device; 2 to 5 s a run beside steps and scores; LSP's first fit takes half of what is counted. Good to a
 factor of one and a half; rows of like runs replace the estimate as they come in.
 """
 
@@ -43,7 +43,9 @@ BLOCK_GRAPH_US = 500.0
 BACKWARD_OPS = 1.6
 """Operations of a backward pass for each of the forward pass."""
 CHARS_PER_TOKEN = 4.3
-START_S, LSP_FIT_S, LSP_FIT_STEPS = 5.0, 20.0, 100
+GROUPED = 1.2
+"""Tokens of a batch of like lengths, for each that is not padding."""
+START_S, LSP_FIT_S, LSP_FIT_STEPS = 5.0, 8.0, 100
 """Until the first step: the device's context, weights, tokens; what LSP's first fit adds, at its usual steps."""
 LSP_UPDATE_S, OFFLOAD_UPDATE_S = 0.02, 0.12
 """Of the CPU's Adam a step: LSP's beyond what is hidden, and ZeRO-Offload's with its copies."""
@@ -117,8 +119,11 @@ def cost(case: Case, size: Size, folder: Path, *, arguments: Sequence[str] = ())
     lengths = [min(length, most) for length in num_tokens(folder / "train.jsonl")]
     if not lengths:
         return None
-    longest = sorted(lengths)[int(len(lengths) * (1 - 1 / case.batch_size)) - 1]  # a batch is as long as its longest
-    step = _passes(case, size, tokens=case.batch_size * longest, flops=FLOPS[_dtype(case, options)])
+    if "--group-by-length" in options:
+        length = min(max(lengths), GROUPED * sum(lengths) / len(lengths))
+    else:  # a batch is as long as its longest
+        length = sorted(lengths)[int(len(lengths) * (1 - 1 / case.batch_size)) - 1]
+    step = _passes(case, size, tokens=round(case.batch_size * length), flops=FLOPS[_dtype(case, options)])
     scored = {split: [min(n, most) for n in num_tokens(folder / f"{split}.jsonl")] for split in ("dev", "test")}
     num_evals = -(-case.steps // max(1, case.eval_every)) if case.steps else 1
     evals = [

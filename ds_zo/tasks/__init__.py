@@ -8,7 +8,7 @@ from ds_zo.tasks.encoding import Encoded, collate, pad_token_id
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.heads import HeadTask
 from ds_zo.tasks.hub import HubName
-from ds_zo.tasks.order import SeededOrder
+from ds_zo.tasks.order import GroupedOrder, SeededOrder
 from ds_zo.tasks.registry import TASKS, make_task, register
 from ds_zo.tasks.sampling import Draw
 from ds_zo.tasks.score import Score
@@ -22,6 +22,7 @@ __all__ = [
     "Draw",
     "Encoded",
     "Evaluator",
+    "GroupedOrder",
     "HeadTask",
     "HubName",
     "LabelledTask",

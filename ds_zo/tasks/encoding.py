@@ -96,6 +96,13 @@ def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side, multiple
     return batch
 
 
+def num_answering(labels: torch.Tensor) -> int:
+    """Of a batch's last positions, those among which all are that predict a label: where it is answers that are
+    labelled, few, and the rest needs no logits."""
+    predicts = (labels[:, 1:] != IGNORED).any(dim=0).nonzero()
+    return labels.shape[1] - int(predicts[0]) if len(predicts) else 1
+
+
 def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
     """Positions counted from each row's first real token; any valid one for padding."""
     return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+SPAN = 16
+"""Batches among which examples are sorted by length: enough that little is padding, few enough to stay random."""
 
 
 class SeededOrder:
@@ -12,6 +17,7 @@ class SeededOrder:
         if num_examples < 1:
             raise ValueError(f"an order needs at least one example, got {num_examples}")
         self.num_examples = num_examples
+        """Of an epoch."""
         self.seed = seed
         self._epoch = -1
         self._permutation: list[int] = []
@@ -20,10 +26,32 @@ class SeededOrder:
         epoch, index = divmod(position, self.num_examples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            self._permutation = torch.randperm(self.num_examples, generator=generator).tolist()
+            self._permutation = self.shuffled(generator)
             self._epoch = epoch
         return self._permutation[index]
+
+    def shuffled(self, generator: torch.Generator) -> list[int]:
+        return torch.randperm(self.num_examples, generator=generator).tolist()
 
     def batch(self, position: int, size: int) -> list[int]:
         """The `size` examples from `position` on."""
         return [self[position + i] for i in range(size)]
+
+
+class GroupedOrder(SeededOrder):
+    """Like lengths share a batch, batches come in random order. An epoch leaves out what does not fill its last batch,
+    other examples each time."""
+
+    def __init__(self, lengths: Sequence[int], *, batch_size: int, seed: int) -> None:
+        if not 1 <= batch_size <= len(lengths):
+            raise ValueError(f"grouping by length needs examples for a batch of {batch_size}, got {len(lengths)}")
+        super().__init__(len(lengths) - len(lengths) % batch_size, seed=seed)
+        self.lengths = lengths
+        self.batch_size = batch_size
+
+    def shuffled(self, generator: torch.Generator) -> list[int]:
+        drawn = torch.randperm(len(self.lengths), generator=generator).tolist()[: self.num_examples]
+        size, span = self.batch_size, SPAN * self.batch_size
+        spans = (sorted(drawn[i : i + span], key=self.lengths.__getitem__) for i in range(0, len(drawn), span))
+        batches = [found[i : i + size] for found in spans for i in range(0, len(found), size)]
+        return [index for i in torch.randperm(len(batches), generator=generator).tolist() for index in batches[i]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, position_ids
+from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, num_answering, position_ids
 
 Model = Callable[..., Any]
 """A model or an engine around one: called with a batch's tensors, returns an object with `.logits`."""
@@ -43,8 +43,12 @@ class Evaluator:
             batch = collate(
                 [sequences[groups[i][0]] for i in chosen], pad_token_id=self.pad_token_id, side=self.padding_side
             )
-            labels = batch.pop("labels").to(self.device)
-            log_probabilities = at_labels(self.logits(batch, use_cache=False), labels)
+            labels = batch.pop("labels")
+            options: dict[str, Any] = {"use_cache": False}
+            if takes(self.model, "logits_to_keep"):
+                options["logits_to_keep"] = num_answering(labels)
+                labels = labels[:, -options["logits_to_keep"] :]
+            log_probabilities = at_labels(self.logits(batch, **options), labels.to(self.device))
             owners: list[int] = []
             positions: list[int] = []
             targets: list[int] = []
@@ -81,17 +85,18 @@ class Evaluator:
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        if self.padding_side == "left" and takes_positions(self.model):
+        if self.padding_side == "left" and takes(self.model, "position_ids"):
             inputs["position_ids"] = position_ids(inputs["attention_mask"])
         found: torch.Tensor = self.model(**inputs, **options).logits
         return found
 
 
-def takes_positions(model: Model) -> bool:
-    """Some models count positions from the mask themselves (OPT, BLOOM), or have none: they take no `position_ids`."""
+def takes(model: Model, argument: str) -> bool:
+    """Whether a model has it by name. Some count positions from the mask (OPT, BLOOM) or have none: they take no
+    `position_ids`."""
     inner: Any = getattr(model, "module", model)  # an engine's
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT's
-    return "position_ids" in inspect.signature(getattr(inner, "forward", inner)).parameters
+    return argument in inspect.signature(getattr(inner, "forward", inner)).parameters
 
 
 def at_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import sys
@@ -80,8 +81,7 @@ def test_settled_cases_are_not_run_again(tmp_path: Path) -> None:
     found = read_rows(rows)
     assert [row["key"] for row in found] == [done, failed, cases[2].key], "a torn line takes none along"
     cases.pop(2)
-    assert [c.key for c in remaining(cases, found)] == [c.key for c in cases[2:]]
-    assert [c.key for c in remaining([*cases, *cases], found, retry_failed=True)] == [c.key for c in cases[1:]]
+    assert [c.key for c in remaining([*cases, *cases], found)] == [c.key for c in cases[2:]]
 
 
 SCRIPT = """
@@ -96,6 +96,8 @@ def main():
         raise SystemExit(97)
     if args["--task"] == "fails":
         raise SystemExit("error: the reason")
+    if args["--task"] == "hangs":
+        time.sleep(600)
     if args["--task"] == "endless":
         stopped = []
         signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
@@ -125,6 +127,9 @@ def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
     assert [case.task for case in remaining(cases, read_rows(results))] == ["endless"]
     assert sweep.command(cases[0])[-2:] == ["--resume", "latest"]
     assert not (folder / cases[1].key).exists()
+    impatient = dataclasses.replace(sweep, max_seconds=None, most_seconds=0.5)
+    assert in_clean_process(run, impatient, partial(remaining, [a_case("hangs")])) == 1
+    assert [row["status"] for row in read_rows(results) if row["task"] == "hangs"] == ["failed"]
 
 
 def test_a_piece_is_filled_with_what_fits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
         row("zo", "sst2", 1e-4, 0, dev=0.6, after=0.99),
         row("zo", "rte", 1e-4, 0, dev=0.6, after=0.99),
         row("zo", "rte", 1e-2, 0, dev=0.99, after=0.99),  # not run on all tasks
+        {**row("zo", "rte", 1e-1, 0, dev=0.99, after=0.99), "loss_last": math.nan},
+        {**row("zo", "sst2", 1e-1, 0, dev=0.99, after=0.99), "loss_last": math.nan},
         row("zo", "sst2", 1e-3, 1, dev=0.1, after=0.7),
         row("mezo", "sst2", 1e-3, 0, dev=0.2, after=0.25),
         row("mezo", "alpaca", 1e-3, 0, dev=9.0, after=8.0, metric="perplexity"),

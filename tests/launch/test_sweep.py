@@ -135,6 +135,9 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     for more, left in (([], 31), (["--retry-failed"], 32), (["--limit", "3"], 3)):
         script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), *more])
         assert f"32 cases, {left} to run now" in capsys.readouterr().out
+    results.write_text(2 * results.read_text())
+    script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--retry-failed"])
+    assert "31 to run now" in capsys.readouterr().out, "once more, not for ever"
     (tmp_path / "boolq").mkdir()
     (tmp_path / "boolq" / "train.jsonl").write_text(json.dumps(TABLES["boolq"][0]) + "\n")
     script.main(["--grid", "smoke", "--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--plan"])

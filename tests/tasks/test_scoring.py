@@ -17,7 +17,7 @@ from transformers import (
 from ds_zo.tasks import ChoiceTask, Evaluator, make_task
 from ds_zo.tasks.base import Choice
 from ds_zo.tasks.embedded_model import FOLDER
-from ds_zo.tasks.encoding import encode_answer
+from ds_zo.tasks.encoding import Side, collate, encode_answer, num_answering
 
 CHOICES = [
     Choice("The cup fell so", (" it broke.", " a man who was walking by picked all of it up."), 1),
@@ -152,3 +152,18 @@ def test_perplexity_is_that_of_the_models_own_loss(model: PreTrainedModel, token
     score = task.evaluate(evaluator(model), "test", tokenizer, max_length=512)
     assert score.value == pytest.approx(math.exp(loss), rel=1e-4)
     assert score.sums[1] == ids.numel() - 1
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_logits_where_answers_are_make_the_same_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, side: Side
+) -> None:
+    sequences = [encode_answer(tokenizer, c.prompt, c.options[0], max_length=64) for c in CHOICES[0:3:2]]
+    batch = collate(sequences, pad_token_id=0, side=side)
+    kept = num_answering(batch["labels"])
+    first = [next(i for i, label in enumerate(row) if label >= 0) for row in batch["labels"].tolist()]
+    assert kept == batch["labels"].shape[1] - min(first) + 1 < batch["labels"].shape[1]
+    with torch.no_grad():
+        whole = model(**batch).loss
+        batch["labels"] = batch["labels"][:, -kept:]
+        torch.testing.assert_close(model(**batch, logits_to_keep=kept).loss, whole)
