@@ -24,6 +24,12 @@ class Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a module that an engine has cannot be pickled, since its hooks are the engine's: save its state_dict(), "
+            "or a copy.deepcopy of it"
+        )
+
 
 def _nothing(*args: Any) -> None:
     pass
