@@ -11,6 +11,7 @@ Several ranks look at the average of their gradients, a layer at a time, in [Not
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,8 +83,8 @@ class Calibration:
         """Fits a matrix's first projectors, on the first gradient that it gets."""
         if slot.is_fitted or slot.subspace is None:
             return
-        self._fit(slot, slot.subspace, grad, num_steps=self._settings.fit_steps)
-        slot.is_fitted = True  # not before: a fit may find no memory, and is made with the next gradient then
+        # Not before: a fit may find no memory, or zeros or NaN, and is made with the next gradient then.
+        slot.is_fitted = self._fit(slot, slot.subspace, grad, num_steps=self._settings.fit_steps)
 
     def after_compress(self, slot: Slot, grad: torch.Tensor) -> None:
         """At a check: tests the matrix's projectors, and fits others where they fail."""
@@ -96,18 +97,19 @@ class Calibration:
     def _test(self, slot: Slot, grad: torch.Tensor) -> None:
         if not self._looks or slot.subspace is None:
             return
+        refitted, slot.refitted = slot.refitted, None  # until it is fitted: see `before_compress`
         if self._batch == 0:
             bias = float(relative_bias(grad, slot.subspace.P, slot.subspace.Q))
-            self.biases[slot.name] = bias
-            slot.refitted = None
+            refitted = None
+            if math.isfinite(bias):
+                self.biases[slot.name] = bias
             if bias > self._settings.bias_threshold:
                 num_draws = slot.subspace.num_draws + 1
-                slot.refitted = draw(
-                    slot.parameter, slot.index, self._settings, num_draws=num_draws, device=grad.device
-                )
-        if slot.refitted is not None:
+                refitted = draw(slot.parameter, slot.index, self._settings, num_draws=num_draws, device=grad.device)
+        if refitted is not None:
             num_steps = -(-self._settings.fit_steps // self._settings.calibration_batches)
-            self._fit(slot, slot.refitted, grad, num_steps=num_steps)
+            self._fit(slot, refitted, grad, num_steps=num_steps)
+            slot.refitted = refitted
 
     def end_check(self) -> None:
         self._batch = None
@@ -135,7 +137,8 @@ class Calibration:
 
     # Fitting
 
-    def _fit(self, slot: Slot, subspace: Subspace, grad: torch.Tensor, *, num_steps: int) -> None:
+    def _fit(self, slot: Slot, subspace: Subspace, grad: torch.Tensor, *, num_steps: int) -> bool:
+        """False: the gradient has nothing to fit to."""
         settings = self._settings
         report = fit(
             grad,
@@ -154,10 +157,13 @@ class Calibration:
                 self._ranks.take_from_first_(values)
                 projector.set_values_(values)
         self.fit_s += report.seconds
+        logger.debug(f"ds_zo: {slot.name} {report}")
+        if report.reason == "degenerate":
+            return False
         self.biases[slot.name] = report.bias_after
         if slot.name not in self._news:
             self._news.append(slot.name)
-        logger.debug(f"ds_zo: {slot.name} {report}")
+        return True
 
     # Saving
 

@@ -60,10 +60,11 @@ def fit(
     `recorder` spares a GPU the launches.
     """
     begin = time.perf_counter()
-    before = float(relative_bias(G_mn, P, Q))
     norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
     if not 0.0 < float(norm) < float("inf"):
-        return FitReport(before, before, 0, time.perf_counter() - begin, "degenerate")
+        bias = 0.0 if float(norm) == 0.0 else float("nan")
+        return FitReport(bias, bias, 0, time.perf_counter() - begin, "degenerate")
+    before = float(relative_bias(G_mn, P, Q))
     if before <= threshold or steps == 0:
         reason: Literal["threshold", "steps"] = "threshold" if before <= threshold else "steps"
         return FitReport(before, before, 0, time.perf_counter() - begin, reason)

@@ -33,6 +33,7 @@ class Recorder:
             self._graph = self._recorded(work, device)  # the one before has given its pool on
         except Exception as error:
             self._gave_up = True
+            self.release()
             logger.warning(f"ds_zo: projectors are fitted without CUDA graphs, for a step can't be recorded: {error}")
             return work
         return self._graph.replay
