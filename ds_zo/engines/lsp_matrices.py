@@ -9,6 +9,7 @@ projected or whole; vectors are too small for a trip and stay on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,21 +156,31 @@ def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, de
 
 def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | None) -> list[Group]:
     """Groups in the order that a forward pass meets them, as far as the model's own order tells."""
-    block_of: dict[int, tuple[str, nn.Module]] = {}
-    for name, block in find_blocks(module, blocks).items():
-        for p in block.parameters():
-            block_of.setdefault(id(p), (name, block))
+    block_of = _only_blocks(module, find_blocks(module, blocks))
     groups: dict[str, Group] = {}
     for slot in slots:
         found = block_of.get(id(slot.parameter))
         if found is None:
             owner = slot.name.rpartition(".")[0]
             group = groups.setdefault(owner, Group(owner, is_block=False))
-            group.modules = list(_owners(module, slot.parameter))
+            group.modules += [m for m in _owners(module, slot.parameter) if m not in group.modules]
         else:
             group = groups.setdefault(found[0], Group(found[0], is_block=True, modules=[found[1]]))
         group.slots.append(slot)
     return list(groups.values())
+
+
+def _only_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, tuple[str, nn.Module]]:
+    """By parameter: the block that has it, unless somebody else does too and may use it first."""
+    inside = {id(m) for block in blocks.values() for m in block.modules()}
+    outside = {id(p) for m in module.modules() if id(m) not in inside for p in m._parameters.values()}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, block in blocks.items():
+        for p in block.parameters():
+            if id(p) in found:
+                outside.add(id(p))
+            found[id(p)] = name, block
+    return {key: value for key, value in found.items() if key not in outside}
 
 
 def apart_from_visitors(groups: list[Group], unit_of: Mapping[int, Unit]) -> list[Group]:
@@ -203,11 +214,21 @@ def _edge_parameters(module: nn.Module) -> set[int]:
     if head is not None and isinstance(getattr(head, "weight", None), nn.Parameter):
         found.add(id(head.weight))
     in_blocks = {id(p) for block in find_blocks(module).values() for p in block.parameters()}
-    vocabularies = {table.shape[0] for table in tables}
+    named = _input_table(module)  # else a classifier of two labels is taken for the head of BERT's two token types
+    vocabularies = {table.shape[0] for table in (tables if named is None else [named])}
     for m in module.modules():
         if isinstance(m, nn.Linear) and id(m.weight) not in in_blocks and m.out_features in vocabularies:
             found.add(id(m.weight))
     return found
+
+
+def _input_table(module: nn.Module) -> torch.Tensor | None:
+    """The vocabulary's embeddings, where the model says which they are."""
+    table = None
+    if callable(getattr(module, "get_input_embeddings", None)):
+        with suppress(NotImplementedError, AttributeError):
+            table = getattr(module.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    return table if isinstance(table, torch.Tensor) else None
 
 
 def _matrix_parameters(module: nn.Module) -> set[int]:
