@@ -87,13 +87,16 @@ class LSPBackend(Backend):
         self._num_steps = 0
         self._gathered: dict[str, dict[str, Any]] = {}
         """Other ranks' states, as they were when a checkpoint was last asked for."""
-        self._in_last_backward = False
+        self._in_backward = self._in_last_backward = False
+        """Of this engine's: a gradient may come of a bare `loss.backward()`, or of another engine's loss."""
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._group_sizes: list[int] = []
+        self._seen_groups: list[tuple[dict[str, Any], int]] = []
+        """Those that `_group_of` was made of, and how many parameters each had."""
         self._calibration = Calibration(self.settings, ranks=self.ranks)
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
+        _refuse_half(module)
         self._streamed = self._stream() if self.places_parameters(config) else None
         if self._compiler is not None and self._streamed is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
@@ -188,15 +191,23 @@ class LSPBackend(Backend):
                     handles.append(owner.register_forward_pre_hook(weakly(self._settle_for, index)))
         if self._host_groups:
             handles.append(self.module.register_forward_pre_hook(weakly(self._settle_for, None)))
-            handles.append(self.module.register_state_dict_pre_hook(weakly(self._settle_all)))
-            handles.append(self.module.register_load_state_dict_pre_hook(weakly(self._settle_all)))
+        lagging = {id(slot.parameter) for group in self._host_groups for slot in group.slots}
+        for m in self.module.modules():  # a submodule's state is read without the whole model's
+            if any(id(p) in lagging for p in m._parameters.values()):
+                handles.append(m.register_state_dict_pre_hook(weakly(self._settle_all)))
+                handles.append(m.register_load_state_dict_pre_hook(weakly(self._settle_all)))
         return handles
 
     def _find_groups(self) -> None:
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != self._group_sizes:
-            self._group_sizes = sizes
-            self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        """Loading an optimizer's state makes groups of their own, so it is not enough to count."""
+        found = [(group, len(group["params"])) for group in self.param_groups]
+        same = len(found) == len(self._seen_groups) and all(
+            group is seen and num_params == num_seen
+            for (group, num_params), (seen, num_seen) in zip(found, self._seen_groups, strict=True)
+        )
+        if not same:
+            self._seen_groups = found
+            self._group_of = {id(p): group for group, _ in found for p in group["params"]}
 
     def _trains(self, slot: Slot) -> bool:
         return slot.parameter.requires_grad and id(slot.parameter) in self._group_of
@@ -217,14 +228,17 @@ class LSPBackend(Backend):
 
     def settle(self) -> None:
         """Brings every weight to the last step, where the layer-wise schedule let it lag until its next use."""
-        for index in range(len(self._host_groups)):
-            self._settle_for(index)
+        for index, group in enumerate(self._host_groups):
+            if group.moment is Moment.DUE:
+                self._settle_for(index)
 
     def _settle_all(self, *hooked: Any) -> None:
         self.settle()
 
+    @torch.inference_mode(False)
     def _settle_for(self, index: int | None, *hooked: Any) -> None:
-        """Before group `index` is used; None: before a forward pass of the whole module."""
+        """Before group `index` is used; None: before a forward pass of the whole module. What training goes on with
+        must not be made in an evaluation's inference mode."""
         if index is not None:
             group = self._host_groups[index]
             if group.moment is Moment.DUE and group.unit is not None and self._streamed is not None:
@@ -263,6 +277,7 @@ class LSPBackend(Backend):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         self.settle()  # layers that this forward pass did not use
+        self._heed_zero_grad()
         self._find_groups()
         self._calibration.begin_backward(self._num_steps, [slot for slot in self._slots if self._trains(slot)])
         for group in self._host_groups:
@@ -275,13 +290,14 @@ class LSPBackend(Backend):
         self._clock.begin()
         streamed = self._streamed
         try:
+            self._in_backward = True
             with nullcontext() if streamed is None else streamed.backward_pass(retain_graph=retain_graph):
                 loss.backward(retain_graph=retain_graph)
             self._held.compress()
             if self._turns is not None:
                 self._turns.finish()
         finally:
-            self._in_last_backward = self._looks_together = False
+            self._in_backward = self._in_last_backward = self._looks_together = False
             self._held.forget()
         self._clock.end()
 
@@ -307,7 +323,7 @@ class LSPBackend(Backend):
         elif not self._looks_together or self._turns is None or self._turns.is_over(slot):
             self._take_in(slot, grad)
         if self._turns is not None:
-            if p.ndim >= 2:
+            if p.ndim >= 2 and self._in_backward:
                 self._turns.arrived(slot)
         elif group is not None:
             group.num_arrived += 1
@@ -343,6 +359,13 @@ class LSPBackend(Backend):
         if not self._calibration.wants(slot):
             self._held.add(slot)
             return
+        if self.ranks is not None and not self._in_backward:
+            slot.parameter.grad = None
+            raise RuntimeError(
+                f"several ranks fit the projectors of {slot.name} in one order, which engine.backward(loss) keeps, got "
+                "its first gradient from another backward pass: call engine.backward(loss) instead of loss.backward(), "
+                "or freeze this model (requires_grad_(False)) while another engine's loss passes through it"
+            )
         self._calibration.before_compress(slot, grad)
         compress_slots([slot])
         self._calibration.after_compress(slot, grad)
@@ -424,7 +447,10 @@ class LSPBackend(Backend):
     # step
 
     def step(self) -> StepOutcome:
+        self.settle()  # for a backward pass that was not this engine's; what that left is compressed below
+        self._heed_zero_grad()
         self._find_groups()
+        self._held.compress()
         self._gathered = {}
         global_norm = self._begin_shared_step() if self.ranks is not None else self._begin_step()
         report = StepReport()
@@ -493,13 +519,14 @@ class LSPBackend(Backend):
 
     @torch.no_grad()
     def _clip_globally(self, found: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """Gradients by slot. A norm each, in the model's order: so any number of ranks adds up the same numbers."""
+        """Gradients by slot. A norm each, in the model's order: so any number of ranks adds up the same numbers. One
+        that is not finite poisons all of them, which skips the step."""
         grads = [found[id(slot)] for slot in self._slots if id(slot) in found]
         if not grads:
             return None
         norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).norm()
         coef = (self.config.gradient_clipping / (norm + NORM_FLOOR)).clamp_(max=1.0)
-        torch._foreach_mul_(grads, coef)
+        torch._foreach_mul_(grads, torch.where(norm.isfinite(), coef, torch.nan))
         return norm
 
     def _adopt(self) -> None:
@@ -512,9 +539,16 @@ class LSPBackend(Backend):
 
     def zero_grad(self) -> None:
         self._groups.take_back()
+        self._held.forget()
         for slot in self._slots:
             slot.forget()
         self.module.zero_grad(set_to_none=True)
+
+    def _heed_zero_grad(self) -> None:
+        """`zero_grad` of the optimizer or of the module drops whole gradients, but does not reach sums: they go too."""
+        waiting = (slot for group in self._device_groups for slot in group.slots if slot.has_total)
+        if any(slot.total is None and slot.whole_gradient is None for slot in waiting):
+            self.zero_grad()
 
     # Saving, loading, describing
 
@@ -558,6 +592,7 @@ class LSPBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         self._groups.take_back()
+        self._held.compress()
         if self.ranks is not None:
             self.settle()
             owned = [group for group in self._host_groups if isinstance(group, SharedHostGroup)]
@@ -606,6 +641,17 @@ class LSPBackend(Backend):
             stack.callback(self._finalizer)
             if settles:
                 self.settle()
+
+
+def _refuse_half(module: nn.Module) -> None:
+    """A model comes in its checkpoint's dtype where the JSON names none."""
+    for name, p in module.named_parameters():
+        if p.requires_grad and p.dtype is torch.float16:
+            raise ConfigError(
+                f"LSP does not scale losses, which fp16 needs, got parameter {name} in fp16 and a JSON that names no "
+                'dtype: add "bf16": {"enabled": true}, or load the model in float32 or bfloat16',
+                at="bf16.enabled",
+            )
 
 
 def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:

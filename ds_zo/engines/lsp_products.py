@@ -92,8 +92,10 @@ class HeldGradients:
     def compress(self) -> None:
         if not self._slots:
             return
-        slots = list(self._slots.values())
+        slots = [slot for slot in self._slots.values() if slot.parameter.grad is not None]
         self.forget()
+        if not slots:  # somebody has dropped them
+            return
         found: list[int] = []
         for slot in slots:
             grad = slot.parameter.grad

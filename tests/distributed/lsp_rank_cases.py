@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two losses": {"stage": 2},
     "two losses, whole": {"params": {"projector": "none"}},
     "forgotten": {"stage": 2},
+    "bare": {"stage": 2},
     "int8": {"stage": 2, "params": {"payload_dtype": "int8"}},
 }
 ON_FOUR = ("random", "owned", "on the device", "int8")
@@ -71,7 +72,7 @@ def compare(rank: int) -> dict[str, Any]:
             loss = engine(**batch_of(rank, step, world_size)).loss
             if name == "poisoned" and step == 1 and rank == world_size - 1:
                 loss = loss * float("nan")
-            engine.backward(loss)
+            loss.backward() if name == "bare" else engine.backward(loss)
             if name.startswith("two losses"):
                 engine.backward(engine(**batch_of(rank, step + 50, world_size)).loss)
             if name == "forgotten" and step == 1:

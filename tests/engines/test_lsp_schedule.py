@@ -14,12 +14,14 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
 from lsp_runs import lsp_json, settled, small
+from zoo import Wandering, plain_batch, seeded
 
 from ds_zo import plugin
 from ds_zo.engines import lsp_calibration
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
 from ds_zo.engines.lsp_queue import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
+from ds_zo.projectors import workspace
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -116,8 +118,12 @@ def test_readers_see_the_step_that_was_made() -> None:
         assert not any(hasattr(p, "_hp_mapping") for p in module.parameters())
         return {name: p.detach() for name, p in module.named_parameters()}
 
+    def of_a_part(engine: Any) -> dict[str, torch.Tensor]:
+        return {f"transformer.{name}": value for name, value in engine.module.transformer.state_dict().items()}
+
     readers: list[Callable[[Any], dict[str, torch.Tensor]]] = [
         lambda engine: engine.module.state_dict(),
+        of_a_part,
         lambda engine: engine.module_state_dict(),
         gathered,
         full,
@@ -132,8 +138,42 @@ def test_readers_see_the_step_that_was_made() -> None:
         assert_equal({name: found[name] for name in expected}, expected)
 
 
+def test_an_evaluation_in_inference_mode_changes_nothing() -> None:
+    """It applies directions, and may be the first to need memory that training goes on with."""
+    weights = []
+    for evaluates in (True, False):
+        engine = start(lsp_json(params={"payload_dtype": "int8"}), small())
+        workspace.release()
+        for batch in batches("llama", 3):
+            train(engine, [batch])
+            if evaluates:
+                with torch.inference_mode():
+                    engine(**batch)
+        weights.append(settled(engine))
+    assert_equal(*weights)
+
+
+def test_a_weight_of_two_blocks_is_up_to_date_in_either() -> None:
+    """The last one is used first, or alone."""
+    found = []
+    for schedule in ("sync", "layerwise"):
+        model = seeded(lambda: Wandering(num_blocks=3))
+        model.layers[2].up.weight = model.layers[0].up.weight
+        engine = start(lsp_json(params={"schedule": schedule}), model)
+        losses = []
+        for step in range(3):
+            engine.backward(engine(**plain_batch(step, order=[2, 1, 0])))
+            engine.step()
+            with torch.no_grad():
+                losses.append(engine(**plain_batch(step, order=[2])).item())
+        found.append((losses, settled(engine)))
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1])
+
+
 def test_what_is_written_to_a_gathered_weight_stays() -> None:
     engine = start(lsp_json(lr=1e-3), small())
+    loaded = {name: value + 1.0 for name, value in engine.module.model.layers[1].state_dict().items()}
     [first, second] = engine.module.model.layers[0].mlp.up_proj.weight, engine.module.lm_head.weight
     train(engine, batches("llama", 2))
     where = first.data_ptr()
@@ -141,6 +181,8 @@ def test_what_is_written_to_a_gathered_weight_stays() -> None:
         assert first.data_ptr() != where
         first.data.fill_(0.5)
     safe_set_full_fp32_param(second, torch.full(second.shape, 0.25))
+    engine.module.model.layers[1].load_state_dict(loaded)
+    assert_equal(dict(engine.module.model.layers[1].state_dict()), loaded)
     assert first.data_ptr() == where
     assert bool((first == 0.5).all()) and bool((second == 0.25).all())
     train(engine, batches("llama", 1))
@@ -166,7 +208,8 @@ def test_two_losses_a_step_add_up() -> None:
 
 
 def test_zero_grad_forgets_what_was_begun() -> None:
-    for schedule in ("layerwise", "sync"):
+    """By whom ever it is asked for: optimizer and module know of whole gradients only."""
+    for schedule, who in (("layerwise", "engine"), ("sync", "module"), ("layerwise", "optimizer")):
         weights = []
         for forgets in (True, False):
             params = {"schedule": schedule, "eps": 1e-5}
@@ -175,7 +218,7 @@ def test_zero_grad_forgets_what_was_begun() -> None:
             train(engine, data[:2])
             if forgets:
                 engine.backward(engine(**data[2]).loss)
-                engine.zero_grad()
+                (engine if who == "engine" else getattr(engine, who)).zero_grad()
             train(engine, data[3:])
             weights.append(settled(engine))
         assert_close(*weights, atol=1e-6)
@@ -289,19 +332,27 @@ def test_an_engine_whose_adam_failed_is_destroyed_all_the_same(monkeypatch: pyte
 
 
 def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit, num_fits = lsp_calibration.fit, 0
+    """At a check there are projectors to go on with: those that were drawn anew are of no use unfitted."""
+    fit, failing = lsp_calibration.fit, True
+    fitted: list[int] = []
 
-    def fails_once(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_fits
-        num_fits += 1
-        if num_fits == 1:
+    def may_fail(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if failing:
             raise torch.OutOfMemoryError("no room for a fit")
-        return fit(*args, **kwargs)
+        fitted.append(grad.numel())
+        return fit(grad, *args, **kwargs)
 
-    monkeypatch.setattr(lsp_calibration, "fit", fails_once)
-    engine = start(lsp_json(params={"projector": "learned"}), small())
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(lsp_calibration, "fit", may_fail)
+    params = {"projector": "learned", "check_interval": 1, "bias_threshold": 0.01}
+    engine = start(lsp_json(params=params), small())
+    projected = [slot for slot in engine.backend._slots if slot.subspace is not None]
+    for num_fits in (len(projected), 0):
+        failing = True
+        with pytest.raises(torch.OutOfMemoryError):
+            train(engine, batches("llama", 1))
+        engine.zero_grad()
+        failing = False
+        fitted.clear()
         train(engine, batches("llama", 1))
-    engine.zero_grad()
-    train(engine, batches("llama", 1))
-    assert num_fits == 1 + sum(slot.subspace is not None for slot in engine.backend._slots)
+        assert len(fitted) == num_fits
+    assert {slot.subspace.num_draws for slot in projected} == {1}

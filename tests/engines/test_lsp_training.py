@@ -11,6 +11,7 @@ import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
 from lsp_runs import identity_projectors, lsp_json, settled, small
 from tiny_models import tiny_batch
+from transformers import BertConfig, BertForSequenceClassification
 
 from ds_zo.config import ConfigError
 from ds_zo.engines import lsp_calibration, lsp_matrices
@@ -36,6 +37,16 @@ def test_what_trains_how() -> None:
     dense = kinds(start(lsp_json(params={"edge": "dense"}), small()))
     assert not dense["model.embed_tokens.weight"] and not dense["lm_head.weight"]
     assert dense["model.layers.0.mlp.up_proj.weight"]
+    bert = {
+        "vocab_size": 67,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    classifier = BertForSequenceClassification(BertConfig(**bert, num_labels=2))  # as many as it has kinds of token
+    trained = kinds(start(lsp_json(params={"edge": "freeze"}), classifier))
+    assert "classifier.weight" in trained and not any("embeddings" in n for n in trained if n.endswith("s.weight"))
     frozen = start(lsp_json(params={"edge": "freeze"}), small())
     assert kinds(frozen).keys() == llama.keys() - {"model.embed_tokens.weight", "lm_head.weight"}
     before = settled(frozen)
@@ -75,6 +86,23 @@ def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
     train(engine, halves)
     assert engine.global_steps == 3
     assert_close(settled(engine), settled(large), atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_bare_backward_is_the_engines(offload: bool, tmp_path: Path) -> None:
+    """What it leaves is in a checkpoint too."""
+    data = list(batches("llama", 3))
+    through, bare, resumed = (start(lsp_json(offload=offload), small()) for _ in range(3))
+    train(through, data)
+    for batch in data:
+        bare(**batch).loss.backward()
+        if batch is data[-1]:
+            bare.save_checkpoint(str(tmp_path))
+            resumed.load_checkpoint(str(tmp_path))
+            resumed.step()
+        bare.step()
+    for engine in (bare, resumed):
+        assert_close(settled(engine), settled(through))
 
 
 def learned(**params: Any) -> dict[str, Any]:
@@ -136,6 +164,19 @@ def test_a_refit_carries_the_moments_over() -> None:
     assert_close(run(refits=True), expected, atol=1e-6)
     zeroed = run(refits=True, zeroed=True)
     assert max(float((zeroed[name] - expected[name]).abs().max()) for name in expected) > 1e-3
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan")])
+def test_projectors_are_fitted_to_the_first_gradient_that_says_anything(factor: float) -> None:
+    """As they were drawn they overshoot, and the next check may be a thousand steps away."""
+    engine, reference = (start(learned(fit_steps=1), small()) for _ in range(2))
+    data = list(batches("llama", 2))
+    engine.backward(engine(**data[0]).loss * factor)
+    engine.step()
+    assert engine.backend.biases == {}
+    for one in (engine, reference):
+        train(one, data[1:])
+    assert engine.backend.biases == reference.backend.biases != {}
 
 
 def test_several_calibration_batches_go_on_with_one_fit() -> None:
@@ -228,15 +269,22 @@ def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("payload", [None, "fp32", "int8"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(payload: str | None) -> None:
-    """None: Adam on the device."""
-    params = {} if payload is None else {"payload_dtype": payload}
+    """None: Adam on the device, and a single inf, which clipping by the norm of all gradients would turn into zeros of
+    all others."""
+    params = {"clip_scope": "global"} if payload is None else {"payload_dtype": payload}
     json = lsp_json(offload=payload is not None, clipping=0.1, params=params)
     engine, reference = (start(json, small()) for _ in range(2))
     data = list(batches("llama", 3))
     for one in (engine, reference):
         train(one, data[:1])
-    engine.backward(engine(**data[1]).loss * float("nan"))
+    factor = 1.0 if payload is None else float("nan")
+    weight, one_inf = engine.module.model.layers[0].mlp.up_proj.weight, torch.zeros(24, 16)
+    one_inf[5, 5] = float("inf")
+    handle = weight.register_hook(lambda grad: grad + one_inf) if payload is None else None
+    engine.backward(engine(**data[1]).loss * factor)
     engine.step()
+    if handle is not None:
+        handle.remove()
     assert engine.skipped_steps == 1 and not engine.was_step_applied()
     for one in (engine, reference):
         train(one, data[2:])
@@ -263,6 +311,8 @@ def test_what_it_cannot_do_is_refused_with_the_remedy() -> None:
         start({**lsp_json(), "zero_optimization": streamed}, small())
     with pytest.raises(ConfigError, match=r"use bf16.*fp16\.enabled"):
         start({**lsp_json(), "fp16": {"enabled": True}}, small())
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight in fp16.*bf16\.enabled"):
+        start(lsp_json(), small().half())
 
 
 def test_groups_and_schedules_are_read_at_the_step() -> None:
@@ -273,6 +323,7 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     engine = start(lsp_json(), model, model_parameters=groups)
     before = settled(engine)
     train(engine, batches("llama", 1))
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # which makes groups anew
     engine.optimizer.param_groups[0]["lr"] = 0.0
     after = settled(engine)
     assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
