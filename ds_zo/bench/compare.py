@@ -24,7 +24,6 @@ from ds_zo.bench.builds import Builds
 from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
 from ds_zo.bench.runner import (
-    NOT_RUN,
     Row,
     import_warm,
     new_run_id,
@@ -176,7 +175,7 @@ def _compare(args: argparse.Namespace) -> None:
             for part in (part for part in tables[0] if part.out.exists()):
                 print(_write(last_run(part.out, groups[0].run_id), part.folder, args))
         else:
-            _say_what_is_left([part for parts in tables for part in parts], args.out)
+            _say_what_is_left(groups, args.out)
 
 
 def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
@@ -246,10 +245,9 @@ def _run_group(group: Group, args: argparse.Namespace, *, known: Sequence[Row], 
         )
 
 
-def _say_what_is_left(parts: Sequence[Part], out: Path) -> None:
-    rows = [row for part in parts if part.out.exists() for row in last_run(part.out, None)]
-    left = sum(len(part.cases) for part in parts) - sum(row["status"] != NOT_RUN for row in rows)
-    again = f"{left} cases are left: the same command with --resume goes on" if left else "nothing is left"
+def _say_what_is_left(groups: Sequence[Group], out: Path) -> None:
+    left = {(part.out, case.name) for group in groups if not group.is_stuck() for part, case in group.left()}
+    again = f"{len(left)} cases are left: the same command with --resume goes on" if left else "nothing is left"
     print(f"{again}; tables and pages: ds-zo bench --report-only --out {out}")
 
 
