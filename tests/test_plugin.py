@@ -130,8 +130,6 @@ if sys.argv[1] == "with":
     import ds_zo
 import deepspeed, torch
 sys.path.insert(0, sys.argv[2])
-from test_config import MALFORMED, edited
-from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
 offload = {"device": "cpu", "pin_memory": False}
