@@ -32,8 +32,7 @@ class Recorder:
         try:
             self._graph = self._recorded(work, device)  # the one before has given its pool on
         except Exception as error:
-            self._gave_up = True
-            self.release()
+            self._gave_up, self._graph = True, None
             logger.warning(f"ds_zo: projectors are fitted without CUDA graphs, for a step can't be recorded: {error}")
             return work
         return self._graph.replay

@@ -211,3 +211,26 @@ def test_nothing_is_collected_while_a_step_is_recorded() -> None:
     replay()
     replay()
     assert seen == [True, False] and gc.isenabled() and x.tolist() == [3.0] * 4
+
+
+def test_all_goes_on_after_a_recording_that_failed() -> None:
+    """The allocator gives memory back, random numbers are drawn, and others can be recorded."""
+    x, aside = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+
+    def work() -> None:
+        x.add_(1).sum().item()
+
+    work()
+    recorder = Recorder()
+    assert recorder.record(work, x.device) is work and recorder._gave_up
+    lent = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+    lent.record_stream(aside)
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    del lent
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] <= before - 64 * 2**20
+    assert torch.nn.functional.dropout(torch.ones(4096, device="cuda")).count_nonzero() < 4096
+    replay = Recorder().record(lambda: x.add_(1), x.device)
+    replay()
+    assert replay is not work and x.tolist() == [2.0] * 4
