@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +95,8 @@ def test_tables_are_written_between_the_markers_only(tmp_path: Path) -> None:
         write_tables(page)
 
 
-def test_the_command_prints_the_tables() -> None:
-    command = [sys.executable, "-m", "ds_zo.config"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER.parent).stdout
+def test_the_command_prints_the_tables(run_python: Callable[..., str]) -> None:
+    printed = run_python('import runpy; runpy.run_module("ds_zo.config", run_name="__main__")')
     assert printed.rstrip().endswith(key_tables())
 
 

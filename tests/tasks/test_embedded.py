@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -49,11 +48,11 @@ def test_splits_are_balanced_and_disjoint() -> None:
     assert len(lines) == 1600
 
 
-def test_splits_do_not_depend_on_the_process() -> None:
+def test_splits_do_not_depend_on_the_process(run_python: Callable[..., str]) -> None:
     script = (
         "from ds_zo.tasks import make_task; print([r['line'] for r in make_task('code_or_text').rows('test')[:50]])"
     )
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    output = run_python(script)
     here = [row["line"] for row in make_task("code_or_text").rows("test")[:50]]
     assert output.strip().splitlines()[-1] == str(here)
 
