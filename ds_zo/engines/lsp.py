@@ -96,7 +96,8 @@ class LSPBackend(Backend):
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
-        _refuse_half(module)
+        _check_dtypes(module)
+        self._tell_ignored()
         self._streamed = self._stream() if self.places_parameters(config) else None
         if self._compiler is not None and self._streamed is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
@@ -208,6 +209,18 @@ class LSPBackend(Backend):
         if not same:
             self._seen_groups = found
             self._group_of = {id(p): group for group, _ in found for p in group["params"]}
+
+    def _tell_ignored(self) -> None:
+        """Of an optimizer object's groups, rates and decays are read at every step, and nothing else."""
+        for key in ("betas", "eps"):
+            own = getattr(self.settings, key)
+            others = {group[key] for group in self.param_groups if key in group and group[key] != own}
+            if others:
+                shown = ", ".join(map(str, sorted(others)))
+                logger.warning(
+                    f"ds_zo: LSP's Adam takes {key} {own}, not the optimizer's {shown}: write {key} to "
+                    f"{self.config.params_at}.{key}"
+                )
 
     def _trains(self, slot: Slot) -> bool:
         return slot.parameter.requires_grad and id(slot.parameter) in self._group_of
@@ -643,13 +656,13 @@ class LSPBackend(Backend):
                 self.settle()
 
 
-def _refuse_half(module: nn.Module) -> None:
+def _check_dtypes(module: nn.Module) -> None:
     """A model comes in its checkpoint's dtype where the JSON names none."""
     for name, p in module.named_parameters():
-        if p.requires_grad and p.dtype is torch.float16:
+        if p.requires_grad and p.is_floating_point() and p.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
-                f"LSP does not scale losses, which fp16 needs, got parameter {name} in fp16 and a JSON that names no "
-                'dtype: add "bf16": {"enabled": true}, or load the model in float32 or bfloat16',
+                f"LSP trains float32 and bfloat16 (it does not scale losses, which fp16 needs), got parameter {name} "
+                f'in {p.dtype} and a JSON that names no dtype: add "bf16": {{"enabled": true}}, or call model.float()',
                 at="bf16.enabled",
             )
 

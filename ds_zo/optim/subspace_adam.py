@@ -47,8 +47,8 @@ class Moments:
 
     @classmethod
     def zeros(cls, shape: Sequence[int], device: torch.device | str) -> Moments:
-        zeros = torch.zeros
-        return cls(zeros(*shape, device=device), zeros(*shape, device=device), zeros((), device=device))
+        sizes = tuple(shape), tuple(shape), ()
+        return cls(*(torch.zeros(size, device=device) for size in sizes))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))

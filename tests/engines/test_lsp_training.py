@@ -14,7 +14,7 @@ from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_zo.config import ConfigError
-from ds_zo.engines import lsp_calibration, lsp_matrices
+from ds_zo.engines import lsp, lsp_calibration, lsp_matrices
 from ds_zo.engines.lsp_payload import Carry, Places, Wire
 from ds_zo.projectors import relative_bias
 
@@ -311,7 +311,7 @@ def test_what_it_cannot_do_is_refused_with_the_remedy() -> None:
         start({**lsp_json(), "zero_optimization": streamed}, small())
     with pytest.raises(ConfigError, match=r"use bf16.*fp16\.enabled"):
         start({**lsp_json(), "fp16": {"enabled": True}}, small())
-    with pytest.raises(ConfigError, match=r"embed_tokens\.weight in fp16.*bf16\.enabled"):
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight in torch\.float16.*bf16\.enabled"):
         start(lsp_json(), small().half())
 
 
@@ -330,6 +330,17 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     train(engine, batches("llama", 1))
     assert_equal(settled(engine), after)
+
+
+def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(lsp.logger, "warning", lambda text, *args: said.append(text))
+    json, model = lsp_json(), small()
+    del json["optimizer"]
+    json["ds_zo"] = {"backend": "lsp"}
+    start(json, model, optimizer=torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)))
+    [told] = [text for text in said if "LSP's Adam" in text]
+    assert "betas (0.9, 0.999), not the optimizer's (0.9, 0.95): write betas to ds_zo.params.betas" in told
 
 
 def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
