@@ -177,9 +177,9 @@ def _only_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, block in blocks.items():
         for p in block.parameters():
-            if id(p) in found:
+            _, first = found.setdefault(id(p), (name, block))
+            if first is not block:
                 outside.add(id(p))
-            found[id(p)] = name, block
     return {key: value for key, value in found.items() if key not in outside}
 
 
