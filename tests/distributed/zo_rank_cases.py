@@ -30,12 +30,14 @@ NUM_STEPS = 5
 
 # Starting ranks
 
+ENGINES = [f"ds_zo.engines.{name}" for name in ("zo", "lomo_ada", "lsp")]
+
 
 def run_job(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120, wait: int = 60) -> list[Any]:
     """`work(rank, *args)` in every rank of a gloo job, forked from one process that has imported everything. Returns
     what each returned, an exception as its text, and None for a rank that died. `wait`: the group's timeout."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ds_zo.engines.zo", "transformers.modeling_utils", "pytest"])
+    context.set_forkserver_preload([*ENGINES, "transformers.models.llama.modeling_llama", "pytest"])
     ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     ranks = []
