@@ -54,6 +54,7 @@ from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.config.errors import shown, suggestion
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr
 from ds_zo.engines import Backend, StepOutcome, backend_class
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.late import Late
 from ds_zo.engines.throughput import EventTimer
 from ds_zo.logs import show
@@ -351,6 +352,7 @@ class PluginEngine(CheckpointingEngine):
     # A training step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        interrupts.release()
         if self.module.training and torch.is_grad_enabled():
             self._check_living()
         if self.monitor.enabled and self._window_began is None and self.module.training:
@@ -398,8 +400,13 @@ class PluginEngine(CheckpointingEngine):
         if self.monitor.enabled:
             self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
         self.backend.is_last_micro_batch = self.is_gradient_accumulation_boundary()
-        with self._inside_backward():
-            self.backend.backward(scaled, retain_graph=retain_graph)
+        interrupts.hold()  # until it is counted: see [Note: whole steps]
+        try:
+            with self._inside_backward():
+                self.backend.backward(scaled, retain_graph=retain_graph)
+        except BaseException:
+            interrupts.release()
+            raise
         return scaled
 
     @contextmanager
@@ -427,10 +434,12 @@ class PluginEngine(CheckpointingEngine):
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
-        self._settle_outcome()
-        self._surface_checkpoint_error()
-        super().step(lr_kwargs)
+        with interrupts.whole():
+            interrupts.release()
+            # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
+            self._settle_outcome()
+            self._surface_checkpoint_error()
+            super().step(lr_kwargs)
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         outcome = self.backend.step()

@@ -20,6 +20,7 @@ from enum import Enum
 import torch
 
 from ds_zo.config import LSPParams
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_payload import ALIGNMENT, Carry, Places, Span, Wire
 from ds_zo.engines.lsp_products import PreparedProducts, Rate, apply_directions_, apply_prepared_
@@ -388,8 +389,12 @@ class HostGroup:
             return
         assert self.job is not None
         self.job.wait()
+        with interrupts.whole():
+            self._settle(self.job)
+
+    def _settle(self, job: Job) -> None:
         landing = None
-        if self.job.is_finite:
+        if job.is_finite:
             source = self.h_up
             if self.links is not None:
                 landing = self.links.landing_of(self) or self.links.fill(self, self.h_up)
@@ -401,7 +406,7 @@ class HostGroup:
         if landing is not None:
             landing.drained.record(torch.cuda.current_stream(self._device))
             landing.holder = None
-        self._end_payloads(is_used=self.job.is_finite)
+        self._end_payloads(is_used=job.is_finite)
         self.moment = Moment.SUMMING
 
     def _end_payloads(self, *, is_used: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ds_zo.config import LSPParams
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.lsp_jobs import DeviceGroup, HostGroup, Moment, Rate
 from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_queue import Job, ToldJob
@@ -195,14 +196,15 @@ class SharedHostGroup(HostGroup):
         norms = self.job.wait()
         self._shared.wait()
         is_finite = bool(norms.isfinite().all())
-        if is_finite:
-            self._apply(self.sent)
-        if self._device.type == "cuda":
-            for direction in self._landed.values():
-                direction.record_stream(torch.cuda.current_stream(self._device))
-        self._landed = {}
-        self._end_payloads(is_used=is_finite)
-        self.moment = Moment.SUMMING
+        with interrupts.whole():
+            if is_finite:
+                self._apply(self.sent)
+            if self._device.type == "cuda":
+                for direction in self._landed.values():
+                    direction.record_stream(torch.cuda.current_stream(self._device))
+            self._landed = {}
+            self._end_payloads(is_used=is_finite)
+            self.moment = Moment.SUMMING
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         return self._landed[i] if i in self._landed else super()._direction(i, buffer)

@@ -23,6 +23,7 @@ from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
 from ds_zo.engines.caches import Caches
 from ds_zo.engines.compiled_blocks import BlockCompiler
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState, Visit
 from ds_zo.engines.pretrained import PretrainedSaving
@@ -44,7 +45,7 @@ class SettlingHomes(BlockHomes):
     def visit(self, unit: Unit) -> Iterator[Visit]:
         """A direction that was applied goes home whatever the visit was for, and however it ends: it is spent."""
         error: BaseException | None = None
-        with super().visit(unit) as visit:
+        with interrupts.whole(), super().visit(unit) as visit:
             with torch.inference_mode(False), torch.no_grad():
                 settled = self.settle(unit)
             try:

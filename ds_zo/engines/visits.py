@@ -22,6 +22,7 @@ import torch
 
 from ds_zo import ops
 from ds_zo.checkpoint.replay import due
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.tempo import Rehearsal
 from ds_zo.streaming.placement import Placement
@@ -236,14 +237,15 @@ class Visits:
             self.runtime.before_writing(slot)
             slot.version = step  # the home follows when the slot is sent back
         brought, stored = self._planes(unit, source, low), self._planes(unit, target, low)
-        self._apply(unit, brought, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
-        if slot is not None:
-            if fold:
-                self.runtime.written(unit, slot)
-        elif fold:
-            unit.version = step
-            if unit.low_streamed:
-                self.runtime.written(unit, None)
+        with interrupts.whole() if fold else nullcontext():  # see [Note: whole steps]
+            self._apply(unit, brought, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
+            if slot is not None:
+                if fold:
+                    self.runtime.written(unit, slot)
+            elif fold:
+                unit.version = step
+                if unit.low_streamed:
+                    self.runtime.written(unit, None)
 
     def _release(self, unit: Unit) -> None:
         """Nothing that is issued from here on reads the slot."""

@@ -1,0 +1,92 @@
+"""Ctrl-C that comes while an update is half made is answered when it is whole.
+
+[Note: whole steps] A weight and the count of the updates it includes change one after the other, and what a backward
+pass has added (LOMO: to the weights) is not counted before `engine.step()`. KeyboardInterrupt in between would leave a
+state that nothing can tell from a good one: saved and resumed, an update would be made twice, or by half. Where that
+could happen SIGINT waits: for the lines of a fold, and from the start of `engine.backward()` to the end of
+`engine.step()`. A second one does not wait. Not held: a bare `loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from deepspeed.utils import logger
+
+
+class Interrupts:
+    """SIGINT of this process. Python delivers signals to the main thread; elsewhere there is nothing to hold."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_held = self._came = False
+        self._previous: Any = None
+
+    # Every method is right if KeyboardInterrupt is raised at any of its lines: ours is set before anything counts on
+    # it, and put back last.
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What comes inside is delivered on leaving."""
+        if not _in_main_thread():
+            yield
+            return
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def hold(self) -> None:
+        """Until `release`."""
+        if _in_main_thread() and not self._is_held:
+            self._enter()
+            self._is_held = True
+
+    def release(self) -> None:
+        if _in_main_thread() and self._is_held:
+            self._is_held = False
+            self._leave()
+
+    def _enter(self) -> None:
+        if self._depth == 0:
+            previous = signal.getsignal(signal.SIGINT)
+            if previous != self._on_signal:
+                self._previous = previous
+            if callable(previous) or previous is signal.SIG_DFL:  # else it is ignored, or not Python's
+                signal.signal(signal.SIGINT, self._on_signal)
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            came, self._came = self._came, False
+            self._put_back()
+            if came:
+                signal.raise_signal(signal.SIGINT)
+
+    def _put_back(self) -> None:
+        """Unless somebody has set another since."""
+        if signal.getsignal(signal.SIGINT) == self._on_signal:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            self._came = False
+            self._put_back()
+            signal.raise_signal(signal.SIGINT)
+            return
+        self._came = True
+        logger.warning("ds_zo: Ctrl-C waits for the update that is being made; another one does not")
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+interrupts = Interrupts()
