@@ -10,5 +10,7 @@ from typing import Any
 
 def in_clean_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result of a function that forks, and can be imported by name."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["ds_zo.bench.runner", "ds_zo.engines.zo"])  # once, for all that are forked
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *args, **kwargs).result()
