@@ -116,15 +116,13 @@ def price(
     *,
     seconds: Mapping[Kind, float] | None = None,
     seconds_of: Mapping[tuple[int, Kind], float] | None = None,
-    writes_first: bool = False,
 ) -> Timeline:
     """Runs the schedule on paper: three engines, each first come first served, with the waits that `runtime` issues:
-    a compute waits for its upload, a download for its compute (with `writes_first`, as in ZO, for its first kernel
-    alone), an upload for its slot's last compute, following the slot's last download by a piece."""
+    a compute waits for its upload, a download for its compute (ZO's for the first kernel alone, which is not priced),
+    an upload for its slot's last compute, following the slot's last download by a piece."""
     num_pieces = NUM_PIECES if any(action.slot for action in actions) else 1  # one slot: one thing at a time
     engine_free = dict.fromkeys(Kind, 0.0)
     filled: dict[int, float] = {}
-    written: dict[int, float] = {}
     drained: dict[int, float] = {}
     saved: dict[int, tuple[float, float]] = {}
     busy = dict.fromkeys(Kind, 0.0)
@@ -141,7 +139,7 @@ def price(
         ready = {
             Kind.UPLOAD: max(drained.get(slot, 0.0), saving_from + piece),
             Kind.COMPUTE: filled.get(slot, 0.0),
-            Kind.DOWNLOAD: written.get(slot, 0.0),
+            Kind.DOWNLOAD: drained.get(slot, 0.0),
         }[action.kind]
         start = max(engine_free[action.kind], ready)
         end = start + duration
@@ -150,7 +148,7 @@ def price(
             saved.pop(slot, None)
             filled[slot] = end
         elif action.kind is Kind.COMPUTE:
-            written[slot], drained[slot] = (start if writes_first else end), end
+            drained[slot] = end
         else:
             saved[slot] = (start, end)
         engine_free[action.kind] = end

@@ -141,14 +141,6 @@ def test_an_upload_follows_the_download_out_of_its_slot_by_a_piece() -> None:
     assert three.total_s < two.total_s < three.total_s + num_blocks / NUM_PIECES
 
 
-def test_a_download_goes_when_its_block_is_written() -> None:
-    actions = sweep(range(3), num_slots=2, downloads=range(3))
-    late = spans_of(price(actions, seconds=dict.fromkeys(Kind, 1.0)))
-    early = spans_of(price(actions, seconds=dict.fromkeys(Kind, 1.0), writes_first=True))
-    assert late["D0"][0] == late["C0"][1]
-    assert early["D0"][0] == early["C0"][0]
-
-
 def test_two_slots_cost_nothing_where_nothing_is_sent_back() -> None:
     seconds = {Kind.UPLOAD: 1.0, Kind.COMPUTE: 0.9, Kind.DOWNLOAD: 1.0}
     totals = [price(sweep(range(9), num_slots=slots), seconds=seconds).total_s for slots in (1, 2, 3)]
