@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
-NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "14"))
+NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "21"))
 
 SCRIPT = """
 import os, random, signal, socket, sys, threading, time

@@ -24,7 +24,7 @@ from zoo import Wandering, plain_batch, seeded
 pytestmark = pytest.mark.usefixtures("single_process")
 
 MODELS = ["opt", "llama", "gpt2"]
-NUM_STEPS = 12
+NUM_STEPS = 50
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
@@ -49,7 +49,7 @@ def test_clipping_equals_clip_grad_norm(name: str, reentrant: bool | None) -> No
     reference = checkpointed(lively(name), reentrant)
     sgd = torch.optim.SGD(reference.parameters(), lr=0.05)
     norms = []
-    for batch in batches(name, 8):
+    for batch in batches(name, 20):
         loss = train(engine, [batch])
         expected, norm = train_plain(reference, [batch], sgd, max_norm=max_norm)
         assert loss == pytest.approx(expected, rel=1e-5)

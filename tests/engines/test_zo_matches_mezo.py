@@ -98,7 +98,7 @@ def run_case(
 
 @pytest.mark.parametrize("name", CASES)
 def test_streamed_model_follows_mezo(name: str, measured: Measured) -> None:
-    run_case(name, measured, num_steps=50 if name == "opt" else 6)
+    run_case(name, measured, num_steps=50 if name in ("opt", "llama", "gpt2") else 6)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-tied", "t5", "listless"])
