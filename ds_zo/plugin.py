@@ -604,6 +604,7 @@ class PluginEngine(CheckpointingEngine):
                 backend.close()
         finally:
             super().destroy()
+            interrupts.release()
         self._background.raise_error()
 
     def __del__(self) -> None:
