@@ -9,6 +9,7 @@ could happen SIGINT waits: for the lines of a fold, and from the start of `engin
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from types import FrameType
 from typing import Any
 
 from deepspeed.utils import logger
+
+_signal: Any = importlib.import_module("_signal")
+"""What `signal` wraps. It is asked at every block, and turning handlers into enums and back takes twenty times longer
+than setting them."""
 
 
 class Interrupts:
@@ -55,11 +60,11 @@ class Interrupts:
 
     def _enter(self) -> None:
         if self._depth == 0:
-            previous = signal.getsignal(signal.SIGINT)
+            previous = _signal.getsignal(signal.SIGINT)
             if previous != self._on_signal:
                 self._previous = previous
-            if callable(previous) or previous is signal.SIG_DFL:  # else it is ignored, or not Python's
-                signal.signal(signal.SIGINT, self._on_signal)
+            if callable(previous) or previous == signal.SIG_DFL:  # else it is ignored, or not Python's
+                _signal.signal(signal.SIGINT, self._on_signal)
         self._depth += 1
 
     def _leave(self) -> None:
@@ -72,8 +77,8 @@ class Interrupts:
 
     def _put_back(self) -> None:
         """Unless somebody has set another since."""
-        if signal.getsignal(signal.SIGINT) == self._on_signal:
-            signal.signal(signal.SIGINT, self._previous)
+        if _signal.getsignal(signal.SIGINT) == self._on_signal:
+            _signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._came:

@@ -214,9 +214,10 @@ class LSPBackend(Backend):
         """Of an optimizer object's groups, rates and decays are read at every step, and nothing else."""
         for key in ("betas", "eps"):
             own = getattr(self.settings, key)
-            others = {group[key] for group in self.param_groups if key in group and group[key] != own}
+            found = [group[key] for group in self.param_groups if key in group]
+            others = {str(tuple(value) if isinstance(value, list) else value) for value in found} - {str(own)}
             if others:
-                shown = ", ".join(map(str, sorted(others)))
+                shown = ", ".join(sorted(others))
                 logger.warning(
                     f"ds_zo: LSP's Adam takes {key} {own}, not the optimizer's {shown}: write {key} to "
                     f"{self.config.params_at}.{key}"
