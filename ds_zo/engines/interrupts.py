@@ -13,7 +13,7 @@ import importlib
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -64,7 +64,8 @@ class Interrupts:
             if previous != self._on_signal:
                 self._previous = previous
             if callable(previous) or previous == signal.SIG_DFL:  # else it is ignored, or not Python's
-                _signal.signal(signal.SIGINT, self._on_signal)
+                with suppress(ValueError):  # inside other programs, what `threading` calls main need not be
+                    _signal.signal(signal.SIGINT, self._on_signal)
         self._depth += 1
 
     def _leave(self) -> None:

@@ -95,6 +95,23 @@ def test_an_update_is_made_once_and_whole(kind: str, tmp_path: Path) -> None:
     assert outcomes == {INTERRUPTED, INTERRUPTED + 1}, "before the step is made, and after"
 
 
+def test_a_thread_that_is_main_by_name_alone_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in programs that embed Python: `threading` takes the thread that imported it first for the main one."""
+    reached = []
+
+    def train() -> None:
+        with Interrupts().whole():
+            reached.append("inside")
+        reached.append("after")
+
+    thread = threading.Thread(target=train)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "main_thread", lambda: thread)
+        thread.start()
+        thread.join()
+    assert reached == ["inside", "after"]
+
+
 def test_a_second_one_does_not_wait_and_nobody_elses_handler_is_touched() -> None:
     ours = Interrupts()
     reached = []
