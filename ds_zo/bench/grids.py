@@ -50,11 +50,12 @@ MEZO = _config("MeZO", params={"zo_eps": 1e-3})
 SUPERGLUE_TASKS = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "multirc", "copa")
 GLUE_TASKS = ("cola", "mrpc", "qnli", "qqp", "mnli", "sst2", "rte", "stsb")
 ON_ONE_GPU = (
-    *("--tf32", "--max-length", "128", "--eval-batch-size", "128"),
+    *("--tf32", "--max-length", "128", "--eval-batch-size", "64"),
     *("--group-by-length", "--pad-multiple", "16"),
 )
 """For launch/train.py where many small runs share a device: passages and instructions keep their last 128 tokens, and
-batches of like lengths spare a quarter of the tokens, which would be padding."""
+batches of like lengths spare a quarter of the tokens, which would be padding. Sixteen runs that score whole answers
+must lie side by side: 128 of these would have 7 GB of logits and their logarithms in each."""
 ZO_STEPS, ZO_BATCH = 1000, 8
 """A direction's noise is what a step suffers from, not the batch's: half of MeZO's 16, and twice the steps a second."""
 FIRST_ORDER_STEPS = 120
