@@ -97,7 +97,7 @@ class LOMOBackend(Backend):
         """What gradients of this backward are multiplied by: clipping and unscaling."""
         self._norms: list[torch.Tensor] = []
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._group_sizes: list[int] = []
+        self._seen_groups: list[tuple[int, int]] = []
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
         self._pending = False
@@ -216,9 +216,10 @@ class LOMOBackend(Backend):
         return handle
 
     def _find_groups(self) -> None:
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != self._group_sizes:
-            self._group_sizes = sizes
+        """Loading an optimizer's state makes groups of their own, so it is not enough to count."""
+        seen = [(id(group), len(group["params"])) for group in self.param_groups]  # ids of what `_group_of` keeps alive
+        if seen != self._seen_groups:
+            self._seen_groups = seen
             self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
 
     def _check_parameters(self) -> None:
