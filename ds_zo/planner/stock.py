@@ -144,7 +144,7 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
     backward_s = max(trace.backward.seconds, gathers * (uploads - 1) / uploads / (rates.link_duplex_gbps * 1e9))
     backward_s += (model.weights_nbytes + flat) / (rates.link_down_gbps * 1e9)
     step_s = forward_s + backward_s + (1 + _HOST_PASSES) * model.numel / (rates.cpu_adam_gparams * 1e9)
-    step_s += 0.0 if offload_param else model.weights_nbytes / (_PAGEABLE_GBPS * 1e9)
+    step_s += 0.0 if offload_param else model.weights_nbytes / (min(_PAGEABLE_GBPS, rates.link_up_gbps) * 1e9)
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
     if offload_param:
         zero["offload_param"] = _PINNED
