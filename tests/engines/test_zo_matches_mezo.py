@@ -25,8 +25,6 @@ from equivalence_runs import (
 from mezo_reference import PlainMeZO, Weights
 from zoo import CASES, Batch, Wandering, plain_batch, seeded
 
-from ds_zo.engines import replay_log, visits
-
 pytestmark = pytest.mark.usefixtures("single_process")
 
 LOSS_ERROR = 1e-6
@@ -96,9 +94,14 @@ def run_case(
         assert engine.backend._interleave, "the passes were not run in lockstep"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("opt", "llama", "gpt2")])
 def test_streamed_model_follows_mezo(name: str, measured: Measured) -> None:
-    run_case(name, measured, num_steps=50 if name in ("opt", "llama", "gpt2") else 6)
+    run_case(name, measured, num_steps=6)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
+def test_streamed_model_follows_mezo_for_fifty_steps(name: str, measured: Measured) -> None:
+    run_case(name, measured, num_steps=50)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-tied", "t5", "listless"])
@@ -249,15 +252,11 @@ def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval:
         assert_follows(engine, reference, batches, measured, lr=1e-3)
 
 
-def test_block_skipped_for_longer_than_the_log_follows_mezo(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) -> None:
     """A block that nobody visits falls behind by more updates than the log keeps."""
-    for module in (replay_log, visits):
-        monkeypatch.setattr(module, "CAPACITY", 8)
     model = seeded(Wandering)
     reference = PlainMeZO(model, lr=1e-4)
-    orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 10 + [(0, 1, 2, 3)] * 2
+    orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 70 + [(0, 1, 2, 3)] * 2
     batches = [plain_batch(i, order=order) for i, order in enumerate(orders)]
     with zo_engine(model, zo_config(lr=1e-4, stream={"writeback_interval": 64})) as engine:
         assert_follows(engine, reference, batches, measured, lr=1e-4)

@@ -124,7 +124,8 @@ def saving(**changes: Any) -> dict[str, Any]:
     return {"save_strategy": "steps", "save_steps": 2, **changes}
 
 
-@pytest.mark.parametrize(("own_optimizer", "stream"), [(False, True), (True, False)])
+@pytest.mark.parametrize("own_optimizer", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
 def test_resume_equals_uninterrupted(backend: str, own_optimizer: bool, stream: bool, tmp_path: Path) -> None:
     config = (section_for if own_optimizer else config_for)(backend, stream=stream)
     changes = saving(max_steps=5, lr_scheduler_type="linear", learning_rate=LEARNING_RATE[backend])

@@ -14,7 +14,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import rank_environment
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +24,7 @@ REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = REPO / "launch" / "train.py"
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 ZO = {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": 1e-3}}
+ADALOMO = {"type": "AdaLOMO", "params": {"lr": 1e-3, "accumulation": "sequential"}}
 
 
 def write_config(folder: Path, optimizer: dict, **more: object) -> Path:
@@ -68,7 +68,7 @@ def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [SGD, ZO], ids=["DeepSpeed's", "ours"])
+@pytest.mark.parametrize("optimizer", [SGD, ZO, ADALOMO], ids=["SGD", "ZO", "AdaLOMO"])
 def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer: dict) -> None:
     output = tmp_path / "out"
     config = write_config(tmp_path, optimizer, gradient_accumulation_steps=2)
@@ -88,12 +88,13 @@ def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
 
 
-def test_summary_of_a_launchers_rank(tmp_path: Path, free_port: int, run_script: Run) -> None:
-    """With the argument and the environment that DeepSpeed's launcher gives."""
+def test_launcher_and_summary(tmp_path: Path, free_port: int) -> None:
+    """In fresh interpreters, as the launcher starts them."""
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "1", "--master_port", free_port]
     output = tmp_path / "out"
-    arguments = ["--local_rank=0", "--deepspeed", write_config(tmp_path, ZO), "--steps", 3, "--eval-every", 2]
-    arguments += ["--num-eval", 8, "--output-dir", output]
-    done = run_script(SCRIPT, *arguments, cwd=REPO, env=environment() | rank_environment(port=free_port))
+    arguments = ["--deepspeed", write_config(tmp_path, ZO), "--steps", 3, "--eval-every", 2, "--num-eval", 8]
+    command = list(map(str, [*launcher, SCRIPT, *arguments, "--output-dir", output]))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     text = done.stdout
     summary = json.loads((output / "summary.json").read_text())
