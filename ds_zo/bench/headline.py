@@ -173,7 +173,8 @@ def _commands(parts: Sequence[Part], root: str) -> list[str]:
         made = [table.folder for table in tables if (table.model, table.batch, table.seq) in told]
         if len(made) == len(told):
             only = f" --only {','.join(made)}" if len(made) < len(tables) else ""
-            return [_command(parts[0], f"--preset {name}{only}", root, model=False)]
+            # not where these rows are, which a reader wants to keep
+            return [_command(parts[0], f"--preset {name}{only} --resume", f"runs/{name}", model=False)]
     models = dict.fromkeys(part.model for part in parts)
     lines = []
     for model in models:
