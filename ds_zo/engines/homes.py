@@ -24,6 +24,7 @@ from ds_zo.streaming.allocator import Room
 from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
+    give_back_unused,
     measure_from_here,
     usable_nbytes,
     zo_sizes,
@@ -105,6 +106,7 @@ class Homes:
         spares = self.store if self.shared is None else HostStore(device, pin=False)
         self.claims = Claims(spares, swaps=self.shared is None)
         stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
+        give_back_unused(device)
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)

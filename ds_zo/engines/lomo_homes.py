@@ -26,7 +26,7 @@ from torch import nn
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.module_state import ModuleState
 from ds_zo.streaming.allocator import Room
-from ds_zo.streaming.budget import check_fits, device_bytes, measure_from_here
+from ds_zo.streaming.budget import check_fits, device_bytes, give_back_unused, measure_from_here
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import Buffers, fill_device
 from ds_zo.streaming.host_store import HostStore
@@ -90,6 +90,7 @@ class BlockHomes:
                 pin=config.pin_memory,
             )
         self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
+        give_back_unused(device)
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}

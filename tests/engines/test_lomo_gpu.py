@@ -256,23 +256,23 @@ def test_the_gradient_peak_is_one_block_where_blocks_are_compiled(clipping: floa
 
 def test_a_budget_is_filled_and_kept() -> None:
     def taken_by(stream: dict[str, Any]) -> tuple[int, int, Weights]:
-        """(bytes held at most, blocks that stayed, the weights)"""
-        start = torch.cuda.memory_allocated()
+        """(bytes that the process held at most, as a budget counts, blocks that stayed, the weights)"""
         config = config_of({})
         config["ds_zo"]["stream"] = stream
         with zo_engine(copy.deepcopy(large_model()), config) as engine:
             for step in range(NUM_STEPS):
                 one_step(engine, plain_batch(step))
             num_resident = sum(not unit.streamed for unit in engine.backend._homes.placement.blocks)
-            return torch.cuda.max_memory_reserved() - start, num_resident, parameters_of(engine)
+            return torch.cuda.max_memory_reserved(), num_resident, parameters_of(engine)
 
     give_back()
     streamed, _, _ = taken_by({"resident_blocks": 0})
     give_back()
-    torch.empty(2 << 30, dtype=torch.uint8, device="cuda")  # what was there before is no activation of its first step
+    # What was there before is no activation of the first step, nor what buffers are cut from that would hold on to it.
+    torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     block = sum(p.numel() for p in large_model().layers[0].parameters()) * 4
     budget = streamed + MARGIN_NBYTES + int(2.5 * block)
     taken, num_resident, found = taken_by({"device_memory_gb": budget / 1e9})
-    assert 1 <= num_resident <= 3
+    assert 1 <= num_resident <= 3, f"{num_resident} stay; bytes: {streamed=} {block=} {budget=} {taken=}"
     assert taken < budget
     assert_same_weights(found, resident_run("LOMO", None, 0.0))
