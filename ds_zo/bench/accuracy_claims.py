@@ -39,6 +39,7 @@ CLAIMS = (
     Claim("lomo", "zero-shot", "above"),
     Claim("adalomo", "zero-shot", "above"),
     Claim("lsp", "adamw", "2%"),
+    Claim("lsp-512", "adamw", "2%"),
     Claim("lsp", "zero-offload", "above"),
     Claim("lora+lomo", "lora", "above"),
 )
