@@ -66,7 +66,12 @@ def plan_units(
 ) -> Placement:
     """`wire` None stores each parameter in its own dtype. Edges always are: they never cross the link."""
     blocks = find_blocks(module, block_paths)
-    block_of = {id(m): name for name, block in blocks.items() for m in block.modules()}
+    hosts_of: dict[int, dict[int, str]] = {}
+    for name, block in blocks.items():
+        for m in block.modules():
+            hosts_of.setdefault(id(m), {})[id(block)] = name
+    # A module that several blocks contain is brought up by each of them, so it is none's own.
+    block_of = {key: next(iter(hosts.values())) for key, hosts in hosts_of.items() if len(hosts) == 1}
     owners: dict[int, list[nn.Module]] = {}
     for m in module.modules():
         for p in m._parameters.values():
@@ -128,18 +133,14 @@ def plan_units(
             entered_by[m] = entering
     largest_edge = 0
     nested_at: dict[int, int] = {}
-    nested_largest: dict[str, int] = {}
     block_scratch = {u.name: u.scratch_nbytes for u in block_units}
+    pair = in_blocks = max(block_scratch.values(), default=0)
     for m, entering in entered_by.items():
         nbytes = sum(u.scratch_nbytes for u in entering)
         largest_edge = max(largest_edge, nbytes)
-        host = block_of.get(id(m))
-        if host is not None:
-            nested_at[id(m)] = block_scratch.get(host, 0)
-            nested_largest[host] = max(nested_largest.get(host, 0), nbytes)
-    names = block_scratch.keys() | nested_largest.keys()
-    in_blocks = max((block_scratch.get(name, 0) + nested_largest.get(name, 0) for name in names), default=0)
-    pair = max(block_scratch.values(), default=0)
+        if id(m) in hosts_of:
+            nested_at[id(m)] = max(block_scratch.get(host, 0) for host in hosts_of[id(m)].values())
+            in_blocks = max(in_blocks, nested_at[id(m)] + nbytes)
     return Placement(
         block_units,
         edges,
