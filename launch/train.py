@@ -29,6 +29,7 @@ import runpy
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ from ds_zo.bench.measure import commit
 from ds_zo.bench.mezo_engine import MeZOEngine
 from ds_zo.bench.run_summary import Best, Point, Summary, append_row, versions
 from ds_zo.checkpoint import CheckpointError
+from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
+from ds_zo.checkpoint.adapters import Adapters, description
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import ConfigError, backend_of
 from ds_zo.tasks import (
@@ -75,6 +78,7 @@ EMBEDDED_STEPS = 200
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_EVERY = 10
 """Steps between two readings of the loss: each reading waits for the device."""
+PROGRESS = "progress.json"
 REFERENCE = "mezo"
 """An optimizer.type of this script's own: in-memory MeZO, which ZO is compared with."""
 
@@ -304,6 +308,14 @@ def add_lora(model: Any, args: argparse.Namespace) -> Any:
     return model
 
 
+def base_weights(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a PEFT model's weights, those of the model it wraps, by their names there."""
+    adapters = Adapters.read(description(model)[PEFT_FILE].decode())
+    assert adapters is not None
+    placed = ((adapters.place(name), tensor) for name, tensor in state.items())
+    return {name: tensor for (is_adapter, name), tensor in placed if not is_adapter}
+
+
 def make_engine(model: Any, config: dict[str, Any]) -> Any:
     kind = str((config.get("optimizer") or {}).get("type", "")).lower()
     if kind == GALORE:
@@ -460,6 +472,9 @@ class Trainer:
             if self.step % LOSS_EVERY == 0 or self.step in (1, num_steps):
                 self.curve.append(Point(self.step, 0.0, loss.item()))
                 bar.set_postfix(loss=f"{self.curve[-1].loss:.3f}", refresh=False)
+            due = [every for every in (args.eval_every, args.save_every) if every and self.step % every == 0]
+            if due or self.step == num_steps:  # what the device still has to do is training's time, not theirs
+                get_accelerator().synchronize()
             self.train_s += time.perf_counter() - start
             if self.curve and self.curve[-1].step == self.step:
                 self.curve[-1].train_s = round(self.train_s, 3)
@@ -493,6 +508,7 @@ class Trainer:
             self.best = Best(self.step, score.metric, score.values, test.values)
             if not self.args.no_save:
                 self.model_folder = self.save_model()
+        self.note_progress()
         if self.rank == 0:
             bar.write(f"step {self.step}: dev {score}{', the best so far' if better else ''}")
 
@@ -510,6 +526,15 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{self.step}", client_state=self.client_state())
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """What a checkpoint says of the run, kept up to date beside it: a trajectory brings the weights further than
+        the checkpoint after a kill, over scores that are not taken again."""
+        if self.rank == 0 and self.checkpoints.is_dir():
+            new = self.checkpoints / f"{PROGRESS}.new"
+            new.write_text(json.dumps(self.client_state()), encoding="utf-8")
+            new.replace(self.checkpoints / PROGRESS)
 
     def resume(self, folder: Path) -> None:
         """Weights, optimizer, schedule, step count and data position of the newest checkpoint in a folder."""
@@ -528,20 +553,29 @@ class Trainer:
         further = self.engine.global_steps - state.get("global_steps", self.engine.global_steps)
         self.step = state["step"] + further
         self.num_seen = state["num_seen"] + further * self.samples_per_step
+        if further and (folder / PROGRESS).is_file():
+            noted = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+            state = noted if state["step"] < noted["step"] <= self.step else state
         self.num_tokens = state.get("num_tokens", 0)
         self.train_s = state.get("train_s", 0.0)
         self.best = Best(**state["best"]) if state.get("best") else None
         self.curve = [Point(**point) for point in state.get("curve", [])]
-        if self.best is not None and not self.args.no_save:
-            self.model_folder = self.args.output_dir / "model"
+        folder = self.args.output_dir / "model"
+        if self.best is not None and not self.args.no_save and folder.is_dir():  # another run's best is not here
+            self.model_folder = folder
 
     def save_model(self) -> Path:
-        """A folder that `from_pretrained` loads; weights that ZeRO-3 partitioned are gathered for it."""
+        """A folder that `from_pretrained` loads; weights that ZeRO-3 partitioned are gathered for it. Adapters whose
+        base was trained are in one beside it, as `ds-zo export` puts them: PEFT itself saves nothing else."""
         folder = self.args.output_dir / "model"
         partitioned = self.engine.zero_optimization_partition_weights()
         state = self.engine._zero3_consolidated_16bit_state_dict() if partitioned else None
         if self.rank == 0:
-            self.engine.module.save_pretrained(folder, state_dict=state)
+            module = self.engine.module
+            if self.args.train_base:
+                base = base_weights(module, module.state_dict() if state is None else state)
+                module.get_base_model().save_pretrained(folder, state_dict=base)
+            module.save_pretrained(folder / "adapter" if self.args.train_base else folder, state_dict=state)
             self.tokenizer.save_pretrained(folder)
         dist.barrier()
         return folder

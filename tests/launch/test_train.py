@@ -88,12 +88,15 @@ def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
 
 
-def test_launcher_and_summary(tmp_path: Path, free_port: int) -> None:
-    """In fresh interpreters, as the launcher starts them."""
+def test_launcher_and_summary(tmp_path: Path, free_port: int, succeed: Succeed) -> None:
+    """In fresh interpreters, as the launcher starts them. Then as if it had been killed after step 3: the trajectory
+    brings the checkpoint of step 2 there, and what was scored on the way is not forgotten."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "1", "--master_port", free_port]
     output = tmp_path / "out"
-    arguments = ["--deepspeed", write_config(tmp_path, ZO), "--steps", 3, "--eval-every", 2, "--num-eval", 8]
-    command = list(map(str, [*launcher, SCRIPT, *arguments, "--output-dir", output]))
+    config = write_config(tmp_path, ZO, ds_zo={"checkpoint": {"trajectory": True}})
+    arguments = ["--deepspeed", config, "--steps", 3, "--eval-every", 2, "--num-eval", 8, "--output-dir", output]
+    arguments += ["--save-every", 2]
+    command = list(map(str, [*launcher, SCRIPT, *arguments]))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     text = done.stdout
@@ -102,6 +105,11 @@ def test_launcher_and_summary(tmp_path: Path, free_port: int) -> None:
     assert summary["peak_host_gb"] > 0.1
     assert "step 2: dev accuracy" in text and "model saved in" in text
     assert AutoTokenizer.from_pretrained(output / "model").eos_token == "<eos>"
+    succeed(*arguments, "--resume", "latest")
+    resumed = json.loads((output / "summary.json").read_text())
+    assert [point["step"] for point in summary["curve"] if point["dev"]] == [2, 3]
+    for name in ("steps", "curve", "best_step", "dev", "after", "train_s", "before", "model_folder"):
+        assert resumed[name] == summary[name], name
 
 
 def test_text_file_with_own_model(tmp_path: Path, succeed: Succeed) -> None:
@@ -154,6 +162,20 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path, script: ModuleType
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="it has no tokenizer, which `ds-zo export --tokenizer NAME` adds"):
         script.load_model(str(tmp_path), dtype=torch.float32, lazily=False)
+
+
+def test_a_trained_base_is_told_from_its_adapters(script: ModuleType) -> None:
+    """PEFT saves adapters alone; what `--train-base` trained is saved beside them, under the model's own names."""
+    model = tiny_model("llama")
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrapped = script.add_lora(model, script.parse_args(["--lora-rank", "2", "--train-base"]))
+    with torch.no_grad():
+        for p in wrapped.parameters():
+            assert p.requires_grad
+            p.add_(1.0)
+    found = script.base_weights(wrapped, wrapped.state_dict())
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name] + 1.0) for name in plain)
 
 
 def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run) -> None:
