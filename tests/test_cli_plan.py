@@ -13,6 +13,7 @@ import transformers as hf
 
 from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
+from ds_zo.config.resolve import resolve
 
 REPO = Path(__file__).parents[1]
 
@@ -22,29 +23,54 @@ def test_plan_of_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pyte
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
     ).save_pretrained(tmp_path)
     command = ["plan", "--model", str(tmp_path), "--device-memory-gb", "24", "--host-memory-gb", "128"]
-    assert main([*command, "--batch", "2", "--seq", "16", "--json", "--gpus", "2"]) == 0
+    stream = ["--stream", '{"master": "split", "writeback_interval": 4}']  # ZO's own keys are none of LOMO's
+    assert main([*command, "--batch", "2", "--seq", "16", "--json", "--gpus", "100", "--dtype", "fp16", *stream]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["batch"] == 2 and found["num_blocks"] == 3
-    assert {e["contender"]: e["fits"] for e in found["estimates"]}["zo"] is True
-    assert found["scaled"][0]["gpus"] == 2
+    planned = {e["contender"]: e for e in found["estimates"]}
+    assert planned["zo"]["fits"] is True and "lsp" not in planned and "does not scale" in found["left_out"]["lsp"]
+    assert planned["zo"]["config"]["ds_zo"] == {"stream": json.loads(stream[1])}
+    assert "ds_zo" not in planned["lomo"]["config"]
+    assert found["scaled"][0]["gpus"] == 100 and found["scaled"][0]["fits"] == "no: host"  # 100 processes on it
 
 
 def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--model", "random:opt-tiny", "--backend", "zo", "--offload", "--seq", "32"]
-    assert main([*command, "--stream", '{"master": "wire"}', "--params", '{"num_directions": 2}', "--nodes", "2"]) == 0
+    """The keys that were planned with are in it, and those that need streaming have it."""
+    stream, own = {"master": "wire", "resident_blocks": 1}, {"num_directions": 2, "seed": 5}
+    command = ["plan", "--model", "random:opt-tiny", "--backend", "zo", "--nodes", "2", "--seq", "32"]
+    assert main([*command, "--stream", json.dumps(stream), "--params", json.dumps(own)]) == 0
     shown = capsys.readouterr().out
-    assert "2 of 2 blocks streamed, master wire" in shown and "logits" in shown and '"offload_param"' in shown
-    assert "2 machines" in shown
+    assert "1 of 2 blocks streamed, master wire" in shown and "logits" in shown and "2 machines" in shown
+    config = json.loads(next(line for line in shown.splitlines() if "JSON" in line).partition("JSON")[2])
+    assert config["optimizer"]["params"] == {"lr": 1e-6, "zo_eps": 1e-3, **own}
+    assert config["ds_zo"] == {"stream": stream} and resolve(config, world_size=1).stream
+    command = ["plan", "--model", "random:opt-tiny", "--backend", "lomo", "--seq", "32", "--json"]
+    least_gb = 0.26844  # the margin: nothing can stay
+    told = ["--stream", json.dumps({"device_memory_gb": least_gb}), "--params", '{"clip_grad_value": 0.5}']
+    assert main([*command, "--device-memory-gb", "24", *told]) == 0
+    (lomo,) = json.loads(capsys.readouterr().out)["estimates"]
+    assert lomo["setting"].startswith("2 of 2 blocks streamed") and not lomo["fits"]
+    assert lomo["config"]["ds_zo"]["stream"]["device_memory_gb"] == least_gb
+    assert lomo["config"]["optimizer"]["params"] == {"lr": 1e-2, "clip_grad_value": 0.5}
 
 
-def test_plan_tells_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf.T5Config(d_model=16, num_layers=1).save_pretrained(tmp_path / "t5")
+    hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=12).save_pretrained(tmp_path / "gpt2")
     for arguments, said in (
+        (["--model", str(tmp_path / "t5")], "plans are of causal language models, got"),
+        (["--model", str(tmp_path / "gpt2")], "learned positions (transformer.wpe) for 12 tokens, got 16 (--seq)"),
         (["--model", "random:opt-7b"], "unknown shape 'opt-7b'; there are opt-tiny"),
         (["--stream", "{"], "must be a JSON object, got '{'"),
         (["--params", "[1]", "--backend", "zo"], "write {...} (--params)"),
         (["--stream", '{"device_slot": 3}'], 'did you mean "device_slots"? (ds_zo.stream.device_slot)'),
         (["--params", '{"zoeps": 1}', "--backend", "zo"], 'did you mean "zo_eps"? (optimizer.params.zoeps)'),
         (["--host-memory-gb", "0"], "memory must be > 0 GB, or left out for any amount, got 0 (--host-memory-gb)"),
+        (["--device-memory-gb", "inf"], "got inf (--device-memory-gb)"),
+        (["--params", '{"clip_gradvalue": 1}', "--backend", "lomo"], "optimizer.params.clip_gradvalue"),
+        (["--params", '{"lr": 1}', "--backend", "adamw"], "planned for zo, lomo, adalomo, lsp, got some of adamw"),
+        (["--dtype", "fp16", "--backend", "lsp"], "plan it in bf16 (--dtype)"),
+        (["--stream", '{"wire_dtype": "fp8"}', "--backend", "lomo"], "(ds_zo.stream.wire_dtype)"),
         (["--gpus", "0", "--backend", "zo"], "gpus and nodes must be >= 1, got 0 and 1"),
     ):
         assert main(["plan", "--model", "random:opt-tiny", "--seq", "16", *arguments]) == 1

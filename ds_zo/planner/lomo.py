@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ds_zo.config.section import StreamConfig
@@ -24,18 +25,22 @@ def estimate_lomo(
     *,
     backend: Literal["lomo", "adalomo"] = "lomo",
     stream: StreamConfig | None = None,
+    params: Mapping[str, Any] | None = None,
     offload: bool | None = None,
     checkpointing: bool = True,
 ) -> Estimate:
-    """One backward pass (no clipping by the global norm). `offload` None: only where the device is too small."""
+    """One backward pass (no clipping by the global norm). `offload` None: only where the device is too small. `params`
+    go into the JSON: none of them takes memory."""
     stream = stream or StreamConfig()
-    whole = _resident(model, limits, backend, checkpointing=checkpointing)
+    section = stream.model_dump(exclude_unset=True)
+    config = _config(model, backend, params or {}) | ({"ds_zo": {"stream": section}} if section else {})
+    whole = _resident(model, limits, backend, config, checkpointing=checkpointing)
     if offload is False or (offload is None and whole.fits_device):
         return whole
-    return _streamed(model, limits, backend, stream)
+    return _streamed(model, limits, backend, stream, config)
 
 
-def _resident(model: Model, limits: Limits, backend: str, *, checkpointing: bool) -> Estimate:
+def _resident(model: Model, limits: Limits, backend: str, config: dict[str, Any], *, checkpointing: bool) -> Estimate:
     trace = model.backward_trace(checkpointing=checkpointing, loss_in_chunks=True)
     step_s = trace.forward.seconds + (trace.backward + _update(model, model.numel, _num_parameters(model))).seconds
     return Estimate(
@@ -52,13 +57,13 @@ def _resident(model: Model, limits: Limits, backend: str, *, checkpointing: bool
         step_s=step_s,
         reduced_nbytes=model.weights_nbytes,
         shards=_shards(model, backend),
-        config=_config(model, backend, {"stage": 0}),
+        config=config,
         notes=("activations include the largest gradient that is alive",),
         limits=limits,
     )
 
 
-def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig) -> Estimate:
+def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
     """Blocks are recomputed from their inputs whatever the model's own checkpointing says."""
     placement = plan_units(
         model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
@@ -88,13 +93,10 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig) 
     # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.
     ends = [*streamed[-num_slots:], *streamed[:num_slots]] if stream.overlap else []
     still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
-    zero: dict[str, Any] = {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}
-    config = _config(model, backend, zero)
-    section = stream.model_dump(exclude_unset=True)
+    config = config | {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}}
     if limits.device_nbytes is not None and stream.resident_blocks is None:
-        section["device_memory_gb"] = limits.device_nbytes / 1e9
-    if section:
-        config["ds_zo"] = {"stream": section}
+        told = {"device_memory_gb": limits.device_nbytes / 1e9}
+        config["ds_zo"] = {"stream": stream.model_dump(exclude_unset=True) | told}
     return Estimate(
         contender=backend,
         setting=f"{len(streamed)} of {num_blocks} blocks streamed, recomputed from their inputs",
@@ -192,10 +194,10 @@ def _state_nbytes(model: Model, backend: str) -> int:
     )
 
 
-def _config(model: Model, backend: str, zero: dict[str, Any]) -> dict[str, Any]:
+def _config(model: Model, backend: str, params: Mapping[str, Any]) -> dict[str, Any]:
     config = base_config(batch=model.batch, dtype=model.dtype, gradient_clipping=0.0)
     names = {"lomo": "LOMO", "adalomo": "AdaLOMO"}
     return config | {
-        "optimizer": {"type": names[backend], "params": {"lr": _LR[backend]}},
-        "zero_optimization": zero,
+        "optimizer": {"type": names[backend], "params": {"lr": _LR[backend], **params}},
+        "zero_optimization": {"stage": 0},
     }

@@ -121,11 +121,26 @@ def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates:
 
     config = load_config(name, seq=seq)
     config.use_cache = False  # ZO switches it off for its passes, checkpointing for its own
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        raise ValueError(f"plans are of causal language models, got {name}, a {type(config).__name__} (--model)")
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     module.tie_weights()
     module.train()
+    _check_positions(module, name, seq=seq)
     return Model(name, module, batch, seq, dtype, rates or Rates())
+
+
+def _check_positions(module: nn.Module, name: str, *, seq: int) -> None:
+    """Rotary positions go on; a table of learned ones ends, which tensors without values do not notice."""
+    config: Any = module.config
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or seq <= longest:
+        return
+    for path, table in module.named_modules():
+        is_table = isinstance(table, nn.Embedding) and table.num_embeddings != config.vocab_size
+        if is_table and 0 <= table.num_embeddings - longest <= 2:  # OPT's begins at 2
+            raise ValueError(f"{name} has learned positions ({path}) for {longest} tokens, got {seq} (--seq)")
 
 
 def load_config(name: str, *, seq: int) -> Any:

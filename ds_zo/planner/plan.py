@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ds_zo.config.errors import translate
-from ds_zo.config.optimizers import LSPParams, ZOParams
+from ds_zo.config.optimizers import PARAMS, LSPParams, ZOParams
+from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.lomo import estimate_lomo
@@ -27,6 +29,10 @@ from ds_zo.planner.stock import (
 from ds_zo.planner.zo import estimate_zo
 
 Params = TypeVar("Params", bound=BaseModel)
+_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
+_OF_ZO = {"wire_dtype", "master", "writeback_interval", "fuse_update"}
+"""Keys of `ds_zo.stream`: those that ask for streaming, and those that LOMO has no use for."""
+_NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,23 @@ class Options:
     """Of `optimizer.params`, for the backend that has them."""
     offload: bool | None
     checkpointing: bool
+    is_only: bool
+    """Whether one backend is planned, which then may be told nothing that it has no use for."""
 
 
 def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
     params = _typed(ZOParams, options.params)
+    limits = _told(limits, options.stream)
     return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
 
 
 def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Estimate:
     return estimate_lomo(
         model,
-        limits,
+        _told(limits, options.stream),
         backend=backend,
-        stream=options.stream,
+        params=_typed(PARAMS[backend], options.params).model_dump(exclude_unset=True),
+        stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
         offload=options.offload,
         checkpointing=options.checkpointing,
     )
@@ -59,6 +69,12 @@ def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Es
 def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
     params = _typed(LSPParams, options.params)
     return estimate_lsp(model, limits, params=params, checkpointing=options.checkpointing)
+
+
+def _told(limits: Limits, stream: StreamConfig) -> Limits:
+    """`stream.device_memory_gb` is all of the card that blocks may fill."""
+    told = [n for n in (limits.device_nbytes, _nbytes(stream.device_memory_gb)) if n is not None]
+    return replace(limits, device_nbytes=min(told, default=None))
 
 
 def _stock(estimate: Callable[..., Estimate], model: Model, limits: Limits, options: Options, **fixed: Any) -> Estimate:
@@ -95,6 +111,8 @@ class Plan:
     limits: Limits
     rates: Rates
     estimates: tuple[Estimate, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Backends that nobody asked for by name and that can't train this, and why."""
 
     def __getitem__(self, contender: str) -> Estimate:
         return next(e for e in self.estimates if e.contender == contender)
@@ -114,6 +132,7 @@ class Plan:
             "host_memory_nbytes": self.limits.host_nbytes,
             "rates": self.rates.to_json(),
             "estimates": [e.to_json() | {"tokens_per_s": self.tokens_per_s(e)} for e in self.estimates],
+            "left_out": dict(self.left_out),
         }
 
 
@@ -133,21 +152,32 @@ def plan(
     rates: Rates | None = None,
 ) -> Plan:
     """Memory is in GB of 10**9 bytes. `stream` is the `ds_zo.stream` section; `params` are `optimizer.params` of the
-    one backend that `backends` names; `offload` None lets blocks stream where the device is too small."""
-    chosen = list(backends or CONTENDERS)
+    one backend that `backends` names; `offload` None lets blocks stream where the device is too small, or where
+    `stream` has keys that mean nothing otherwise."""
+    chosen = list(dict.fromkeys(backends or CONTENDERS))
     unknown = [name for name in chosen if name not in CONTENDERS]
     if unknown:
         raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(CONTENDERS)} (--backend)")
     if params and len(chosen) != 1:
         raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
+    if params and chosen[0] not in PARAMS:
+        raise ValueError(
+            f"params are planned for {', '.join(PARAMS)}, got some of {chosen[0]}: leave them out (--params)"
+        )
     for key, value in (("device_memory_gb", device_memory_gb), ("host_memory_gb", host_memory_gb)):
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"memory must be > 0 GB, or left out for any amount, got {value:g} (--{_dashed(key)})")
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
-    options = Options(_stream(stream), params or {}, offload, checkpointing)
+    section = _stream(stream)
+    if offload is None and any(getattr(section, key) not in (None, "auto") for key in _NEED_STREAMING):
+        offload = True
+    options = Options(section, params or {}, offload, checkpointing, is_only=len(chosen) == 1)
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
+    left_out = {"lsp": _NO_FP16} if model.dtype == "fp16" and "lsp" in chosen else {}
+    if left_out and backends:
+        raise ValueError(f"lsp can't train in fp16: {_NO_FP16}")
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
     return Plan(
         model=model.name,
@@ -158,8 +188,17 @@ def plan(
         dtype=model.dtype,
         limits=limits,
         rates=model.rates,
-        estimates=tuple(CONTENDERS[name](model, limits, options) for name in chosen),
+        estimates=tuple(_estimate(name, model, limits, options) for name in chosen if name not in left_out),
+        left_out=left_out,
     )
+
+
+def _estimate(name: str, model: Model, limits: Limits, options: Options) -> Estimate:
+    """Whose JSON would be refused has no plan."""
+    found = CONTENDERS[name](model, limits, options)
+    if name in PARAMS:
+        resolve(dict(found.config), world_size=1)
+    return found
 
 
 def _stream(given: Mapping[str, Any] | None) -> StreamConfig:
@@ -167,6 +206,10 @@ def _stream(given: Mapping[str, Any] | None) -> StreamConfig:
         return StreamConfig(**(given or {}))
     except ValidationError as error:
         raise translate(error, StreamConfig, at="ds_zo.stream") from None
+
+
+def _without(stream: StreamConfig, keys: Collection[str]) -> StreamConfig:
+    return StreamConfig(**{k: v for k, v in stream.model_dump(exclude_unset=True).items() if k not in keys})
 
 
 def _typed(model: type[Params], given: Mapping[str, Any]) -> Params:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_zo.planner.estimate import Estimate
+from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.plan import Plan
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.table import grid
+from ds_zo.streaming.budget import MARGIN_NBYTES
 
 SHARED_STORES = {
     "zo": frozenset({"weights", "low_plane"}),
@@ -53,6 +54,8 @@ class Scaled:
     """Of all ranks."""
     efficiency: float
     """Of so many GPUs on their own."""
+    fits: str
+    """Within a GPU's and a machine's memory: "yes", "at stage 3", or "no" and of what there is too little."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,14 +73,17 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
     step_s = e.step_s - e.divided_s * (1 - 1 / nodes) + reduce_s
     tokens = ranks * plan.batch * plan.seq
     at_stage_3 = replace(e, sharded=e.sharded | SHARED_STORES.get(e.contender, frozenset()))
+    host_nbytes = _host_nbytes(e, gpus=gpus, ranks=ranks)
+    sharded_host_nbytes = _host_nbytes(at_stage_3, gpus=gpus, ranks=ranks)
+    sharded_device_nbytes = _sharded_device_nbytes(plan, e, ranks=ranks)
     return Scaled(
         contender=e.contender,
         gpus=gpus,
         nodes=nodes,
-        host_nbytes=_host_nbytes(e, gpus=gpus, ranks=ranks),
-        sharded_host_nbytes=_host_nbytes(at_stage_3, gpus=gpus, ranks=ranks),
+        host_nbytes=host_nbytes,
+        sharded_host_nbytes=sharded_host_nbytes,
         device_nbytes=e.device_nbytes,
-        sharded_device_nbytes=_sharded_device_nbytes(plan, e, ranks=ranks),
+        sharded_device_nbytes=sharded_device_nbytes,
         wire_nbytes=2 * (ranks - 1) * e.reduced_nbytes // ranks,
         sharded_wire_nbytes=(
             2 * (ranks - 1) * e.reduced_nbytes // ranks if e.shards is None else e.shards.wire_nbytes(ranks=ranks)
@@ -86,7 +92,20 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         efficiency=e.step_s / step_s,
+        fits=_fits(e.limits, (e.device_nbytes, host_nbytes), (sharded_device_nbytes, sharded_host_nbytes)),
     )
+
+
+def _fits(limits: Limits, *ways: tuple[int, int]) -> str:
+    """`ways`: (a GPU's, a machine's) bytes as they are, and at stage 3."""
+    lacking = [_lacking(limits, *way) for way in ways]
+    return "yes" if lacking[0] is None else "at stage 3" if lacking[1] is None else f"no: {lacking[0]}"
+
+
+def _lacking(limits: Limits, device_nbytes: int, host_nbytes: int) -> str | None:
+    if limits.device_nbytes is not None and device_nbytes + MARGIN_NBYTES > limits.device_nbytes:
+        return "GPU"
+    return "host" if limits.host_nbytes is not None and host_nbytes > limits.host_nbytes else None
 
 
 def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
@@ -153,7 +172,9 @@ def render_scaling(scaled: Sequence[Scaled]) -> str:
         "each; host: of each machine; stage 3: weights divided, those on GPUs among all of them (lomo without "
         "offload_param), host stores among a machine's (zo, lomo with it)"
     )
-    return "\n".join([title, "", *grid(header, rows)])
+    lacking = [f"{s.contender} ({s.fits})" for s in scaled if s.fits != "yes"]
+    notes = ["", f"without room on so many as it is: {', '.join(lacking)}"] if lacking else []
+    return "\n".join([title, "", *grid(header, rows), *notes])
 
 
 def _size(nbytes: float) -> str:

@@ -22,6 +22,7 @@ def render(plan: Plan, *, details: bool = False) -> str:
             [_row(plan, e) for e in plan.estimates],
         ),
     ]
+    lines += [f"{name} left out: {why}" for name, why in plan.left_out.items()]
     if details or len(plan.estimates) == 1:
         for estimate in plan.estimates:
             lines += ["", *_details(estimate)]

@@ -101,7 +101,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     step_s = _step_s(model, placement, streamed, buffers, params)
     interval = buffers.interval
     config = base_config(batch=model.batch, dtype=model.dtype)
-    config["optimizer"] = {"type": "ZO", "params": {"lr": params.lr, "zo_eps": params.zo_eps}}
+    config["optimizer"] = {"type": "ZO", "params": _written(params)}
     config["zero_optimization"] = {"stage": 0}
     section = stream.model_dump(exclude_unset=True)
     if offload:
@@ -135,6 +135,10 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         config=config,
         limits=limits,
     )
+
+
+def _written(params: ZOParams) -> dict[str, Any]:
+    return {"lr": params.lr, "zo_eps": params.zo_eps, **params.model_dump(exclude_unset=True)}
 
 
 def _num_resident(
