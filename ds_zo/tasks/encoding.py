@@ -47,6 +47,18 @@ def encode_answer(
     return Encoded(ids[:max_length], ([IGNORED] * start + ids[start:])[:max_length])
 
 
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length: int) -> list[int]:
+    """Texts on lines of their own; of what is too long the longer one loses its end first, as tokenizers that know
+    pairs have it: a premise must not push its hypothesis out."""
+    ids = list(_ids(tokenizer, "\n".join(texts)))
+    special = set(tokenizer.all_special_ids)
+    end = next((i for i in range(len(ids), 0, -1) if ids[i - 1] not in special), len(ids))
+    border = min(_common_prefix(ids, _ids(tokenizer, texts[0])), end) if len(texts) > 1 else end
+    room = max(0, max_length - (len(ids) - end))
+    first = min(border, max(room - (end - border), -(-room // 2)))
+    return (ids[:first] + ids[border : min(end, border + room - first)] + ids[end:])[:max_length]
+
+
 @lru_cache(maxsize=16)  # a prompt's options come one after the other, and a passage takes a millisecond
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, truncation=False)["input_ids"])

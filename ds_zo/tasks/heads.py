@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_zo.tasks.base import LabelledTask
 from ds_zo.tasks.data import Row, Split
-from ds_zo.tasks.encoding import Side, pad
+from ds_zo.tasks.encoding import Side, encode_texts, pad
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.scoring import Evaluator
 
@@ -60,7 +60,7 @@ class HeadTask(LabelledTask):
     def encode(self, tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int) -> Labelled:
         texts = self.task.texts(row)
         if tokenizer.sep_token_id is None:  # a decoder's tokenizer would put a pair together without a border
-            texts = ("\n".join(texts),)
+            return Labelled(encode_texts(tokenizer, texts, max_length=max_length), None, self.task.label(row))
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return Labelled(encoded["input_ids"], encoded.get("token_type_ids"), self.task.label(row))
 

@@ -13,6 +13,7 @@ from transformers import (
 
 from ds_zo.tasks import Evaluator, HeadTask, TaskError, make_task
 from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.tasks.encoding import encode_texts
 from ds_zo.tasks.glue import STSB
 
 PAIRS = [
@@ -66,6 +67,20 @@ def test_regression_labels_are_numbers_and_the_loss_is_squared_error(tokenizer: 
     assert batch["labels"].dtype == torch.float32 and batch["labels"].tolist() == [4.5, 0.5, 3.0, 2.0]
     out = head(**batch)
     assert out.loss.item() == pytest.approx(((out.logits[:, 0] - batch["labels"]) ** 2).mean().item(), rel=1e-5)
+
+
+def test_a_long_text_does_not_push_the_other_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A decoder gets a pair as one text: cut at its end, a long premise would be left without its hypothesis."""
+    short, long = "It rained.", "The sun rose over the hills and the fields. " * 8
+    for pair, kept in (((long, short), f"\n{short}"), ((short, long), f"{short}\nThe sun")):
+        row = {"sentence1": pair[0], "sentence2": pair[1], "label": 1}
+        task = head_task("mrpc", [row])
+        whole, cut = (task.encode(tokenizer, row, max_length=length).input_ids for length in (512, 40))
+        assert whole == tokenizer("\n".join(pair))["input_ids"] and len(cut) == 40
+        assert tokenizer.decode(cut).startswith(pair[0][:10]) and kept in tokenizer.decode(cut)
+    halves = encode_texts(tokenizer, (long, f"{long}<eos>"), max_length=41)
+    assert halves[-1] == tokenizer.eos_token_id and tokenizer.decode(halves).count("The sun") >= 2
+    assert encode_texts(tokenizer, ("One. <eos>",), max_length=64) == tokenizer("One. <eos>")["input_ids"]
 
 
 def test_multirc_is_scored_by_question() -> None:
