@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_zo.engines.homes import Homes
+from ds_zo.engines.nesting import Nesting, has_room
 from ds_zo.engines.plain_copies import Hook
 from ds_zo.engines.twins import Lockstep
 from ds_zo.logs import show
@@ -18,6 +19,8 @@ from ds_zo.streaming.units import Unit
 
 _ALL_HERE = object()
 """What a pass asks for that waits for the others to have run the blocks it has left."""
+_NO_PASS = -1
+"""Stands for an evaluation where passes are counted."""
 
 
 class WorkingCopies:
@@ -43,6 +46,8 @@ class WorkingCopies:
         """What a module outside the blocks brought up for itself, by `id(module)`."""
         self._kept: set[int] = set()
         """Units that became ambient because they are used outside their module, by id."""
+        self.nesting = Nesting()
+        self._alone = {id(unit): (unit,) for unit in self._placement.blocks}
         self._went_on: set[int] = set()
         """Passes that have left a block which others may still have to run."""
         self._grad_modes: list[bool] = []
@@ -72,6 +77,7 @@ class WorkingCopies:
         try:
             self._training = True
             self._went_on.clear()
+            self.nesting.clear()
             self._homes.visits.begin()
             self._fill_ambient()
             yield
@@ -82,23 +88,37 @@ class WorkingCopies:
                 if id(unit) in self.visited:
                     unit.bind_home()
             self.visited.clear()
+            self.nesting.clear()
+
+    @property
+    def _index(self) -> int:
+        """The pass that is running."""
+        return self._lockstep.current if self._training else _NO_PASS
 
     # Blocks
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        around = self.nesting.around(self._index)
         if not self._training:
-            self._enter_clean(unit, self._homes.visits.scratch)
-        elif self._lockstep.inside:
-            self._pause(unit)
+            self._enter_clean(unit, self._aside(unit) if around else self._homes.visits.scratch)
         else:
-            self._make_ready(unit, self._lockstep.current, last=True)
+            self.nesting.note_block(unit, around)
+            if self._lockstep.inside:
+                self._pause(unit)
+            else:
+                self._make_ready(unit, self._lockstep.current, last=True)
+        self.nesting.enter(self._index, self._alone[id(unit)])
         self.visited.add(id(unit))
+
+    def _aside(self, *units: Unit) -> torch.Tensor:
+        return torch.empty(sum(unit.scratch_nbytes for unit in units), dtype=torch.uint8, device=self._device)
 
     def _pause(self, asked: Any) -> None:
         self._lockstep.pause(asked)
         self._went_on.discard(self._lockstep.current)
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        self.nesting.leave(self._index, self._alone[id(unit)])
         if not self._training:
             self._leave_clean(unit)
             return
@@ -123,14 +143,18 @@ class WorkingCopies:
     # Modules around them
 
     def _enter_edge(self, module: nn.Module, args: Any) -> None:
-        at = self._placement.nested_at.get(id(module), 0)
+        at = self._placement.nested_at.get(id(module))
         # A unit that is kept through the whole pass is entered here only where its module is called by itself.
         there = self._kept & self.visited
         entering = [unit for unit in self._placement.entered_by[module] if id(unit) not in there]
+        around = self.nesting.around(self._index)
         if self._training:
-            self._wait_for_room(at + sum(unit.scratch_nbytes for unit in entering))
+            self.nesting.note_edge(entering, around, at=at)
+            self._wait_for_room((at or 0) + sum(unit.scratch_nbytes for unit in entering))
         self._entered[id(module)] = entering
-        scratch = self._homes.visits.scratch[at:]
+        self.nesting.enter(self._index, entering)
+        shares = self._training or has_room(around, at=at)
+        scratch = self._homes.visits.scratch[at:] if shares else self._aside(*entering)
         for unit in entering:
             if self._training:
                 with torch.no_grad():
@@ -147,7 +171,9 @@ class WorkingCopies:
             self._pause(_ALL_HERE)
 
     def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> None:
-        for unit in reversed(self._entered.pop(id(module), [])):
+        entered = self._entered.pop(id(module), [])
+        self.nesting.leave(self._index, entered)
+        for unit in reversed(entered):
             if self._training:
                 unit.bind_home()
                 self.visited.discard(id(unit))
@@ -183,6 +209,7 @@ class WorkingCopies:
             torch.set_grad_enabled(True)
         self._grad_modes.clear()
         self._entered.clear()
+        self.nesting.clear()
         with torch.no_grad():
             self._homes.visits.end()
         for unit in self._placement.units:
@@ -222,7 +249,8 @@ class WorkingCopies:
             self._leave_clean(unit)
 
     def make_ambient(self, units: Sequence[Unit]) -> None:
-        """Their weights are used outside their own module's forward (a tied head by `F.linear`, say)."""
+        """Their weights are used outside their own module's forward (a tied head by `F.linear`, say), or would lie
+        where those of another module do."""
         for unit in units:
             self._placement.edges.remove(unit)
             self._placement.ambient.append(unit)
@@ -230,6 +258,6 @@ class WorkingCopies:
             unit.module = self._module  # from here on it is entered with the whole model
             self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
         show(
-            f"ds_zo: {', '.join(u.name for u in units)} is used outside its own module's forward: kept as "
-            f"{self._num_passes} copies during a step"
+            f"ds_zo: {', '.join(u.name for u in units)}: used outside the module's own forward, or while others' are: "
+            f"kept as {self._num_passes} copies during a step"
         )

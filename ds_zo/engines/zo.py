@@ -221,8 +221,10 @@ class ZOBackend(Backend):
             watch.raise_for_blocks()
             raise
         watch.raise_for_blocks()
-        if watch.edges:
-            self._copies.make_ambient(watch.edges)
+        found = {id(unit): unit for unit in watch.edges} | self._copies.nesting.crowded
+        if found:
+            self._copies.make_ambient(list(found.values()))
+            self._copies.nesting.crowded.clear()
             rewind()
             results = self._run(calls)
         return results
