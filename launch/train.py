@@ -70,6 +70,7 @@ from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 from ds_zo.tasks.encoding import num_answering, position_ids
+from ds_zo.tasks.sampling import NUM_DEV, NUM_TEST, NUM_TRAIN
 from ds_zo.tasks.scoring import takes
 
 EMBEDDED = "embedded"
@@ -109,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     what.add_argument("--data", type=Path, metavar="FILE", help="one .jsonl or text file, cut into train, dev and test")
     what.add_argument("--hub", action="store_true", help="the task's public copy, through the package datasets")
-    for split, number in (("train", Draw.num_train), ("dev", Draw.num_dev), ("test", Draw.num_test)):
+    for split, number in (("train", NUM_TRAIN), ("dev", NUM_DEV), ("test", NUM_TEST)):
         what.add_argument(
             f"--num-{split}",
             type=int,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.hub import HubName, read_official_split
-from ds_zo.tasks.sampling import Draw
+from ds_zo.tasks.sampling import NUM_TEST, Draw
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
@@ -35,7 +35,7 @@ class DataSource:
     from_hub: bool = False
     """The official splits, through `datasets`."""
     draw: Draw | None = None
-    """Which subset; None: all rows of splits that are ready, `Draw()` of official ones."""
+    """Which subset; None: `Draw()`, all rows of splits that are ready."""
 
     def __post_init__(self) -> None:
         given = [str(place) for place in (self.folder, self.file) if place is not None]
@@ -82,6 +82,9 @@ def check_fields(rows: Sequence[Row], fields: Sequence[str], *, task: str, place
                 f"task {task} reads the fields {', '.join(fields)}; row {number} of {place} lacks {', '.join(missing)} "
                 f"(fields found: {', '.join(map(str, row)) or 'none'})"
             )
+        empty = [field for field in fields if row[field] is None]
+        if empty:  # a prompt would say "None"
+            raise TaskError(f"task {task} needs {', '.join(empty)}, which is null in row {number} of {place}: {row}")
 
 
 def cut(rows: Sequence[Row], split: Split, *, place: str) -> list[Row]:
@@ -132,13 +135,12 @@ def read_rows(
 
 def draw_ready(rows: list[Row], split: Split, *, draw: Draw | None) -> list[Row]:
     """A subset of a split that is one already."""
-    if draw is None:
-        return rows
-    return draw.pick(rows, {"train": draw.num_train, "dev": draw.num_dev, "test": draw.num_test}[split])
+    asked = None if draw is None else draw.asked(split)
+    return rows if draw is None or asked is None else draw.pick(rows, asked)
 
 
 def _draw_official(rows: list[Row], split: Split, *, draw: Draw) -> list[Row]:
     if split == "test":
-        return draw.pick(rows, draw.num_test)
+        return draw.pick(rows, NUM_TEST if draw.num_test is None else draw.num_test)
     train, dev = draw.cut_train(rows)
     return train if split == "train" else dev

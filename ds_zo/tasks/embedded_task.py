@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from ds_zo.tasks.base import Choice, ChoiceTask
-from ds_zo.tasks.data import DataSource, Row, Split
+from ds_zo.tasks.data import DataSource, Row, Split, draw_ready
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.stdlib_text import docstrings, modules, parse, stable_hash
 
@@ -31,7 +31,7 @@ class CodeOrText(ChoiceTask):
             raise TaskError(f"task {self.name} is made from Python's standard library and reads no data; got {given}")
 
     def rows(self, split: Split) -> list[Row]:
-        return _splits()[split]
+        return draw_ready(_splits()[split], split, draw=self.source.draw)
 
     def choice(self, row: Row) -> Choice:
         return Choice(f"{row['line']}\nis_code =", (" True", " False"), self.answer_index(row, {"code": 0, "text": 1}))

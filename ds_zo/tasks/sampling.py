@@ -12,6 +12,8 @@ from ds_zo.tasks.errors import TaskError
 
 T = TypeVar("T")
 
+NUM_TRAIN, NUM_DEV, NUM_TEST = 1000, 500, 1000
+"""The paper's, of a suite's own splits."""
 SMALL_TRAIN = 1000
 """A training split of fewer rows gives `SMALL_DEV` to dev at most: COPA, CB, WSC."""
 SMALL_DEV = 100
@@ -19,17 +21,24 @@ SMALL_DEV = 100
 
 @dataclass(frozen=True)
 class Draw:
-    """How many rows of each split, and the seed of the permutation that picks them."""
+    """How many rows of each split (None: the paper's number of a suite's own splits, all of one that is ready), and the
+    seed of the permutation that picks them."""
 
-    num_train: int = 1000
-    num_dev: int = 500
-    num_test: int = 1000
+    num_train: int | None = None
+    num_dev: int | None = None
+    num_test: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_train", "num_dev", "num_test"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"a subset has at least one row, got {name} = {getattr(self, name)}")
+        for split in ("train", "dev", "test"):
+            num = self.asked(split)
+            if num is not None and num < 1:
+                raise TaskError(f"a subset has at least one row, got num_{split} = {num}")
+        if not 0 <= self.seed < 2**32:
+            raise TaskError(f"the seed of a draw is a number from 0 to 2**32 - 1, got {self.seed} (--data-seed)")
+
+    def asked(self, split: str) -> int | None:
+        return {"train": self.num_train, "dev": self.num_dev, "test": self.num_test}[split]
 
     def pick(self, rows: Sequence[T], num: int) -> list[T]:
         """The first `num` of the permutation, or all rows in that order where there are fewer."""
@@ -39,9 +48,10 @@ class Draw:
         """(train, dev) from an official training split: dev follows train in one permutation, so they are disjoint."""
         if len(rows) < 2:
             raise TaskError(f"a training split that is cut into train and dev has at least two rows, got {len(rows)}")
-        most = self.num_dev if len(rows) >= SMALL_TRAIN else min(self.num_dev, SMALL_DEV)
+        most = NUM_DEV if self.num_dev is None else self.num_dev
+        most = most if len(rows) >= SMALL_TRAIN else min(most, SMALL_DEV)
         num_dev = min(most, len(rows) // 2)
-        num_train = min(self.num_train, len(rows) - num_dev)
+        num_train = min(NUM_TRAIN if self.num_train is None else self.num_train, len(rows) - num_dev)
         order = self._order(len(rows))
         return [rows[i] for i in order[:num_train]], [rows[i] for i in order[num_train : num_train + num_dev]]
 

@@ -38,6 +38,8 @@ class Score:
     def is_better_than(self, value: float | None) -> bool:
         if value is None:
             return True
+        if math.isnan(value):  # nothing compares with it, and a run that began with it would keep it for good
+            return not math.isnan(self.value)
         return self.value < value if self.metric in LOWER_IS_BETTER else self.value > value
 
     def __str__(self) -> str:

@@ -34,6 +34,9 @@ def test_wrong_field_is_reported_with_those_found(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"sentence": "a", "label": 0}, {"text": "b", "label": 1}])
     with pytest.raises(TaskError, match=r"row 2 of .*train\.jsonl lacks sentence \(fields found: text, label\)"):
         make_task("sst2", DataSource(folder=tmp_path)).rows("train")
+    write_jsonl(tmp_path / "train.jsonl", [{"sentence": "a", "label": 0}, {"sentence": None, "label": 1}])
+    with pytest.raises(TaskError, match=r"needs sentence, which is null in row 2 of .*train\.jsonl"):
+        make_task("sst2", DataSource(folder=tmp_path)).rows("train")
 
 
 @pytest.mark.parametrize(

@@ -101,5 +101,6 @@ def test_what_has_no_head_and_what_has_no_prompt() -> None:
     copa = {"premise": "a", "choice1": "b", "choice2": "c", "question": "cause", "label": 0}
     with pytest.raises(TaskError, match=r"copa has no form for a classification head"):
         head_task("copa", [copa]).check()
-    with pytest.raises(TaskError, match=r"label must be a number, got 'high'"):
-        STSB().label({"label": "high"})
+    for label in ("high", -1.0, float("nan"), None):
+        with pytest.raises(TaskError, match=rf"label must be a number from 0 to 5, got {label!r}"):
+            STSB().label({"label": label})

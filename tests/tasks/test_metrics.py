@@ -54,3 +54,6 @@ def test_better_means_lower_for_perplexity_alone() -> None:
     assert Score.mean("perplexity", 2.0, 1.0).is_better_than(math.exp(3))
     assert not Score.mean("accuracy", 1.0, 4.0).is_better_than(0.5)
     assert Score.mean("accuracy", 1.0, 4.0).is_better_than(None)
+    nan = Score.mean("perplexity", math.nan, 1.0)
+    assert Score.mean("perplexity", 2.0, 1.0).is_better_than(nan.value)
+    assert not nan.is_better_than(nan.value) and not nan.is_better_than(math.exp(3))

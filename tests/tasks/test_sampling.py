@@ -51,11 +51,18 @@ def test_ready_splits_are_taken_whole_unless_a_draw_is_asked_for(tmp_path: Path)
     assert len(drawn) == 3 and drawn == make_task("sst2", DataSource(folder=tmp_path, draw=Draw(num_train=3))).rows(
         "train"
     )
+    write(tmp_path / "test.jsonl", "test", 1200)
+    for draw in (Draw(num_train=3), Draw(seed=1)):
+        test = make_task("sst2", DataSource(folder=tmp_path, draw=draw)).rows("test")
+        assert len(test) == 1200 and test[0]["sentence"] == "test0", "nobody asked for a part of this one"
+    assert len(make_task("code_or_text", DataSource(draw=Draw(num_dev=6))).rows("dev")) == 6
 
 
 def test_what_cannot_be_drawn() -> None:
     with pytest.raises(TaskError, match="num_dev = 0"):
         Draw(num_dev=0)
+    with pytest.raises(TaskError, match=r"seed of a draw.*got -1"):
+        Draw(seed=-1)
     with pytest.raises(TaskError, match="text has no public copy"):
         make_task("text", DataSource(from_hub=True)).rows("train")
     with pytest.raises(TaskError, match="not both"):
