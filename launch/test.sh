@@ -4,6 +4,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+# These tests are the CPU's also where there is a GPU, and so are the extensions that they load.
+export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu
 use_environment "test,peft"
 build_extensions ShareMemCommBuilder CPUAdamBuilder FusedAdamBuilder
 share_environment

@@ -27,6 +27,24 @@ if str(_BIN) not in os.environ["PATH"].split(os.pathsep):
 REPO = Path(__file__).resolve().parent.parent
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A run that leaves the GPU's tests out is the CPU's, wherever it is made: engines are held against plain loops on
+    the CPU, bit for bit, and ranks outnumber the devices. Before anything has looked for a device."""
+    if "not gpu" in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher shows its ranks the devices again
+
+
+def pytest_report_header() -> str | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return (
+            "device: CUDA, where tests without the mark `gpu` go too; most of them are the CPU's: -m 'not gpu' hides it"
+        )
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from equivalence_runs import on_device
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
@@ -51,13 +52,14 @@ def checkpointed(model: nn.Module, reentrant: bool | None) -> nn.Module:
 
 
 def weights_of(module: nn.Module) -> Weights:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
+    """Copied to the host: streamed blocks are there, others where the device is."""
+    return {name: p.detach().to("cpu", copy=True) for name, p in module.named_parameters()}
 
 
 def train(engine: Any, data: Any, *, scale: Callable[[int], float] = lambda step: 1.0) -> list[float]:
     losses = []
     for step, batch in enumerate(data):
-        loss = engine(**batch).loss * scale(step)
+        loss = engine(**on_device(engine, batch)).loss * scale(step)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

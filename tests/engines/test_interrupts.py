@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import config_for, start, streamed, weights_of
+from equivalence_runs import on_device, parameters_of
+from lomo_runs import config_for, start, streamed
 from zo_runs import Toy, toy_batches
 
 import ds_zo
@@ -55,7 +56,7 @@ def train(engine: Any, names: set[str], seen: Callable[[Line], None]) -> None:
     while engine.global_steps < len(BATCHES):
         sys.settrace(trace if engine.global_steps == INTERRUPTED else None)
         try:
-            engine.backward(engine(**BATCHES[engine.global_steps]))
+            engine.backward(engine(**on_device(engine, BATCHES[engine.global_steps])))
             engine.step()
         finally:
             sys.settrace(None)
@@ -67,7 +68,7 @@ def test_an_update_is_made_once_and_whole(kind: str, tmp_path: Path) -> None:
     lines: dict[Line, int] = {}
     whole = start(config, Toy())
     train(whole, names, lambda line: lines.update({line: lines.get(line, 0) + 1}))
-    expected = weights_of(whole.module)
+    expected = parameters_of(whole)
     outcomes = set()
     for number, (target, num_times) in enumerate(list(lines.items())[:: EVERY[kind]]):
         left = 1 if number % 2 else num_times  # the first time that it runs, or the last
@@ -88,7 +89,7 @@ def test_an_update_is_made_once_and_whole(kind: str, tmp_path: Path) -> None:
         resumed = start(config, Toy())
         resumed.load_checkpoint(str(tmp_path), tag="interrupted")
         train(resumed, set(), lambda line: None)
-        found = weights_of(resumed.module)
+        found = parameters_of(resumed)
         resumed.destroy()
         different = [name for name in expected if not torch.equal(found[name], expected[name])]
         assert not different, (target, engine.global_steps)

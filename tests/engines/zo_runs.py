@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.utils import logger
+from equivalence_runs import on_device
 from torch import nn
 
 from ds_zo import ops
@@ -57,7 +58,7 @@ def train(
 
 
 def one_step(engine: Any, batch: dict[str, Any]) -> float:
-    output = engine(**batch)
+    output = engine(**on_device(engine, batch))
     loss = outputs.loss_of(output)
     assert loss is not None
     engine.backward(loss)
@@ -66,7 +67,7 @@ def one_step(engine: Any, batch: dict[str, Any]) -> float:
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
