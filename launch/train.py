@@ -71,7 +71,7 @@ from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 from ds_zo.tasks.encoding import num_answering, position_ids
 from ds_zo.tasks.sampling import NUM_DEV, NUM_TEST, NUM_TRAIN
-from ds_zo.tasks.scoring import takes
+from ds_zo.tasks.scoring import is_told_positions, num_reserved_positions, takes
 
 EMBEDDED = "embedded"
 EMBEDDED_TASK = "code_or_text"
@@ -366,10 +366,11 @@ class Trainer:
             lazily=backend_of(config) == "zo" and args.lora_rank is None,
             num_labels=self.task.num_labels if isinstance(self.task, HeadTask) else None,
         )
+        if isinstance(self.task, HeadTask) and args.padding_side == "left" and self.tokenizer.cls_token_id is not None:
+            raise UserError(f"the head of {args.model} reads the first token, not padding: right (--padding-side)")
         self.pad_token_id = padding_token(self.tokenizer)
-        self.max_length = min(
-            args.max_length, getattr(model.config, "max_position_embeddings", None) or args.max_length
-        )
+        most = getattr(model.config, "max_position_embeddings", None)
+        self.max_length = min(args.max_length, most - num_reserved_positions(model)) if most else args.max_length
         if args.lora_rank is not None:
             model = add_lora(model, args)
         self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
@@ -451,7 +452,7 @@ class Trainer:
                 options["logits_to_keep"] = num_answering(batch["labels"])
                 batch["labels"] = batch["labels"][:, -options["logits_to_keep"] :]
             inputs = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
-            if self.args.padding_side == "left" and takes(self.engine, "position_ids"):
+            if self.args.padding_side == "left" and is_told_positions(self.engine):
                 inputs["position_ids"] = position_ids(inputs["attention_mask"])
             loss = self.engine(**inputs, **options).loss
             self.engine.backward(loss)

@@ -134,6 +134,12 @@ class Choice:
     options: tuple[str, ...]
     answer: int
 
+    def __post_init__(self) -> None:
+        if not self.prompt or not all(self.options) or not 0 <= self.answer < len(self.options):
+            raise TaskError(
+                f"a choice has a prompt, options that are not empty, and an answer that is the index of one; got {self}"
+            )
+
 
 class ChoiceTask(LabelledTask):
     """Options are ranked by their log-likelihood a token; training raises the right one's."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, num_answering, position_ids
 
@@ -85,15 +86,28 @@ class Evaluator:
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        if self.padding_side == "left" and takes(self.model, "position_ids"):
+        if self.padding_side == "left" and is_told_positions(self.model):
             inputs["position_ids"] = position_ids(inputs["attention_mask"])
         found: torch.Tensor = self.model(**inputs, **options).logits
         return found
 
 
+def is_told_positions(model: Model) -> bool:
+    """Where padding comes first. Some models have no `position_ids` or count them from the mask (OPT, BLOOM), some from
+    the ids, after positions that they reserve."""
+    return takes(model, "position_ids") and not num_reserved_positions(model)
+
+
+def num_reserved_positions(model: Model) -> int:
+    """Before the first token's, where the table of positions has an entry for padding, as RoBERTa's has."""
+    inner = getattr(model, "module", model)
+    modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
+    tables = [m for name, m in modules if name.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
+
+
 def takes(model: Model, argument: str) -> bool:
-    """Whether a model has it by name. Some count positions from the mask (OPT, BLOOM) or have none: they take no
-    `position_ids`."""
+    """Whether a model has it by name."""
     inner: Any = getattr(model, "module", model)  # an engine's
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT's
     return argument in inspect.signature(getattr(inner, "forward", inner)).parameters

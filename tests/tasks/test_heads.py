@@ -9,12 +9,15 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerBase,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from ds_zo.tasks import Evaluator, HeadTask, TaskError, make_task
 from ds_zo.tasks.embedded_model import FOLDER
 from ds_zo.tasks.encoding import encode_texts
 from ds_zo.tasks.glue import STSB
+from ds_zo.tasks.scoring import num_reserved_positions
 
 PAIRS = [
     {"sentence1": "It fell.", "sentence2": "It dropped to the floor and broke.", "label": 4.5},
@@ -59,6 +62,19 @@ def test_score_of_a_padded_batch_is_that_of_single_rows(
         expected.append(logits[0].item() if num_labels == 1 else float(logits.argmax()))
     assert list(score.sums) == pytest.approx(expected, abs=1e-5)
     assert set(score.values) == ({"pearson", "spearman"} if num_labels == 1 else {"accuracy", "f1"})
+
+
+def test_positions_after_reserved_ones_are_the_models_own_to_count() -> None:
+    config = RobertaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    torch.manual_seed(0)
+    head = RobertaForSequenceClassification(config).eval()
+    assert num_reserved_positions(head) == 2 and not num_reserved_positions(model(2))
+    found = []
+    for side, ids in (("right", [[5, 6, 7, 8], [5, 6, 1, 1]]), ("left", [[5, 6, 7, 8], [1, 1, 5, 6]])):
+        evaluator = Evaluator(head, torch.device("cpu"), pad_token_id=1, padding_side=side)  # type: ignore[arg-type]
+        input_ids = torch.tensor(ids)
+        found.append(evaluator.logits({"input_ids": input_ids, "attention_mask": (input_ids != 1).long()})[:1])
+    assert torch.equal(*found)
 
 
 def test_regression_labels_are_numbers_and_the_loss_is_squared_error(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import ds_zo.tasks
-from ds_zo.tasks import TASKS, ChoiceTask, DataSource, TaskError, make_task, register
+from ds_zo.tasks import TASKS, Choice, ChoiceTask, DataSource, TaskError, make_task, register
 from ds_zo.tasks.embedded_model import FOLDER
 from ds_zo.tasks.encoding import IGNORED
 
@@ -45,6 +45,12 @@ def test_a_wrong_field_is_reported_with_those_found(weather: Path) -> None:
     (weather / "dev.jsonl").write_text(json.dumps({"text": "Snow.", "label": 0}) + "\n")
     with pytest.raises(TaskError, match=r"row 1 of .*dev\.jsonl lacks report \(fields found: text, label\)"):
         make_task("weather", DataSource(folder=weather)).check()
+
+
+@pytest.mark.parametrize("parts", [("", (" a", " b"), 0), ("It was", ("", " b"), 1), ("It was", (" a", " b"), 2)])
+def test_a_choice_that_can_not_be_scored_is_told(parts: tuple[str, tuple[str, ...], int]) -> None:
+    with pytest.raises(TaskError, match="a choice has a prompt, options that are not empty"):
+        Choice(*parts)
 
 
 def test_a_name_is_taken_once() -> None:
