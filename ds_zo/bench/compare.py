@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_to_fork()
     try:
         run(parser.parse_args(argv))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> None:
     """What the arguments ask for; a `ValueError` says what is wrong with them."""
     from ds_zo.bench.contenders import ALL
 
+    if args.into and not args.headline:
+        raise ValueError("--into is where a headline goes: name its results (--headline DIR ...)")
     if args.list:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
@@ -131,8 +133,7 @@ def run(args: argparse.Namespace) -> None:
 
         print(write_headline(args.headline, into=args.into))
     elif args.report_only:
-        for folder in folders_with_rows(args.out):
-            rows = last_run(folder / "rows.jsonl", args.run_id)
+        for folder, rows in runs_of(folders_with_rows(args.out), args.run_id):
             write_configs({row["case"]: row["params"] for row in rows}, folder / "configs")
             print(_write(rows, folder, args))
     else:
@@ -147,8 +148,18 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
     if args.only and not args.preset:
         raise ValueError("--only chooses of a preset's models: add --preset results, or name one with --model")
+    for name, value in (("timeout-s", args.timeout_s), ("max-s", args.max_s), ("total-s", args.total_s)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be > 0 seconds, got {value:g} (--{name})")
+    for name, value in (("gradient-clipping", args.gradient_clipping), ("min-free-host-gib", args.min_free_host_gib)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be >= 0, got {value:g} (--{name})")
+    if args.data is not None and not args.data.is_file():
+        raise ValueError(f"data must be a text file, got {args.data}, which is none (--data)")
+    if args.device == "cuda" and _device() != "cuda" and not args.dry_run:
+        raise ValueError("PyTorch finds no GPU here, got cuda: see ds-zo report, or write cpu (--device)")
     for gb in args.device_memory_gb:
-        if gb is not None and not gb > 0:
+        if gb is not None and not 0 < gb < math.inf:
             raise ValueError(f"a cap must be > 0 GB, or none for the card as it is, got {gb:g} (--device-memory-gb)")
 
 
@@ -172,8 +183,9 @@ def _compare(args: argparse.Namespace) -> None:
         _run_groups(groups, args, device=device, ends=ends)
     finally:  # also when it is told to end
         if args.preset is None:
-            for part in (part for part in tables[0] if part.out.exists()):
-                print(_write(last_run(part.out, groups[0].run_id), part.folder, args))
+            begun = [part.folder for part in tables[0] if part.out.exists()]
+            for folder, rows in runs_of(begun, groups[0].run_id, needed=False):
+                print(_write(rows, folder, args))
         else:
             _say_what_is_left(groups, args.out)
 
@@ -261,7 +273,10 @@ def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> str:
 
 def _caps(text: str) -> list[float | None]:
     """The largest first: what ran there may hold for smaller ones."""
-    caps = {None if word == "none" else float(word) for word in text.split(",")}
+    try:
+        caps = {None if word.strip() == "none" else float(word) for word in text.split(",")}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"numbers of GB, or none for the card as it is, got {text!r}") from None
     return sorted(caps, key=lambda cap: -math.inf if cap is None else -cap)
 
 
@@ -296,6 +311,27 @@ def last_run(path: Path, run_id: str | None) -> list[Row]:
         known = ", ".join(dict.fromkeys(row["run_id"] for row in rows))
         raise ValueError(f"{path} has no run {run_id}; it has {known} (--run-id)")
     return list(found.values())
+
+
+def runs_of(folders: Sequence[Path], run_id: str | None, *, needed: bool = True) -> list[tuple[Path, list[Row]]]:
+    """As `last_run`, of all of them that have a contender's row: a call may have ended before another's first. Where
+    none has, that is an error if one is `needed`."""
+    from ds_zo.bench.report import contenders
+
+    found, lacking = [], []
+    for folder in folders:
+        try:
+            rows = last_run(folder / "rows.jsonl", run_id)
+            contenders(rows)
+        except ValueError as error:
+            lacking.append(f"{folder}: {error}")
+        else:
+            found.append((folder, rows))
+    if needed and lacking and not found:
+        raise ValueError("; ".join(lacking))
+    for words in lacking:
+        print(f"left out: {words}", file=sys.stderr)
+    return found
 
 
 def write_configs(params_of: Mapping[str, Row], folder: Path) -> None:

@@ -60,35 +60,39 @@ def write_headline(folders: Sequence[Path], *, into: Path | None = None) -> str:
     parts = read_parts(folders)
     root = Path(os.path.commonpath([str(folder) for folder in folders]))
     plot = root / PLOT
-    _draw(parts, plot)
     base = into.parent if into is not None else Path()
-    text = markdown(parts, root=_relative(root, base), plot=_relative(plot, base))
+    drawn = _relative(plot, base) if _draw(parts, plot) else None
+    text = markdown(parts, root=_relative(root, base), plot=drawn)
     if into is not None:
         put_between_markers(into, text)
     return text
 
 
 def read_parts(folders: Sequence[Path]) -> list[Part]:
-    from ds_zo.bench.compare import folders_with_rows, last_run
+    from ds_zo.bench.compare import folders_with_rows, runs_of
 
     found = dict.fromkeys(part for folder in folders if folder.is_dir() for part in folders_with_rows(folder))
     if not found:
         raise ValueError(f"looked for rows in {', '.join(map(str, folders))}: there are none (--headline)")
-    parts = [Part(folder, last_run(folder / "rows.jsonl", None)) for folder in found]
+    parts = [Part(folder, rows) for folder, rows in runs_of(list(found), None)]
     size = {part.model: max(row.get("parameters") or 0 for row in part.rows) for part in parts}
     return sorted(parts, key=lambda part: (size[part.model], part.model, part.cap_gb is not None, part.cap_gb))
 
 
 def put_between_markers(file: Path, text: str) -> None:
     """Changes nothing else in the file."""
-    before = file.read_text(encoding="utf-8")
-    begin, end = before.find(BEGIN), before.find(END)
+    with file.open(encoding="utf-8", newline="") as opened:  # its line ends as they are
+        before = opened.read()
+    begin = before.find(BEGIN)
+    end = before.find(END, max(0, begin))
     if not 0 <= begin < end:
         raise ValueError(f"the headline goes between {BEGIN} and {END}, which {file} lacks: add them (--into)")
-    file.write_text(f"{before[:begin]}{BEGIN}\n{text}\n{before[end:]}", encoding="utf-8")
+    own = f"{BEGIN}\n{text}\n".replace("\n", "\r\n" if "\r\n" in before else "\n")
+    with file.open("w", encoding="utf-8", newline="") as opened:
+        opened.write(before[:begin] + own + before[end:])
 
 
-def markdown(parts: Sequence[Part], *, root: str, plot: str) -> str:
+def markdown(parts: Sequence[Part], *, root: str, plot: str | None) -> str:
     lines = [_facts(parts), ""]
     caps = sorted({part.cap_gb for part in parts}, key=lambda cap: float("inf") if cap is None else cap)
     for cap in caps:
@@ -96,7 +100,8 @@ def markdown(parts: Sequence[Part], *, root: str, plot: str) -> str:
         card = "On the card as it is" if cap is None else f"Within {cap:g} GB of GPU memory"
         lines += [f"{card}: tokens/s / GPU GB / host GB", "", *_table(of_cap), ""]
     lines += [f"{note}\n" for note in _not_measured(parts)]
-    lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
+    if plot is not None:
+        lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
     lines.append(
         "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory "
         "its peak. ZO takes two forward passes a step and learns less from it than a gradient teaches: its speed is "
@@ -202,7 +207,8 @@ def _command(part: Part, what: str, out: str, *, model: bool) -> str:
     return " ".join(["python launch/compare.py", *options, what, "--out", shlex.quote(out)])
 
 
-def _draw(parts: Sequence[Part], path: Path) -> None:
+def _draw(parts: Sequence[Part], path: Path) -> bool:
+    """Whether there was anything to draw."""
     from ds_zo.bench.plots import panels
 
     models = dict.fromkeys(part.model for part in parts)
@@ -216,7 +222,10 @@ def _draw(parts: Sequence[Part], path: Path) -> None:
         for model in models
     }
     caps = sorted({part.cap_gb for part in parts if part.cap_gb is not None})
-    path.write_text(panels({m: rows for m, rows in shown_rows.items() if rows}, caps_gb=caps), encoding="utf-8")
+    shown_rows = {model: rows for model, rows in shown_rows.items() if rows}
+    if shown_rows:
+        path.write_text(panels(shown_rows, caps_gb=caps), encoding="utf-8")
+    return bool(shown_rows)
 
 
 def _relative(path: Path, base: Path) -> str:

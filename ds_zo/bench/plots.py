@@ -38,7 +38,8 @@ def memory_against_speed(rows: Sequence[Row], *, cap_gb: float | None = None) ->
     """Each contender by what it needs on the device and how fast it is: up and to the left is better."""
     key = memory_key(rows)
     figure, axes = _figure(7.6, 4.8)
-    points = sorted((row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s"))
+    found = [(row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s") and row.get(key)]
+    points = sorted(found, key=lambda point: point[:2])
     for gb, speed, row in points:
         axes.scatter(gb, speed, s=64, color=_colour(row), marker=_marker(row), zorder=3)
     caps = [cap_gb] if cap_gb is not None and key == "peak_gb" else []
@@ -61,7 +62,7 @@ def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = (
         axes.remove()
     key = memory_key([row for rows in rows_of.values() for row in rows])
     for axes, (model, rows) in zip(grid.flat, rows_of.items(), strict=False):
-        points = [(row[key], row["tokens_per_s_mean"], row) for row in rows]
+        points = [(row[key], row["tokens_per_s_mean"], row) for row in rows if row.get(key)]
         for gb, speed, row in points:
             colour = _colour(row)
             face = colour if row.get("cap_gb") is None else "none"
@@ -75,7 +76,8 @@ def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = (
             axes.spines[side].set_visible(False)
     figure.canvas.draw()  # places the axes, which labels are fitted to
     for axes, rows in zip(grid.flat, rows_of.values(), strict=False):
-        _label_points(axes, [(row[key], row["tokens_per_s_mean"], _label(row), _colour(row)) for row in rows])
+        named = [row for row in rows if row.get(key)]
+        _label_points(axes, [(row[key], row["tokens_per_s_mean"], _label(row), _colour(row)) for row in named])
     return _svg(figure, "memory against speed by model")
 
 
@@ -221,7 +223,7 @@ def _log_axes(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
     axes.set_yscale("log")
     for axis, limits, values in ((axes.xaxis, axes.set_xlim, across), (axes.yaxis, axes.set_ylim, up)):
         _plain_ticks(axis)
-        if min(values) > 0:
+        if min(values, default=0) > 0:
             limits(min(values) / 1.35, max(values) * 1.35)
 
 

@@ -215,7 +215,7 @@ def facts_of(rows: Sequence[Row]) -> str:
         facts.append(f"{size:,} parameters")
     spec = first["params"]["spec"]
     facts.append("activations recomputed" if spec["checkpointing"] else "activations kept")
-    facts.append(f"commit {first.get('commit')}")
+    facts.append(f"commit {', '.join(dict.fromkeys(str(row.get('commit')) for row in contenders(rows)))}")
     facts += [f"{name} {version}" for name, version in first.get("versions", {}).items()]
     return "; ".join(facts)
 

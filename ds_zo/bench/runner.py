@@ -215,20 +215,25 @@ def _has_rows_for(cases: Sequence[Case], rows: Sequence[Row]) -> bool:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a JSONL file. Dropped are a last line that a killed run left half-written, and that a case was not run
-    where the same run made up for it later."""
-    rows = []
+    """Rows of a JSONL file. Dropped are lines that a killed run left half-written, and that a case was not run where
+    the same run made up for it later."""
+    rows: list[Row] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    last = {(row.get("run_id"), row.get("case")): i for i, row in enumerate(rows)}
-    return [row for i, row in enumerate(rows) if row.get("status") != NOT_RUN or last[row["run_id"], row["case"]] == i]
+            found = json.loads(line)
+            rows += [found] if isinstance(found, dict) else []  # a number may be all that is left of a line
+    cases = [(row.get("run_id"), row.get("case")) for row in rows]
+    last = {case: i for i, case in enumerate(cases)}
+    return [row for i, row in enumerate(rows) if row.get("status") != NOT_RUN or last[cases[i]] == i]
 
 
 def append_row(out: Path, row: Row) -> None:
+    """On a line of its own, also after one that a killed run left half-written."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with out.open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -40,7 +41,7 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
     from ds_zo.bench.entrant import Spec
     from ds_zo.bench.measure import gpu_memory_gb
 
-    names = args.contenders.split(",") if args.contenders else None
+    names = [name for word in args.contenders.split(",") if (name := word.strip())] if args.contenders else None
     rates = _rates(args.lr)
     shared = shared_config(batch=args.batch, dtype=args.dtype, gradient_clipping=args.gradient_clipping)
     spec = Spec(
@@ -127,6 +128,8 @@ def likely_carried_over(case: Case) -> bool:
 
 
 def _rates(given: Sequence[str]) -> dict[str, float]:
+    from ds_zo.bench.contenders import ALL
+
     rates = {}
     for text in given:
         name, _, rate = text.partition("=")
@@ -134,6 +137,8 @@ def _rates(given: Sequence[str]) -> dict[str, float]:
             rates[name] = float(rate)
         except ValueError:
             raise ValueError(f"a learning rate is NAME=NUMBER, got {text!r}, say zo=1e-6 (--lr)") from None
+        if name not in ALL or not 0 <= rates[name] < math.inf:
+            raise ValueError(f"a learning rate is one of {', '.join(ALL)}, and >= 0, got {text!r} (--lr)")
     return rates
 
 

@@ -152,6 +152,21 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--model", "/no/such/folder"], "a model must be random:SHAPE, a folder with a config.json"),
         (["--batch", "0"], "batch must be >= 1, got 0 (--batch)"),
         (["--device-memory-gb", "none,0"], "a cap must be > 0 GB"),
+        (["--device-memory-gb", "inf"], "a cap must be > 0 GB"),
+        (["--lr", "zoo=1e-6"], "a learning rate is one of adamw,"),
+        (["--lr", "zo=nan"], "and >= 0, got 'zo=nan' (--lr)"),
+        (["--timeout-s", "0"], "timeout-s must be > 0 seconds, got 0 (--timeout-s)"),
+        (["--gradient-clipping", "-1"], "must be >= 0, got -1 (--gradient-clipping)"),
+        (["--min-free-host-gib", "nan"], "must be >= 0, got nan (--min-free-host-gib)"),
+        (["--data", "/no/such/file"], "data must be a text file, got /no/such/file"),
+        (["--into", "README.md"], "name its results (--headline DIR ...)"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
         assert words in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    told = ["--model", "random:opt-tiny", "--contenders", "zo", "--device", "cpu", "--out", str(tmp_path / "file")]
+    assert main(told) == 1 and "Not a directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--device-memory-gb", "none,eight"])
+    assert "numbers of GB, or none for the card as it is, got 'none,eight'" in capsys.readouterr().err
+    assert [case.name for case in make_cases(asked("--contenders", "lomo, zo,"), device="cpu")][1:] == ["zo", "lomo"]

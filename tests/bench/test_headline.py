@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_rows import rows
+from comparison_rows import MEASURED, rows
 
 from ds_zo.bench.compare import main
 from ds_zo.bench.headline import BEGIN, END
@@ -40,13 +40,20 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
     write_part(results / "llama-1.3b" / "24gb", model="random:llama-1.3b", cap=24.0, adamw=failed, zo=hollow)
     write_part(results / "big", model="random:opt-6.7b", cap=24.0, lsp={"parameters": 6_658_473_984}, superoffload=void)
     reason = "Not measured: SuperOffload of opt-6.7b, 4 x 1024 within 24 GB: it was told of the whole card."
-    before = f"# Title\n\n{BEGIN}\nold figures\n{END}\n\nThe rest.\n"
+    (results / "begun").mkdir()
+    machine = json.dumps(rows()[0])
+    (results / "begun" / "rows.jsonl").write_text(machine + "\n")  # whose call ended before a contender's
+    before = f"# Title, not {END}\n\n{BEGIN}\nold figures\n{END}\n\nThe rest.\n"
     readme.write_text(before, encoding="utf-8")
 
     assert main(["--headline", str(results), "--into", str(readme)]) == 0
     text = readme.read_text(encoding="utf-8")
-    assert text.startswith(f"# Title\n\n{BEGIN}\nOne NVIDIA H200; 16 cores") and text.endswith(f"{END}\n\nThe rest.\n")
-    assert "old figures" not in text and capsys.readouterr().out.strip() in text
+    assert text.startswith(f"# Title, not {END}\n\n{BEGIN}\nOne NVIDIA H200; 16 cores") and text.endswith(
+        f"{END}\n\nThe rest.\n"
+    )
+    said = capsys.readouterr()
+    assert "old figures" not in text and said.out.strip() in text
+    assert f"left out: {results / 'begun'}: no contender has a row yet" in said.err
 
     small, whole = text.split("On the card as it is")
     assert "| | llama-1.3b, 4 x 1024 | opt-6.7b, 4 x 1024 |" in small
@@ -65,6 +72,12 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
 
     assert main(["--headline", str(results), "--into", str(readme)]) == 0
     assert readme.read_text(encoding="utf-8") == text, "the same rows make the same text"
+    readme.write_bytes(before.replace("\n", "\r\n").encode())
+    assert main(["--headline", str(results), "--into", str(readme)]) == 0
+    assert readme.read_bytes() == text.replace("\n", "\r\n").encode(), "line ends are the file's"
+    (results / "big" / "rows.jsonl").write_text("")
+    assert main(["--report-only", "--out", str(results)]) == 0
+    assert (results / "llama-1.3b" / "24gb" / "report.md").exists(), "one without rows keeps no other from its page"
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +88,9 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["--headline", str(tmp_path / "results"), "--into", str(tmp_path / "page.md")]) == 1
     assert "lacks: add them (--into)" in capsys.readouterr().err
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == "no markers"
+    assert main(["--headline", str(tmp_path / "results"), "--into", str(tmp_path / "none.md")]) == 1
+    assert "No such file" in capsys.readouterr().err
+    failed = {name: {"status": "oom", "error": "CUDA out of memory"} for name in MEASURED}
+    write_part(tmp_path / "failed" / "llama", model="random:llama-1.3b", cap=None, **failed)
+    assert main(["--headline", str(tmp_path / "failed")]) == 0
+    assert "| ZO | does not fit |" in capsys.readouterr().out and not (tmp_path / "failed" / "headline.svg").exists()

@@ -68,7 +68,13 @@ def test_a_browser_shows_four_plots_and_the_table_without_overflow(tmp_path: Pat
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_it_quotes() -> None:
-    text = page(rows())
+    made = rows()
+    made[1] |= {"tokens_per_s": 5.0, "peak_gb": 1.0, "losses": [float("nan")] * 8, "commit": "def5678"}
+    made[2] |= {"tokens_per_s": 5.0, "peak_gb": 1.0, "losses": [9.0, float("inf"), float("nan")]}
+    made[3] |= {"peak_gb": None, "losses": None, "forward_s": None}
+    text = page(made)
+    assert "commit def5678, abc1234" in text, "a run that was gone on with later"
+    assert not re.search(r'(?:points|d|x|y)="[^"]*(?:nan|inf)', text), "what is no number is not drawn"
     assert not re.search(r'(?:src|href)="https?:', text)
     assert "out of memory &amp; &lt;no more&gt;" in text and "<no more>" not in text
     assert len(re.findall(r' id="', text)) == len(set(re.findall(r' id="([^"]*)"', text)))

@@ -108,6 +108,7 @@ def test_resuming_keeps_the_runs_rows_and_makes_what_is_missing(tmp_path: Path) 
         file.write('{"run_id": "half a li')
     rows = run(first, second, out=out, resume=True)
     assert rows[0] == done and rows[1]["sum"] == 2
+    assert read_rows(out) == rows, "a row after half a line is not lost with it"
     assert {row["run_id"] for row in rows} == {done["run_id"]}
     changed = case("add", name="add1", params={"a": 5, "b": 0})
     assert run(changed, out=out, resume=True)[0]["sum"] == 5
