@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -53,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads it has seen enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -150,6 +156,8 @@ def _export(args: argparse.Namespace) -> None:
     from ds_zo.checkpoint.manifest import folder_of
     from ds_zo.checkpoint.reader import open_folder, tag_to_load
 
+    if not 0 < args.shard_gb < math.inf:
+        raise ValueError(f"a file's size must be > 0 GB, got {args.shard_gb:g} (--shard-gb)")
     latest = tag_to_load(args.checkpoint, None)
     folder = args.checkpoint if latest is None else folder_of(args.checkpoint, latest)
     tokenizer = None
@@ -164,8 +172,12 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _replay(args: argparse.Namespace) -> None:
+    import torch
+
     from ds_zo.checkpoint.rebuild import replay
 
+    if args.device.partition(":")[0] not in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        raise ValueError(f"a device must be cpu, or cuda where there is a GPU, got {args.device} (--device)")
     verified = replay(args.base, args.trajectory, step=args.step, out=args.out, device=args.device)
     how = "its hash is the recorded one" if verified else "no hash to compare with was recorded at this step and device"
     print(f"step {args.step} -> {args.out} ({how})")

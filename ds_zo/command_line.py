@@ -1,4 +1,4 @@
-"""Standard output of `ds-zo ... --json` is JSON and nothing else.
+"""Standard output of `ds-zo` is its answer and nothing else: JSON, a table.
 
 DeepSpeed's logger keeps the standard output that it finds when it is imported, and writes to it then and there (where
 there is no GPU, for one). That is before `cli` can have a say: it is in this package, which imports DeepSpeed.
@@ -12,13 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 
-def prints_json() -> bool:
-    """Whether this process is the `ds-zo` command, by name or by `python -m`, told to print JSON."""
+def is_command() -> bool:
+    """Whether this process is the `ds-zo` command, by name or by `python -m`."""
     script = sys.argv[0] if sys.argv else ""
-    is_ours = Path(script).stem == "ds-zo" or (script == "-m" and "ds_zo.cli" in sys.orig_argv)
-    return is_ours and "--json" in sys.argv
+    return Path(script).stem == "ds-zo" or (script == "-m" and "ds_zo.cli" in sys.orig_argv)
 
 
-if prints_json():
+if is_command():
     with redirect_stdout(sys.stderr):
         import_module("deepspeed")

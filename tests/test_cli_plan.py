@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
 
+from ds_zo.bench import machine
 from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
 from ds_zo.config.resolve import resolve
@@ -81,6 +83,7 @@ def test_report_names_remedies_and_feeds_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # nothing is built there, and nothing will be
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,1")  # one number a level of nesting
     command = [sys.executable, "-m", "ds_zo.cli", "report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
     found = json.loads(written)  # in a process of its own: what DeepSpeed logs as it is imported goes elsewhere
@@ -95,6 +98,27 @@ def test_report_names_remedies_and_feeds_the_plan(
     assert main([*command, "--rates", str(path)]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["rates"]["cpu_adam_gparams"] == found["rates"]["cpu_adam_gparams"]
+
+
+def test_report_goes_on_after_what_is_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())  # half of an installation
+    monkeypatch.setattr(machine, "host_rates", lambda: 1 / 0)
+    monkeypatch.setattr(machine, "profile_layers", lambda *args, **options: [][0])
+    checks = {check.name: check for check in machine.inspect_machine(layers="random:opt-tiny").checks}
+    assert checks["Triton"].found.startswith("installed and broken") and "ds-zo[gpu]" in checks["Triton"].remedy
+    assert checks["CPU Adam"].found == "failed: division by zero"
+    assert checks["layers"].found == "failed: list index out of range"
+    assert main(["report", "--layers", "random:nope"]) == 1 and "unknown shape" in capsys.readouterr().err
+
+
+def test_export_and_replay_say_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "none", "out", "--shard-gb", "0"]) == 1
+    assert "must be > 0 GB, got 0 (--shard-gb)" in capsys.readouterr().err
+    command = ["replay", "--base", "none", "--trajectory", "none", "--step", "1", "--out", "none"]
+    assert main([*command, "--device", "gpu"]) == 1
+    assert "got gpu (--device)" in capsys.readouterr().err
 
 
 def test_the_noise_kernel_can_be_timed_anywhere() -> None:

@@ -18,6 +18,7 @@ import torch
 from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
 from ds_zo.bench.measure import environment, extensions_folder, host_free_bytes
 from ds_zo.bench.profile_layers import LayerTimes, profile_layers
+from ds_zo.planner.models import load_config
 from ds_zo.planner.table import grid
 
 Status = Literal["ok", "warn"]
@@ -63,15 +64,30 @@ def inspect_machine(*, layers: str | None = None, batch: int = 1, seq: int = 204
     """`layers` names a model whose layers are timed too."""
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
-    has_gpu = torch.cuda.is_available()
+    if layers:
+        load_config(layers, seq=seq)  # before anything is measured, for a name that is wrong
     rates: dict[str, Any] = {}
-    checks = [_cuda(), _driver(), _triton(), _locked_memory(), _host_memory(), _huge_pages(), _cores(), _compiler()]
-    checks.append(_attempt("CPU Adam", lambda: _cpu_adam(rates)))
-    if has_gpu:
-        checks.insert(4, _attempt("pinning", _pinning))
-        checks.append(_attempt("link", lambda: _link(rates)))
-    profile = profile_layers(layers, batch=batch, seq=seq) if layers else None
-    return Machine(checks, rates, environment(), profile)
+    found = Machine([], rates, environment())
+    on_gpu: dict[str, Callable[[], Check]] = {"pinning": _pinning, "link": lambda: _link(rates)}
+    checks: dict[str, Callable[[], Check]] = {
+        "GPU": _cuda,
+        "driver": _driver,
+        "Triton": _triton,
+        "locked memory": _locked_memory,
+        **on_gpu,
+        "host memory": _host_memory,
+        "huge pages": _huge_pages,
+        "cores": _cores,
+        "compiler": _compiler,
+        "CPU Adam": lambda: _cpu_adam(rates),
+    }
+    for name, check in checks.items():
+        if name not in on_gpu or torch.cuda.is_available():
+            found.checks.append(_attempt(name, check))
+    if layers:
+        timed = _attempt("layers", lambda: _layers(found, layers, batch=batch, seq=seq))
+        found.checks += [timed] if timed.status == "warn" else []
+    return found
 
 
 def _attempt(name: str, check: Callable[[], Check]) -> Check:
@@ -80,6 +96,11 @@ def _attempt(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         return Check(name, f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}", "warn")
+
+
+def _layers(machine: Machine, name: str, *, batch: int, seq: int) -> Check:
+    machine.layers = profile_layers(name, batch=batch, seq=seq)
+    return Check("layers", name)
 
 
 # The device
@@ -120,11 +141,15 @@ def _driver() -> Check:
 
 
 def _triton() -> Check:
+    remedy = 'the kernels need it on a GPU: pip install "ds-zo[gpu]"'
     try:
         import triton
+
+        return Check("Triton", triton.__version__)
     except ImportError:
-        return Check("Triton", "missing", "warn", 'the kernels need it on a GPU: pip install "ds-zo[gpu]"')
-    return Check("Triton", triton.__version__)
+        return Check("Triton", "missing", "warn", remedy)
+    except Exception as error:  # of a driver or a compiler that it looks for as it is imported
+        return Check("Triton", f"installed and broken: {type(error).__name__}: {error}", "warn", remedy)
 
 
 def _pinning() -> Check:
@@ -187,8 +212,8 @@ def _huge_pages() -> Check:
 def _cores() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = f"{cores}, torch uses {torch.get_num_threads()}"
-    limit = os.environ.get("OMP_NUM_THREADS")
-    if limit is not None and int(limit) < cores // 2:
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # more are for nested regions
+    if limit.isdigit() and int(limit) < cores // 2:
         remedy = f"CPU Adam gets {limit} of {cores} cores: raise or unset OMP_NUM_THREADS"
         return Check("cores", f"{text}, OMP_NUM_THREADS={limit}", "warn", remedy)
     return Check("cores", text)
