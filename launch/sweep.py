@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
 from ds_zo.bench.grid import Case, Grid, GridError
 from ds_zo.bench.grids import GRIDS, read_grid
-from ds_zo.bench.sweep import Row, Start, Sweep, read_rows, remaining, run
+from ds_zo.bench.sweep import Row, Start, Sweep, read_rows, remaining, rows_of, run
 from ds_zo.bench.sweep_cost import expectation, plan_table
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
@@ -96,6 +96,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.data_root is not None and not args.data_root.is_dir():
+        parser.error(f"--data-root must be a folder, got {args.data_root}")
     if args.folder is None:
         args.folder = args.results.parent / f"{args.results.stem}-runs"
     return args
@@ -124,6 +126,21 @@ def chosen_grid(args: argparse.Namespace) -> Grid:
     )
 
 
+def chosen_rates(path: Path, grid: Grid) -> dict[str, float]:
+    """What another sweep's rows chose; said where they tell a method nothing, and it is run at the grid's own."""
+    rows = rows_of([path])
+    tried = sorted({row["task"] for row in rows if row["status"] == "ok"})
+    rates = best_rates(rows, tasks=[task for task in SELECT_TASKS if task in tried] or tried)
+    wanted = {name: method.lr_of or name for name, method in grid.methods.items() if method.lrs}
+    untold = [name for name, source in wanted.items() if source not in rates]
+    if untold and len(untold) == len(wanted):
+        told = ", ".join(rates) or "no method"
+        raise GridError(f"{path} tells the rates of {told}, not of {', '.join(wanted)} (--rates-from)")
+    if untold:
+        print(f"{path} tells no rate of {', '.join(untold)}: run at the grid's own")
+    return rates
+
+
 class Listing:
     """The cases of a command line, asked for again as rows come in; `--retry-failed` and `--limit` mean what there is
     at the start."""
@@ -131,7 +148,7 @@ class Listing:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.grid = chosen_grid(args)
-        self.rates = best_rates(read_rows(args.rates_from)) if args.rates_from else None
+        self.rates = chosen_rates(args.rates_from, self.grid) if args.rates_from else None
         before = read_rows(args.results)
         failures = Counter(row["key"] for row in before if row["status"] != "ok") if args.retry_failed else Counter()
         self.retried = {key for key, count in failures.items() if count == 1}

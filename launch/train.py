@@ -534,9 +534,7 @@ class Trainer:
         """What a checkpoint says of the run, kept up to date beside it: a trajectory brings the weights further than
         the checkpoint after a kill, over scores that are not taken again."""
         if self.rank == 0 and self.checkpoints.is_dir():
-            new = self.checkpoints / f"{PROGRESS}.new"
-            new.write_text(json.dumps(self.client_state()), encoding="utf-8")
-            new.replace(self.checkpoints / PROGRESS)
+            write_whole(self.checkpoints / PROGRESS, json.dumps(self.client_state()))
 
     def resume(self, folder: Path) -> None:
         """Weights, optimizer, schedule, step count and data position of the newest checkpoint in a folder."""
@@ -581,6 +579,13 @@ class Trainer:
             self.tokenizer.save_pretrained(folder)
         dist.barrier()
         return folder
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A kill or a full disk leaves what was there before, not half of it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Summary:
@@ -655,7 +660,7 @@ def run(args: argparse.Namespace) -> Summary | None:
     summary = summarise(trainer, before, after)
     if trainer.rank == 0:
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        (args.output_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        write_whole(args.output_dir / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
         if args.results is not None:
             append_row(args.results, asdict(summary))
         print(f"\n{summary}", flush=True)

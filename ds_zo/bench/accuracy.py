@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_zo.bench.accuracy_claims import CLAIMS, claims_table
-from ds_zo.bench.grid import Case, Grid, GridError
+from ds_zo.bench.grid import Case, Grid
 from ds_zo.bench.grids import read_grid
-from ds_zo.bench.sweep import Row, read_rows, remaining
+from ds_zo.bench.sweep import Row, remaining, rows_of
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 SELECT_TASKS = ("sst2", "rte")
@@ -38,12 +38,12 @@ def select_tasks(grid: Grid) -> tuple[str, ...]:
 def best_rates(
     rows: Sequence[Row], *, tasks: Sequence[str] = SELECT_TASKS, seed: int = SELECT_SEED
 ) -> dict[str, float]:
-    """Each method's best rate, among those that were run on all of `tasks` that the method was run on at all. One at
-    which a loss was not finite scores by chance, and is none."""
+    """Each method's best rate, among those that were run on all of `tasks` that the method was run on at all; of equals
+    the lowest, whichever ended first. One at which a loss was not finite scores by chance, and is none."""
     scores: dict[str, dict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         chosen = row["status"] == "ok" and row["task"] in tasks and row["seed"] == seed
-        if chosen and row["lr"] is not None and row["dev"] is not None and math.isfinite(row.get("loss_last") or 0.0):
+        if chosen and row["lr"] is not None and row["dev"] is not None and _is_finite(row):
             known = scores[row["method"]][row["lr"]]
             known[row["task"]] = max(_sign(row) * row["dev"], known.get(row["task"], float("-inf")))
     found = {}
@@ -51,7 +51,7 @@ def best_rates(
         wanted = {task for by_task in by_rate.values() for task in by_task}
         means = {lr: statistics.mean(by_task.values()) for lr, by_task in by_rate.items() if set(by_task) == wanted}
         if means:
-            found[method] = max(means, key=lambda lr: means[lr])
+            found[method] = max(means, key=lambda lr: (means[lr], -lr))
     return found
 
 
@@ -130,6 +130,10 @@ def table(rows: Sequence[Row], *, grid: Grid | None = None) -> str:
     return "\n".join(lines)
 
 
+def _is_finite(row: Row) -> bool:
+    return math.isfinite(row["dev"]) and math.isfinite(row.get("loss_last") or 0.0)
+
+
 def _sign(row: Row) -> float:
     return -1.0 if row["metric"] in LOWER_IS_BETTER else 1.0
 
@@ -169,10 +173,10 @@ def main(arguments: list[str] | None = None) -> None:
     shown.add_argument("--rates", action="store_true", help="show the chosen learning rates instead")
     shown.add_argument("--claims", action="store_true", help="show what is claimed of methods beside one another")
     args = parser.parse_args(arguments)
-    rows = [row for path in args.rows for row in read_rows(path)]
     try:
+        rows = rows_of(args.rows)
         grid = read_grid(args.grid)
-    except GridError as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")
     if args.rates:
         for method, lr in best_rates(rows, tasks=select_tasks(grid)).items():

@@ -77,6 +77,15 @@ def best_of_each(rows: Sequence[Row], *, apart: Sequence[str] = ()) -> list[Row]
     return list(found.values())
 
 
+def scored(rows: Sequence[Row]) -> list[Row]:
+    """`best_of_each`; a ValueError where there is none."""
+    found = best_of_each(rows)
+    if not found:
+        names = ", ".join(sorted({row["method"] for row in rows}))
+        raise ValueError(f"no run of {names} was scored on dev, by which to tell the best (--eval-every)")
+    return found
+
+
 def by_rank(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     """(LoRA rank, mean test score over seeds) of each method that has ranks; a seed's best run by dev counts."""
     scores: dict[tuple[str, int], list[float]] = {}
@@ -147,7 +156,7 @@ def _title(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from ds_zo.bench.sweep import read_rows
+    from ds_zo.bench.sweep import rows_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
@@ -160,13 +169,15 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     methods = args.methods.split(",") if args.methods else ()
     try:
-        rows = with_curves(read_rows(args.rows), task=args.task, methods=methods)
+        rows = with_curves(rows_of([args.rows]), task=args.task, methods=methods)
+        if args.best:
+            rows = scored(rows)
     except ValueError as error:
         sys.exit(str(error))
     if args.ranks:
         draw_ranks(rows, args.out)
     else:
-        draw(best_of_each(rows) if args.best else rows, args.out, window=args.window)
+        draw(rows, args.out, window=args.window)
 
 
 if __name__ == "__main__":

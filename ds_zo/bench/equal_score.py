@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_zo.bench.curves import Points, Row, best_of_each, series, with_curves
-from ds_zo.bench.sweep import first_step_s, read_rows
+from ds_zo.bench.curves import Points, Row, scored, series, with_curves
+from ds_zo.bench.sweep import first_step_s, rows_of
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 
@@ -43,7 +43,7 @@ def common_target(rows: Sequence[Row]) -> float:
 
 def times_table(rows: Sequence[Row], *, target: float | None = None, beside: str | None = None) -> str:
     """A row a method (its best run by dev), and the ratio of its seconds to those of the method `beside`."""
-    best = best_of_each(rows)
+    best = scored(rows)
     goal = common_target(best) if target is None else target
     other = next((row for row in best if row["method"] == beside), None)
     metric, shortest = best[0]["metric"], min(row["train_s"] for row in best)
@@ -93,11 +93,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--beside", metavar="METHOD", help="ratios to this one's seconds")
     args = parser.parse_args(arguments)
     try:
-        found = [row for path in args.rows for row in read_rows(path)]
-        rows = with_curves(found, task=args.task, methods=args.methods.split(",") if args.methods else ())
+        methods = args.methods.split(",") if args.methods else ()
+        rows = with_curves(rows_of(args.rows), task=args.task, methods=methods)
+        print(times_table(rows, target=args.target, beside=args.beside))
     except ValueError as error:
         sys.exit(str(error))
-    print(times_table(rows, target=args.target, beside=args.beside))
 
 
 if __name__ == "__main__":

@@ -150,6 +150,16 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def rows_of(paths: Iterable[Path]) -> list[Row]:
+    """The rows of files that must be there, as those are that a table is made of."""
+    found = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"looked for rows at {path}: not found")
+        found += read_rows(path)
+    return found
+
+
 def remaining(cases: Iterable[Case], rows: Sequence[Row]) -> list[Case]:
     """Cases without a row, each once."""
     settled = {row["key"] for row in rows}
@@ -284,8 +294,9 @@ class _Running:
         elif stopped:
             return 0
         else:
-            words = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
-            row |= {"status": "failed", "exit": self.process.exitcode, "last_words": words}
+            log = self.folder / "log.txt"  # none where the process died before it could open one
+            words = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+            row |= {"status": "failed", "exit": self.process.exitcode, "last_words": words[-_LAST_WORDS:]}
         append_row(self.sweep.results, row)
         if row["status"] == "ok":
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from ds_zo.bench.measure import commit
 from ds_zo.bench.run_summary import append_row, versions
-from ds_zo.bench.sweep import Row, read_rows
+from ds_zo.bench.sweep import Row, read_rows, rows_of
 
 Noise = Literal["normal", "rademacher", "low-rank", "sparse"]
 SEEDS = (0, 1, 2)
@@ -453,7 +453,10 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_args(arguments)
     if args.command == "table":
-        print(table([row for path in args.rows for row in read_rows(path)]))
+        try:
+            print(table(rows_of(args.rows)))
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         return
     names = args.variants.split(",")
     if unknown := [name for name in names if name not in VARIANTS]:

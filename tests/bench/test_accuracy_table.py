@@ -43,6 +43,9 @@ def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
         row("mezo", "alpaca", 1e-3, 0, dev=9.0, after=8.0, metric="perplexity"),
     ]
     assert best_rates(rows)["zo"] == 1e-3
+    equal = [row("a", "rte", lr, 0, dev=0.5, after=0.5) for lr in (1e-3, 1e-4, 1e-2)]
+    assert best_rates(equal)["a"] == best_rates(equal[::-1])["a"] == 1e-4, "not by which came first"
+    assert best_rates([*equal, row("a", "rte", 1e-5, 0, dev=math.nan, after=0.5)])["a"] == 1e-4
     text = table(rows, grid=GRID)
     assert "| method | lr | steps | sst2 (accuracy) | rte (accuracy) | copa | boolq | alpaca (perplexity) |" in text
     assert "| zo | 0.001? | 10 | 60.0 ± 14.1 (2 of 3) | 50.0 (1 of 3) | – | – | – |" in text

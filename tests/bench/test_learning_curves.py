@@ -31,6 +31,11 @@ def test_a_plot_is_drawn_and_absent_curves_are_named(tmp_path: Path) -> None:
     assert out.stat().st_size > 1000
     with pytest.raises(SystemExit, match="no curves of rte by any method; the rows have boolq by lomo, boolq by zo"):
         curves.main([str(rows), "--task", "rte", "--out", str(out)])
+    with pytest.raises(SystemExit, match="no run of lomo, zo was scored on dev"):
+        curves.main([str(rows), "--task", "boolq", "--best", "--out", str(out)])
+    for command in (curves.main, equal_score.main):
+        with pytest.raises(SystemExit, match=r"looked for rows at nope\.jsonl: not found"):
+            command(["nope.jsonl", "--task", "boolq", *(["--out", str(out)] if command is curves.main else [])])
 
 
 def test_times_to_an_equal_score_with_and_without_the_first_step(

@@ -142,5 +142,16 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     (tmp_path / "boolq" / "train.jsonl").write_text(json.dumps(TABLES["boolq"][0]) + "\n")
     script.main(["--grid", "smoke", "--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--plan"])
     assert "| zo | 2 |" in capsys.readouterr().out
+    results.write_text("")
+    for path, message in ((tmp_path / "no", "looked for rows at .*: not found"), (results, "tells the rates of no")):
+        with pytest.raises(SystemExit, match=message):
+            script.main(["--grid", "accuracy", "--results", "x", "--dry-run", "--rates-from", str(path)])
+    row = {"key": "k", "status": "ok", "method": "zo", "task": "copa", "lr": 5e-6, "seed": 0, "dev": 0.5}
+    results.write_text(json.dumps({**row, "metric": "accuracy"}) + "\n")
+    script.main(["--grid", "accuracy-seeds", "--results", "x", "--dry-run", "--rates-from", str(results)])
+    said = capsys.readouterr().out
+    assert "mezo_sst2_lr5e-06_" in said and "lr3e-06" not in said, "also where rates were chosen on other tasks"
+    script.main(["--grid", "curves", "--results", "x", "--dry-run", "--rates-from", str(results)])
+    assert "tells no rate of lomo, lsp, zero-offload: run at the grid's own" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"grid smoke has the methods .*; got nope \(--methods\)"):
         script.main(["--grid", "smoke", "--methods", "nope", "--results", "x"])
