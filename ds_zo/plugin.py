@@ -266,6 +266,7 @@ class PluginEngine(CheckpointingEngine):
                     at=f"{type(self.optimizer).__name__}.param_groups[{index}]['lr']",
                 )
         self._check_parameters()
+        self._backend_class.take_optimizer(self.optimizer, self.resolved)
 
     def _check_parameters(self) -> None:
         """An optimizer that was built of another model, or before parameters were replaced, would train in silence."""

@@ -106,6 +106,10 @@ class Backend(ABC):
         frozen ones included: they may be thawed later."""
         return GroupedOptimizer(params, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
 
+    @classmethod  # noqa: B027
+    def take_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
+        """The JSON's or the user's own, before a scheduler of the JSON's changes its rates."""
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups

@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.snapshot import held, persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
@@ -45,7 +46,7 @@ from ds_zo.engines.caches import Caches
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
 from ds_zo.engines.late import Late
-from ds_zo.engines.lomo_adapters import adapter_parameters, with_initial_lr
+from ds_zo.engines.lomo_adapters import adapter_parameters, note_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
 from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, Pieces, buckets_of
@@ -58,6 +59,7 @@ from ds_zo.streaming.device_shards import Segment
 from ds_zo.streaming.node import wait_as_long_as_the_world
 
 _NORM_FLOOR = 1e-6
+_UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
 _BARE_STREAMED = "loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)"
 
@@ -103,6 +105,11 @@ class LOMOBackend(Backend):
         self._pending = False
         """A backward has been made since the last step."""
         self._bare = False
+        """A bare backward has."""
+        self._in_bare = False
+        """The same of the last forward."""
+        self._has_updated = False
+        """An update was made since the last step or `zero_grad`."""
         self._retains = False
         self._homes = None
         if self.places_parameters(config):
@@ -134,8 +141,9 @@ class LOMOBackend(Backend):
         return config.stream or (config.shards_device and several)
 
     @classmethod
-    def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
-        return with_initial_lr(super().make_optimizer(params, config))
+    def take_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
+        if isinstance(config.optimizer, LOMOParams) and config.optimizer.adapter is not None:
+            note_initial_lr(optimizer)
 
     # Parameters
 
@@ -157,6 +165,12 @@ class LOMOBackend(Backend):
         slots: list[Slot] = []
         offset = 0
         for name, p in self.module.named_parameters():
+            if p.requires_grad and p.is_floating_point() and p.dtype not in _UPDATED:
+                raise ConfigError(
+                    f"parameters are updated in float32, got {name} of {p.dtype}: convert the model before "
+                    "deepspeed.initialize, or freeze it",
+                    at=self.config.params_at,
+                )
             if p.is_floating_point() and p.numel():
                 own_layer = layer_of.get(id(p), Layer()) if self._by_layer else None
                 slots.append(Slot(name, p, offset, id(p) in adapters, own_layer))
@@ -265,6 +279,7 @@ class LOMOBackend(Backend):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._check_parameters()
+        self._in_bare = False
         if self._reducer is not None:
             self._reducer.drop()  # what a bare backward that broke off has left
         with (
@@ -305,6 +320,7 @@ class LOMOBackend(Backend):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
+        self._refuse_accumulation()
         self._find_groups()
         self._retains = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
@@ -328,6 +344,15 @@ class LOMOBackend(Backend):
             self._norms = []
         self._num_updates += finite
         self._settle(norm, applied=finite)
+
+    def _refuse_accumulation(self) -> None:
+        """By hand, as the JSON's is refused: the boundary moved, or several losses a step."""
+        if self._has_updated and self.settings.accumulation == "refuse":
+            raise RuntimeError(
+                "a step has one backward, because a gradient is gone once its update is made, got a second one before "
+                "engine.step(): call that after each, add losses up, or set "
+                f'{self.config.params_at}.accumulation to "sequential" for one small update a backward'
+            )
 
     @contextmanager
     def _in_pass(self, phase: Phase) -> Iterator[None]:
@@ -423,10 +448,12 @@ class LOMOBackend(Backend):
     def _arrived(self, slot: Slot) -> None:
         """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
         p, phase = slot.parameter, self._phase
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            p.grad = p.grad.to_dense()  # of an embedding that was made with sparse=True
         if slot.block is not None and phase is not Phase.IDLE:
             self._check_visited(slot)
             if p.grad is not None and slot.held is not None:
-                p.grad = slot.held.add_(p.grad)
+                p.grad = slot.held + p.grad
             slot.held = None
             if slot.block.more_to_come(self._pass):
                 slot.held, p.grad = p.grad, None
@@ -437,7 +464,8 @@ class LOMOBackend(Backend):
         p, phase = slot.parameter, self._phase
         if phase is Phase.IDLE:
             self._check_bare(p)
-        elif slot.last_pass == self._pass:
+        if slot.last_pass == self._pass:
+            p.grad = None
             raise RuntimeError(
                 f"the gradient of {slot.name} came in parts: reentrant checkpointing shares it between segments; pass "
                 'gradient_checkpointing_kwargs={"use_reentrant": False} (or use_reentrant=False to checkpoint)'
@@ -536,9 +564,10 @@ class LOMOBackend(Backend):
                 "loss.backward() cannot clip by norm nor scale the loss for fp16: call engine.backward(loss), or set "
                 '"gradient_clipping" to 0 and use bf16'
             )
-        if not self._bare:
+        if not self._in_bare:
             self._find_groups()
-            self._bare = True
+            self._pass += 1
+            self._bare = self._in_bare = self._has_updated = True
 
     def _update_layer(self, layer: Layer) -> None:
         waiting, layer.waiting = layer.waiting, []
@@ -624,6 +653,7 @@ class LOMOBackend(Backend):
         made = applied or (self._pending and self._outcome.applied is True)
         self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made or not overflow)
         self._pending = True
+        self._has_updated |= applied
 
     def _show_scale(self, *, overflow: bool) -> None:
         """Where DeepSpeed's monitors and Accelerate look for them."""
@@ -634,13 +664,14 @@ class LOMOBackend(Backend):
     def step(self) -> StepOutcome:
         self._num_updates += self._bare
         outcome = self._outcome if self._pending else StepOutcome(applied=True)
-        self._pending = self._bare = False
+        self._pending = self._bare = self._in_bare = self._has_updated = False
         if self._homes is not None:
             self._homes.fill_device()
         return outcome
 
     def zero_grad(self) -> None:
-        """There is nothing to forget: `backward` has made the update."""
+        """There is no gradient to forget: `backward` has made the update. What follows adds nothing to it."""
+        self._has_updated = False
 
     # Saving, loading, describing
 
@@ -651,6 +682,16 @@ class LOMOBackend(Backend):
             "moments": {s.name: s.moments.state_dict() for s in self._slots if s.moments is not None},
             "residues": {s.name: s.residue for s in self._slots if s.residue is not None},
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        for slot in self._slots:
+            saved = state["moments"].get(slot.name)
+            if saved is not None and ("mean" in saved) is not slot.is_adapter:
+                was, now = (self.name, "an adapter") if slot.is_adapter else ("an adapter", self.name)
+                raise CheckpointError(
+                    f"{slot.name} was trained as {was} in the checkpoint and as {now} here: write adapter in "
+                    f"{self.config.params_at} as it was, or pass load_optimizer_states=False"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}

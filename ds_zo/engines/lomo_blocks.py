@@ -3,9 +3,8 @@
 [Note: recomputed blocks] A block's weights are on the device only while it is visited, so the graph of its forward is
 dropped at once. (It is made all the same, with nothing saved: without one, torch takes other kernels here and there,
 whose results differ in the last bit.) In the backward pass the block is visited once more: it is run again from its
-inputs, with the randomness and the autocast state of the first time, and a backward of its own consumes its gradients
-while the weights are there. What a user's checkpointing around a block would do is thereby done; checkpointing inside
-one still works.
+inputs ([Note: the same again]), and a backward of its own consumes its gradients while the weights are there. What a
+user's checkpointing around a block would do is thereby done; checkpointing inside one still works.
 
 [Note: gradients in parts] That inner backward ends with the visit. The gradient of a weight that is used elsewhere too
 is handed to the outer graph, which adds up what comes from all its uses. A block that ran several times is visited as
@@ -17,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.engines.lomo_homes import BlockHomes
 from ds_zo.engines.plain_copies import StandIn
+from ds_zo.engines.surroundings import Habits, Surroundings
 from ds_zo.streaming.units import Unit
 
 _numbers = itertools.count()
@@ -60,7 +60,8 @@ class Call:
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._spec = spec
-        self._surroundings = Surroundings(device)
+        self._surroundings = Surroundings(block.habits, device)
+        self._weights: list[int] = []
 
     @property
     def num_inputs(self) -> int:
@@ -72,6 +73,21 @@ class Call:
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs
+
+    def note_weights(self) -> None:
+        self._weights = self.block.versions()
+
+    def check_weights(self) -> None:
+        """Where a model stays on the device torch finds this out by itself."""
+        if self._weights != self.block.versions():
+            raise RuntimeError(
+                f"block {self.block.unit.name} is computed again with the weights of its forward, and they were "
+                "changed since, by another engine.backward or by loading: call the engine after that, once for each "
+                "backward (of several losses, add them up)"
+            )
+
+    def was_run(self) -> None:
+        self._surroundings.was_run()
 
     def again(self) -> Any:
         """Context in which the block computes what it did."""
@@ -94,36 +110,6 @@ class Call:
         return tree_unflatten(leaves, self.output_spec)
 
 
-class Surroundings:
-    """What a forward depends on besides its arguments: random number generators and autocast, which threads keep."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random = self._get_random()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
-        ]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        now = self._get_random()
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            self._set_random(self._random)
-            stack.callback(self._set_random, now)
-            yield
-
-    def _get_random(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
-
-    def _set_random(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
-
-
 class RecomputedBlock:
     """Stands before one block's `forward`."""
 
@@ -143,6 +129,7 @@ class RecomputedBlock:
         """What the consumer keeps of its other parameters."""
         self.last_visit = 0
         """The backward pass that last visited it."""
+        self.habits = Habits(unit.module)
         self._homes = homes
         self._consumer = weakref.ref(consumer)
         self._calls: list[weakref.ref[Call]] = []
@@ -180,6 +167,10 @@ class RecomputedBlock:
             for call in (ref() for ref in self._calls)
         )
 
+    def versions(self) -> list[int]:
+        """Of its weights: a change of any makes another list."""
+        return [p._version for p in self.habits.parameters]
+
     # Forward
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +187,13 @@ class RecomputedBlock:
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
                 return call.output(outputs)
         with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
-            return self._compute(*args, **kwargs)
+            leaves, spec = tree_flatten(self._compute(*args, **kwargs))
+            return tree_unflatten(self._own(leaves), spec)
+
+    def _own(self, leaves: Sequence[Any]) -> list[Any]:
+        """Outputs that are the block's own weights (prompts, tables) as copies: where they are now is lent."""
+        lent = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed}
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) and _memory(leaf) in lent else leaf for leaf in leaves]
 
     def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values())):
@@ -218,13 +215,15 @@ class RecomputedBlock:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _nothing_kept),
         ):
-            output = self._compute(*args, **kwargs)
+            call.note_weights()
+            outputs = self._own(call.keep_output(self._compute(*args, **kwargs)))
+        call.was_run()
         if versions != [t._version for t in tensors]:
             raise ValueError(
                 f"block {self.unit.name} changes its input in place, so it cannot be computed again from it: make a "
                 "copy there, or keep the model on the device (remove zero_optimization.offload_param)"
             )
-        return [t.detach().requires_grad_(t.requires_grad) for t in call.keep_output(output)]
+        return [t.detach().requires_grad_(t.requires_grad) for t in outputs]
 
     # Backward
 
@@ -233,11 +232,16 @@ class RecomputedBlock:
     ) -> list[torch.Tensor | None]:
         """Gradients of the inputs, then of the shared weights."""
         consumer = self._consumer()
-        if consumer is None or not consumer.begin_visit(call) or all(grad is None for grad in grads):
+        is_wanted = consumer is not None and consumer.begin_visit(call)
+        if consumer is None or all(grad is None for grad in grads):
             return [None] * len(needed)
+        if not is_wanted:  # zeros without memory: hooks of a user's on what is before the block take no None
+            before = (*tensors, *(getattr(owner, name) for owner, name in self.shared))
+            return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
         with self._homes.visit(self.unit) as visit:
+            call.check_weights()
             with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
                 args, kwargs = call.arguments(inputs)
                 outputs = call.keep_output(self._compute(*args, **kwargs))
@@ -287,7 +291,15 @@ def _keep_nothing(tensor: Any) -> None:
 
 
 def _nothing_kept(packed: Any) -> torch.Tensor:
-    raise AssertionError("nobody goes back through the graph of a block's first forward")
+    raise RuntimeError(
+        "a streamed block's gradients pass through its outputs alone, and the loss reaches into the block past them, "
+        "by a tensor in an object that it returns or that a hook took from inside: return tensors in tuples, lists or "
+        "dicts, or keep the model on the device (remove zero_optimization.offload_param)"
+    )
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 @contextmanager

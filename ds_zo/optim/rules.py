@@ -1,7 +1,8 @@
 """Updates of one parameter by its gradient, which they consume: float32 arithmetic, then one rounding to storage.
 
 On the CPU they are torch operations; on CUDA each ends in one Triton kernel (`ops.triton_lomo`, not imported before).
-Nothing is read by the host. The gradient's memory is used as scratch.
+Nothing is read by the host. The gradient itself stays as it is: where an addition hands one gradient on to both its
+terms, a parameter's may be a view of memory that the backward pass has yet to read.
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ def adalomo_update_(
     """
     if clip_value is not None:
         if coef is None:
-            grad.clamp_(-clip_value, clip_value)
+            grad = grad.clamp(-clip_value, clip_value)
         else:
-            grad.clamp_(-clip_value / coef, clip_value / coef)
+            grad = grad.clamp(-clip_value / coef, clip_value / coef)
     moments.num_updates += 1
     kept = 1.0 - moments.num_updates**decay_rate
     square = 1.0 if coef is None else coef.square()
@@ -174,10 +175,10 @@ def _average_(average: torch.Tensor, value: torch.Tensor, kept: float) -> None:
 
 
 def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:
-    """coef * g, clamped, in g's own memory."""
+    """coef * g, clamped; g itself where that is neither."""
     if coef is not None:
-        g.mul_(coef)
-    return g if clip_value is None else g.clamp_(-clip_value, clip_value)
+        g = g * coef
+    return g if clip_value is None else g.clamp(-clip_value, clip_value)
 
 
 def _factored(g: torch.Tensor, rows: torch.Tensor | None, cols: torch.Tensor | None) -> torch.Tensor:

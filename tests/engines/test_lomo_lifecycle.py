@@ -106,6 +106,9 @@ def test_a_second_backward_through_updated_weights_is_an_error_not_garbage() -> 
     engine = start(config_for(), lively("opt"))
     loss = engine(**next(batches("opt", 1))).loss
     engine.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"one backward.*engine\.step\(\).*accumulation"):
+        engine.backward(loss)
+    engine.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         engine.backward(loss)
 
