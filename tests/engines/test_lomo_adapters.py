@@ -10,11 +10,13 @@ import torch
 from lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, train, weights_of
 from torch import nn
 
+from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")
 
+WARMUP = {"warmup_min_lr": 0.05, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
 ADAPTER = {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}
 
 
@@ -36,14 +38,20 @@ def is_adapter(name: str) -> bool:
 def test_it_is_adamw_beside_sgd(clipping: float, scheduled: bool) -> None:
     schedule = {"scheduler": {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 4}}}
     config = config_for(clipping=clipping, params={"adapter": ADAPTER}, **(schedule if scheduled else {}))
-    engine, reference = start(config, lora_model()), lora_model()
+    model, reference, given = lora_model(), lora_model(), {}
+    if clipping and scheduled:  # the user's optimizer, whose rates DeepSpeed's warm-up sets, whatever they were
+        schedule["scheduler"] = {"type": "WarmupLR", "params": WARMUP}
+        config |= schedule | {"ds_zo": {"backend": "lomo", "params": {"adapter": ADAPTER}}}
+        del config["optimizer"]
+        given["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    engine = start(config, model, **given)
     named = dict(reference.named_parameters())
     sgd = torch.optim.SGD([p for n, p in named.items() if not is_adapter(n)], lr=0.1)
     adapters = [p for n, p in named.items() if is_adapter(n)]
     adamw = torch.optim.AdamW(adapters, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
     before = weights_of(reference)
     for step, batch in enumerate(batches("llama", 8)):
-        factor = 0.5 + 0.5 * min(step, 4) / 4 if scheduled else 1.0
+        factor = 0.5 + 0.5 * min(max(step - bool(given), 0), 4) / 4 if scheduled else 1.0  # WarmupLR begins twice
         sgd.param_groups[0]["lr"], adamw.param_groups[0]["lr"] = 0.1 * factor, 1e-2 * factor
         train(engine, [batch])
         reference(**batch).loss.backward()
@@ -67,6 +75,9 @@ def test_adapters_resume_with_their_moments(tmp_path: Path) -> None:
     train(whole, batches("llama", 2, first=2))
     resumed = start(config, lora_model())
     resumed.load_checkpoint(str(tmp_path))
+    other = start(config_for("AdaLOMO", clipping=1.0, lr=1e-2), lora_model())
+    with pytest.raises(CheckpointError, match=r"lora_.*was trained as an adapter.*load_optimizer_states=False"):
+        other.load_checkpoint(str(tmp_path))
     train(resumed, batches("llama", 2, first=2))
     assert_equal(weights_of(whole.module), weights_of(resumed.module))
 

@@ -12,6 +12,8 @@ from lomo_runs import assert_equal, batches, config_for, lively, start, train, t
 from tiny_models import tiny_model
 from torch import nn
 
+from ds_zo.config import ConfigError
+
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
@@ -154,6 +156,8 @@ def test_a_new_engine_takes_the_place_of_the_old(closed: bool) -> None:
 
 
 def test_a_replaced_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight of torch\.float64.*convert"):
+        start(config_for(), lively("llama").double())
     engine = start(config_for(), lively("llama"))
     engine.module.lm_head.weight = nn.Parameter(engine.module.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match=r"lm_head\.weight.*before deepspeed\.initialize"):

@@ -110,7 +110,11 @@ def test_a_weight_shared_by_reentrant_segments_is_refused_with_the_remedy(clippi
         engine.backward(engine(x, reentrant=True))
     if clipping:
         assert_equal(before, weights_of(model))  # found in the first pass
+    else:
+        with pytest.raises(RuntimeError, match=r"inner\.(weight|bias) came in parts.*use_reentrant"):
+            engine(x, reentrant=True).backward()
     assert all(p.grad is None for p in model.parameters())
+    engine.zero_grad()
     engine.backward(engine(x, reentrant=False))
 
 

@@ -1,0 +1,149 @@
+"""LOMO on blocks that depend on more than their input, and on losses of several forwards."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_close, config_for, start, streamed
+from torch import nn
+from torch.nn.utils import parametrizations
+from zoo import seeded
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+LENGTH, WIDTH, VOCAB = 6, 8, 11
+
+
+class Odd(nn.Module):
+    """Keeps statistics, draws from Python's generator, drops out, and adds a parameter whose gradient is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bent = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.3)
+        self.shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        y = self.norm((x + self.shift.unsqueeze(0)).transpose(1, 2)).transpose(1, 2)
+        return x + self.drop(torch.tanh(self.bent(y))) * (1.0 if random.random() < 0.5 else 0.2)
+
+
+class Prompt(nn.Module):
+    """Its output is its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.weight.expand(length, -1)
+
+
+class Net(nn.Module):
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, sparse=sparse)
+        self.prompts = nn.ModuleList(Prompt() for _ in range(4))
+        self.layers = nn.ModuleList(Odd() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        prompts = [prompt(LENGTH) for prompt in self.prompts]
+        x = self.embed(ids) + sum(prompts) * prompts[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def loss_of(engine: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Of a forward in training, one with a frozen block and one in evaluation, all made before the backward."""
+    layer = getattr(engine, "module", engine).layers[1]
+    loss = engine(ids)
+    layer.requires_grad_(False)
+    loss = loss + engine((ids + 1) % VOCAB)
+    layer.requires_grad_(True)
+    engine.eval()  # last: torch's own batch norm goes back through whatever its statistics have become
+    loss = loss + engine(ids.flip(1))
+    engine.train()
+    return loss
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+def test_everything_is_as_it_was_when_blocks_are_computed_again(clipping: float) -> None:
+    data = [torch.randint(VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    reference = seeded(Net)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.05)
+    torch.manual_seed(7)
+    random.seed(7)
+    for ids in data:
+        loss_of(reference, ids).backward()
+        if clipping:
+            nn.utils.clip_grad_norm_(reference.parameters(), clipping)
+        sgd.step()
+        sgd.zero_grad()
+    for config in (config_for(lr=0.05, clipping=clipping), streamed(lr=0.05, clipping=clipping)):
+        engine = start(config, seeded(lambda: Net(sparse=True)))
+        torch.manual_seed(7)
+        random.seed(7)
+        for ids in data:
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+        assert_close(engine.module_state_dict(), reference.state_dict(), atol=1e-5)
+    engine.eval()
+    reference.eval()
+    random.seed(7)
+    with torch.no_grad():
+        found = engine(data[0])
+        random.seed(7)
+        torch.testing.assert_close(found, reference(data[0]), rtol=1e-4, atol=0.0)
+
+
+class Subclass(dict):
+    pass
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        found = self.inner(x["x"] if isinstance(x, dict) else x)
+        return Subclass(x=found) if isinstance(x, dict) else found
+
+
+class Bare(nn.Module):
+    """Blocks alone: nothing around them would notice that their weights changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Hidden() for _ in range(3))
+
+    def forward(self, x: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        found: torch.Tensor = (x["x"] if isinstance(x, dict) else x).square().mean()
+        return found
+
+
+def test_a_streamed_backward_through_changed_weights_or_past_outputs_is_an_error_not_garbage() -> None:
+    engine = start(streamed(), seeded(Bare))
+    x = torch.randn(2, WIDTH)
+    loss, other = engine(x), engine(2 * x)
+    engine.backward(loss, retain_graph=True)
+    engine.step()
+    for stale in (loss, other):
+        with pytest.raises(RuntimeError, match=r"layers\.2 is computed again.*changed since.*add them up"):
+            engine.backward(stale)
+    loss = engine(x)
+    engine.module.load_state_dict({name: 2 * value for name, value in engine.module.state_dict().items()})
+    with pytest.raises(RuntimeError, match=r"layers\.2 is computed again.*changed since"):
+        engine.backward(loss)
+    with pytest.raises(RuntimeError, match=r"through its outputs alone.*offload_param"):
+        engine.backward(engine({"x": x}))
+    engine.backward(engine(x))
