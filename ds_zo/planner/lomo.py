@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import pricing
+from ds_zo.planner import twice
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
-from ds_zo.planner.trace import Cost, Trace
-from ds_zo.streaming.budget import device_bytes, most_resident
-from ds_zo.streaming.placement import plan_units, spread
-from ds_zo.streaming.schedule import Action, Kind
+from ds_zo.planner.trace import Cost
 
 _LR = {"lomo": 1e-2, "adalomo": 5e-4}
 _HOOK_LAUNCH_S = 3e-5
@@ -65,53 +63,28 @@ def _resident(model: Model, limits: Limits, backend: str, config: dict[str, Any]
 
 def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
     """Blocks are recomputed from their inputs whatever the model's own checkpointing says."""
-    placement = plan_units(
-        model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
-    )
     trace = model.backward_trace(checkpointing=True, loss_in_chunks=True)
-    num_blocks = len(placement.blocks)
-    num_slots = stream.device_slots if stream.overlap else 1
-    none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_benches": 0, "pairs": False}
-    sizes = {"num_slots": num_slots, **none_of_zo}
     states = _state_nbytes(model, backend)
-    # The scratch that `device_bytes` counts is ZO's.
-    beside = trace.peak.total + WORKSPACE_NBYTES + states - placement.scratch_nbytes
-    if stream.resident_blocks is not None:
-        num_resident = min(stream.resident_blocks, num_blocks)
-    elif limits.device_nbytes is None:
-        num_resident = 0
-    else:
-        budget = limits.device_nbytes
-        num_resident = most_resident(
-            placement, budget_nbytes=budget, activations_nbytes=beside, sizes=lambda num_resident: sizes
-        )
-        num_resident = max(0, num_resident)
-    there = device_bytes(placement, num_resident=num_resident, **sizes)
-    stays = spread(num_blocks, num_resident)
-    streamed = [i for i in range(num_blocks) if i not in stays]
-    store = sum(placement.blocks[i].nbytes for i in streamed)
-    # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.
-    ends = [*streamed[-num_slots:], *streamed[:num_slots]] if stream.overlap else []
-    still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
-    config = config | {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}}
-    if limits.device_nbytes is not None and stream.resident_blocks is None:
-        told = {"device_memory_gb": limits.device_nbytes / 1e9}
-        config["ds_zo"] = {"stream": stream.model_dump(exclude_unset=True) | told}
+    found = twice.place(model, limits, stream, beside=trace.peak.total + WORKSPACE_NBYTES + states)
+    config = config | {"zero_optimization": {"stage": 0, "offload_param": twice.OFFLOADED}}
+    section = twice.section_of(limits, stream)
+    if section:
+        config["ds_zo"] = {"stream": section}
     return Estimate(
         contender=backend,
-        setting=f"{len(streamed)} of {num_blocks} blocks streamed, recomputed from their inputs",
+        setting=found.setting,
         device=parts(
-            weights=there.edges + there.blocks,
-            slots=there.slots,
+            weights=found.weights_nbytes,
+            slots=found.slots_nbytes,
             states=states,
             activations=trace.peak.activations,
             logits=trace.peak.logits,
             workspace=WORKSPACE_NBYTES,
         ),
-        host=parts(weights=store, process=PROCESS_NBYTES),
-        step_s=_streamed_step_s(model, trace, streamed, [u.nbytes for u in placement.blocks], num_slots=num_slots),
-        up_nbytes=2 * store - still_there,
-        down_nbytes=store,
+        host=parts(weights=found.store_nbytes, process=PROCESS_NBYTES),
+        step_s=twice.step_s(model, trace, found, update=partial(_update, model), sent_back_forward=False),
+        up_nbytes=found.up_nbytes,
+        down_nbytes=found.store_nbytes,
         reduced_nbytes=model.weights_nbytes,
         shards=_shards(model, backend),
         config=config,
@@ -135,43 +108,6 @@ def _shards(model: Model, backend: str) -> Shards:
         gathered_nbytes=int(itemsize * 2 * max(numels, default=0)),
         reduced_nbytes=int(itemsize * (2 * bucket + max(around, default=0))),
     )
-
-
-def _streamed_step_s(model: Model, trace: Trace, streamed: list[int], nbytes: list[int], *, num_slots: int) -> float:
-    """Blocks come up in order, then in reverse; the last ones of the forward pass are still there."""
-    rates, num_blocks = model.rates, len(nbytes)
-    per_block = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    forward = {(i, Kind.COMPUTE): trace.block[i].seconds for i in range(num_blocks)}
-    backward_edge = trace.edge * 2.0
-    share = (trace.backward - backward_edge) * (1.0 / max(1, num_blocks))
-    backward = {
-        (num_blocks + i, Kind.COMPUTE): (
-            share + _update(model, per_block[i], _num_parameters(model) // num_blocks)
-        ).seconds
-        for i in range(num_blocks)
-    }
-    edge_numel = model.numel - sum(per_block)
-    seconds = forward | backward
-    seconds[pricing.EDGE, Kind.COMPUTE] = (trace.edge * 3.0 + _update(model, edge_numel, 4)).seconds
-    for i in range(num_blocks):
-        seconds[i, Kind.UPLOAD] = nbytes[i] / (rates.link_up_gbps * 1e9)
-        # In the backward pass blocks go down while others come up.
-        seconds[num_blocks + i, Kind.UPLOAD] = nbytes[i] / (rates.link_duplex_gbps * 1e9)
-        seconds[num_blocks + i, Kind.DOWNLOAD] = nbytes[i] / (rates.link_duplex_gbps * 1e9)
-    moving = set(streamed)
-    order = list(range(num_blocks))
-    up, _ = pricing.pass_over(order, streamed=moving, num_slots=num_slots)
-    last = {a.slot: a.block for a in up if a.kind is Kind.COMPUTE and a.slot >= 0}
-    down, _ = pricing.pass_over(
-        order[::-1],
-        streamed=moving,
-        num_slots=num_slots,
-        downloads=moving,
-        loaded={block: slot for slot, block in last.items()},
-    )
-    # A block of the backward pass is another piece of work than the same block's forward.
-    later = [Action(a.block + num_blocks, a.kind, a.slot) for a in down]
-    return pricing.seconds([*up, pricing.edge(), *later], seconds)
 
 
 def _update(model: Model, numel: int, num_parameters: int) -> Cost:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ds_zo.config.optimizers import LSPParams
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner import twice
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.trace import Cost
@@ -29,7 +32,7 @@ class _Counts:
     whole_numel: int = 0
     """Of matrices that Adam sees as they are, on the CPU like the d x d ones."""
     vector_numel: int = 0
-    """Of parameters whose Adam stays on the device."""
+    """Of parameters whose Adam stays on the device; all are whole where blocks stream."""
     payload_nbytes: int = 0
     """One way, all matrices."""
     largest_payload: int = 0
@@ -43,11 +46,27 @@ class _Counts:
 
 
 def estimate_lsp(
-    model: Model, limits: Limits, *, params: LSPParams | None = None, checkpointing: bool = True
+    model: Model,
+    limits: Limits,
+    *,
+    stream: StreamConfig | None = None,
+    params: LSPParams | None = None,
+    offload: bool | None = None,
+    checkpointing: bool = True,
 ) -> Estimate:
-    params = params or LSPParams()
+    """`offload` None: weights stream where the device is too small for them."""
+    stream, params = stream or StreamConfig(), params or LSPParams()
+    whole = _estimate(model, limits, stream, params, offload=False, checkpointing=checkpointing)
+    if offload is False or (offload is None and whole.fits_device):
+        return whole
+    return _estimate(model, limits, stream, params, offload=True, checkpointing=True)
+
+
+def _estimate(
+    model: Model, limits: Limits, stream: StreamConfig, params: LSPParams, *, offload: bool, checkpointing: bool
+) -> Estimate:
     trace = model.backward_trace(checkpointing=checkpointing)
-    counts = _count(model, params)
+    counts = _count(model, params, streams=offload)
     rates = model.rates
     moved_numel = counts.subspace_numel + counts.whole_numel
     moved = counts.payload_nbytes
@@ -63,33 +82,59 @@ def estimate_lsp(
     )
     num_layers = max(1, len(model.blocks))
     down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
-    compute_s = trace.forward.seconds + (trace.backward + around).seconds
+    device = parts(
+        projectors=counts.projector_nbytes,
+        subspace=sums + _NUM_LANDINGS * counts.largest_payload + 2 * counts.largest_scratch + counts.held_nbytes,
+        states=8 * counts.vector_numel,
+        activations=trace.peak.activations,
+        logits=trace.peak.logits,
+        workspace=WORKSPACE_NBYTES,
+    )
+    host = parts(states=8 * moved_numel + errors, payload=2 * moved, process=PROCESS_NBYTES)
+    zero: dict[str, Any] = {"stage": 0, "offload_optimizer": twice.OFFLOADED}
+    section = stream.model_dump(exclude_unset=True)
+    setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"
+    notes = ["activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"]
+    streamed_up = streamed_down = 0
+    if offload:
+        found = twice.place(model, limits, stream, beside=sum(device.values()))
+        compute_s = twice.step_s(
+            model,
+            trace,
+            found,
+            update=lambda numel, _: around * (numel / model.numel),
+            sent_back_forward=True,  # with the directions that waited for the visit
+        )
+        device = parts(weights=found.weights_nbytes, slots=found.slots_nbytes) | device
+        host = parts(weights=found.store_nbytes) | host
+        streamed_up, streamed_down = found.up_nbytes, found.store_nbytes
+        zero["offload_param"] = twice.OFFLOADED
+        section = twice.section_of(limits, stream)
+        setting = f"{setting}; {found.setting}"
+        notes.append("weights stream on one rank only")
+    else:
+        compute_s = trace.forward.seconds + (trace.backward + around).seconds
+        device = parts(weights=model.weights_nbytes) | device
     step_s = lsp_step_s(compute_s, down_s=down_s, up_s=up_s, update_s=update_s, num_layers=num_layers)
     config = base_config(batch=model.batch, dtype=model.dtype) | {
         "optimizer": {"type": "LSP", "params": {"lr": params.lr, **params.model_dump(exclude_unset=True)}},
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "zero_optimization": zero,
     }
+    if section:
+        config["ds_zo"] = {"stream": section}
     return Estimate(
         contender="lsp",
-        setting=f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU",
-        device=parts(
-            weights=model.weights_nbytes,
-            projectors=counts.projector_nbytes,
-            subspace=sums + _NUM_LANDINGS * counts.largest_payload + 2 * counts.largest_scratch + counts.held_nbytes,
-            states=8 * counts.vector_numel,
-            activations=trace.peak.activations,
-            logits=trace.peak.logits,
-            workspace=WORKSPACE_NBYTES,
-        ),
-        host=parts(states=8 * moved_numel + errors, payload=2 * moved, process=PROCESS_NBYTES),
+        setting=setting,
+        device=device,
+        host=host,
         step_s=step_s,
         divided_s=step_s - compute_s,
-        up_nbytes=moved,
-        down_nbytes=moved,
+        up_nbytes=moved + streamed_up,
+        down_nbytes=moved + streamed_down,
         sharded=frozenset({"states"}),
         reduced_nbytes=4 * (moved_numel + counts.vector_numel),
         config=config,
-        notes=("activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"),
+        notes=tuple(notes),
         limits=limits,
     )
 
@@ -100,7 +145,8 @@ def lsp_step_s(compute_s: float, *, down_s: float, up_s: float, update_s: float,
     return max(compute_s + one_layer, down_s, up_s, update_s)
 
 
-def _count(model: Model, params: LSPParams) -> _Counts:
+def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
+    """`streams`: vectors of blocks travel with them, so their Adam is on the CPU too."""
     counts = _Counts()
     payload = _PAYLOAD_NBYTES[params.payload_dtype]
     block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
@@ -110,7 +156,7 @@ def _count(model: Model, params: LSPParams) -> _Counts:
     held: dict[object, list[int]] = {}
     for name, p in model.module.named_parameters():
         at_edge = id(p) not in block_of
-        if p.ndim < 2:
+        if p.ndim < 2 and (at_edge or not streams):
             counts.vector_numel += p.numel()
             continue
         if at_edge and params.edge == "freeze":

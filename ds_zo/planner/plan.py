@@ -31,7 +31,7 @@ from ds_zo.planner.zo import estimate_zo
 Params = TypeVar("Params", bound=BaseModel)
 _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
 _OF_ZO = {"wire_dtype", "master", "writeback_interval", "fuse_update"}
-"""Keys of `ds_zo.stream`: those that ask for streaming, and those that LOMO has no use for."""
+"""Keys of `ds_zo.stream`: those that ask for streaming, and those that only ZO has a use for."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
@@ -67,8 +67,14 @@ def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Es
 
 
 def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
-    params = _typed(LSPParams, options.params)
-    return estimate_lsp(model, limits, params=params, checkpointing=options.checkpointing)
+    return estimate_lsp(
+        model,
+        _told(limits, options.stream),
+        stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
+        params=_typed(LSPParams, options.params),
+        offload=options.offload,
+        checkpointing=options.checkpointing,
+    )
 
 
 def _told(limits: Limits, stream: StreamConfig) -> Limits:

@@ -46,7 +46,7 @@ def test_the_json_of_a_plan_is_accepted(backend: str, offload: bool) -> None:
     config = dict(found[backend].config)
     resolved = resolve(config)
     assert resolved.backend == backend
-    assert resolved.stream is (offload and backend != "lsp")
+    assert resolved.stream is offload
 
 
 def test_less_memory_streams_more_and_never_overruns() -> None:

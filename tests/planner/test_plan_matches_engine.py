@@ -131,3 +131,29 @@ def test_lsp_takes_the_planned_bytes_on_the_host(payload: Any, edge: Any) -> Non
     projectors = [s.subspace for s in backend._slots if s.subspace is not None]
     taken = sum(pair.P.num_bytes + pair.Q.num_bytes for pair in projectors)
     assert plan.device["projectors"] == pytest.approx(taken, rel=0.25)  # columns are filled up to the fullest
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
+    own = {"subspace_dim": 8, "nonzeros_per_row": 2, "projector": "random"}
+    stream = {"resident_blocks": resident}
+    plan = estimate_lsp(
+        planned("llama", **DEEP), Limits(), stream=StreamConfig(**stream), params=LSPParams(**own), offload=True
+    )
+    zero = plan.config["zero_optimization"]
+    more = {"zero_optimization": zero, "ds_zo": plan.config["ds_zo"]}
+    engine = start("llama", "LSP", own, shape=DEEP, **more)
+    backend = engine.backend
+    homes = backend._streamed.homes
+    assert plan.host["weights"] == homes.store.nbytes
+    assert plan.host["states"] == sum(m.num_bytes for group in backend._host_groups for m in group.moments)
+    assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in homes.runtime.slots)
+    assert plan.device["weights"] == sum(u.nbytes for u in homes.placement.units if not u.streamed)
+    assert plan.device["states"] == sum(m.num_bytes for group in backend._device_groups for m in group.moments)
+    for _ in range(3):
+        up, down = homes.runtime.bytes_up, homes.runtime.bytes_down
+        one_step(engine)
+    payload = plan.host["payload"] // 2
+    assert homes.runtime.bytes_down - down == plan.down_nbytes - payload
+    assert homes.runtime.bytes_up - up == plan.up_nbytes - payload

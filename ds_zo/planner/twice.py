@@ -1,0 +1,114 @@
+"""Blocks that come up twice a step on paper, for the forward pass and in reverse for the backward one, and go down
+once: LOMO's and LSP's, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner import pricing
+from ds_zo.planner.estimate import Limits
+from ds_zo.planner.models import Model
+from ds_zo.planner.trace import Cost, Trace
+from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.placement import Placement, plan_units, spread
+from ds_zo.streaming.schedule import Action, Kind
+
+OFFLOADED = {"device": "cpu", "pin_memory": True}
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Where blocks are, and what moves."""
+
+    placement: Placement
+    blocks: list[int]
+    """Those that stream."""
+    num_slots: int
+    weights_nbytes: int
+    """On the device."""
+    slots_nbytes: int
+    store_nbytes: int
+    """On the host; as much goes down each step."""
+    up_nbytes: int
+
+    @property
+    def setting(self) -> str:
+        return f"{len(self.blocks)} of {len(self.placement.blocks)} blocks streamed, recomputed from their inputs"
+
+
+def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) -> Streamed:
+    """As many blocks stay as there is room for. `beside`: device memory for all that is not weights."""
+    placement = plan_units(
+        model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
+    )
+    num_blocks = len(placement.blocks)
+    num_slots = stream.device_slots if stream.overlap else 1
+    none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_benches": 0, "pairs": False}
+    sizes = {"num_slots": num_slots, **none_of_zo}
+    num_resident = 0
+    if stream.resident_blocks is not None:
+        num_resident = min(stream.resident_blocks, num_blocks)
+    elif limits.device_nbytes is not None:
+        # The scratch that `device_bytes` counts is ZO's.
+        others = beside - placement.scratch_nbytes
+        budget = limits.device_nbytes
+        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=others, sizes=lambda _: sizes)
+        num_resident = max(0, found)
+    there = device_bytes(placement, num_resident=num_resident, **sizes)
+    stays = spread(num_blocks, num_resident)
+    blocks = [i for i in range(num_blocks) if i not in stays]
+    store = sum(placement.blocks[i].nbytes for i in blocks)
+    # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.
+    ends = [*blocks[-num_slots:], *blocks[:num_slots]] if stream.overlap else []
+    still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
+    return Streamed(
+        placement, blocks, num_slots, there.edges + there.blocks, there.slots, store, 2 * store - still_there
+    )
+
+
+def section_of(limits: Limits, stream: StreamConfig) -> dict[str, Any]:
+    """`ds_zo.stream` of a plan that streams."""
+    section = stream.model_dump(exclude_unset=True)
+    if limits.device_nbytes is not None and stream.resident_blocks is None:
+        section["device_memory_gb"] = limits.device_nbytes / 1e9
+    return section
+
+
+def step_s(
+    model: Model, trace: Trace, streamed: Streamed, *, update: Callable[[int, int], Cost], sent_back_forward: bool
+) -> float:
+    """Blocks come up in order, then in reverse; the last ones of the forward pass are still there. `update` takes
+    numbers of elements and of parameters. `sent_back_forward`: blocks change, and go down, in the forward pass."""
+    rates, units = model.rates, streamed.placement.blocks
+    num_blocks = len(units)
+    backward_edge = trace.edge * 2.0
+    share = (trace.backward - backward_edge) * (1.0 / max(1, num_blocks))
+    alone_s, together_s = (1 / (gbps * 1e9) for gbps in (rates.link_up_gbps, rates.link_duplex_gbps))
+    forward_s, backward_s = (together_s, alone_s) if sent_back_forward else (alone_s, together_s)
+    seconds: dict[tuple[int, Kind], float] = {}
+    in_blocks = num_inside = 0
+    for i, unit in enumerate(units):
+        placed = list(unit.placed)
+        numel, num_parameters = sum(p.numel for p in placed), len(placed)
+        in_blocks, num_inside = in_blocks + numel, num_inside + num_parameters
+        cost = trace.block[min(i, len(trace.block) - 1)]
+        seconds[i, Kind.COMPUTE] = cost.seconds
+        seconds[num_blocks + i, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds
+        seconds[i, Kind.UPLOAD] = seconds[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
+        seconds[num_blocks + i, Kind.UPLOAD] = seconds[num_blocks + i, Kind.DOWNLOAD] = unit.nbytes * backward_s
+    at_edge = update(model.numel - in_blocks, sum(1 for _ in model.module.parameters()) - num_inside)
+    seconds[pricing.EDGE, Kind.COMPUTE] = (trace.edge * 3.0 + at_edge).seconds
+    moving, num_slots, order = set(streamed.blocks), streamed.num_slots, list(range(num_blocks))
+    down_when = (moving, ()) if sent_back_forward else ((), moving)
+    up, _ = pricing.pass_over(order, streamed=moving, num_slots=num_slots, downloads=down_when[0])
+    last = {a.slot: a.block for a in up if a.kind is Kind.COMPUTE and a.slot >= 0}
+    loaded = {block: slot for slot, block in last.items()}
+    back, _ = pricing.pass_over(
+        order[::-1], streamed=moving, num_slots=num_slots, downloads=down_when[1], loaded=loaded
+    )
+    # A block of the backward pass is another piece of work than the same block's forward.
+    later = [Action(a.block + num_blocks, a.kind, a.slot) for a in back]
+    return pricing.seconds([*up, pricing.edge(), *later], seconds)
