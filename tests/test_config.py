@@ -180,6 +180,8 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ),
     ("LOMO", stream("writeback_interval", 8), ["belongs to ZO", "lomo"], "ds_zo.stream.writeback_interval"),
     ("LSP", stream("fuse_update", False), ["belongs to ZO"], "ds_zo.stream.fuse_update"),
+    ("LSP", stream("wire_dtype", "fp8"), ["the model's fp32 under lsp", '"fp8"'], "ds_zo.stream.wire_dtype"),
+    ("LSP", stream("master", "split"), ["belongs to ZO", "under lsp"], "ds_zo.stream.master"),
     ("LOMO", {"ds_zo.checkpoint.trajectory": True}, ["belongs to ZO"], "ds_zo.checkpoint.trajectory"),
     (
         "LSP",

@@ -39,10 +39,11 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
         _check_only_zo_replays(config)
     if isinstance(config.optimizer, LOMOParams):
         _check_lomo(config, config.optimizer)
-        _check_lomo_storage(config)
     elif config.section.rounding == "kahan":
         text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
         raise ConfigError(text, at="ds_zo.rounding")
+    if not isinstance(config.optimizer, ZOParams):
+        _check_storage(config)
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
@@ -186,8 +187,8 @@ def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
         raise ConfigError(text, at="gradient_accumulation_steps")
 
 
-def _check_lomo_storage(config: Resolved) -> None:
-    """LOMO stores weights as it computes with them."""
+def _check_storage(config: Resolved) -> None:
+    """LOMO and LSP store weights as they compute with them."""
     stream, model = config.section.stream, _DTYPE_NAMES[config.dtype]
     if stream.wire_dtype not in ("auto", model):
         text = (
