@@ -45,6 +45,7 @@ from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.caches import Caches
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
+from ds_zo.engines.foreign_leaves import ForeignLeaves
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, note_initial_lr
 from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
@@ -122,6 +123,7 @@ class LOMOBackend(Backend):
         if self._compiler is not None and self._homes is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._slots = self._make_slots()
+        self._foreign = ForeignLeaves(module.parameters()) if self._two_passes else None
         self._blocks = self._wrap_blocks()
         self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
         self._reducer = self._make_reducer()
@@ -288,7 +290,10 @@ class LOMOBackend(Backend):
             self._caches.off() if self._homes is not None or self._compiler is not None else nullcontext(),
             self._forward_sweep(),
         ):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        if self._foreign is not None:
+            self._foreign.saw((args, kwargs), output)
+        return output
 
     @contextmanager
     def _forward_sweep(self) -> Iterator[None]:
@@ -328,7 +333,8 @@ class LOMOBackend(Backend):
         norm: float | Late | None = None
         finite = True
         if self._two_passes:
-            with self._in_pass(Phase.MEASURE):
+            assert self._foreign is not None
+            with self._in_pass(Phase.MEASURE), self._foreign.kept(scaled):
                 scaled.backward(retain_graph=True)
             norm = self._measured() / scale
             finite = math.isfinite(norm)

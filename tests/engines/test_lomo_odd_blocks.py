@@ -52,23 +52,38 @@ class Net(nn.Module):
         self.prompts = nn.ModuleList(Prompt() for _ in range(4))
         self.layers = nn.ModuleList(Odd() for _ in range(3))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         prompts = [prompt(LENGTH) for prompt in self.prompts]
-        x = self.embed(ids) + sum(prompts) * prompts[0]
+        x = self.embed(ids) + sum(prompts) * prompts[0] + shift
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
 
 
-def loss_of(engine: Any, ids: torch.Tensor) -> torch.Tensor:
+class Own:
+    """What a user trains beside the engine: what goes into it and what its losses are weighed by."""
+
+    def __init__(self) -> None:
+        self.shift, self.weight = nn.Parameter(torch.full((WIDTH,), 0.1)), nn.Parameter(torch.ones(()))
+        self.sgd = torch.optim.SGD([self.shift, self.weight], lr=0.05)
+
+    def step(self) -> None:
+        self.sgd.step()
+        self.sgd.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        return {"shift": self.shift.detach(), "weight": self.weight.detach()}
+
+
+def loss_of(engine: Any, ids: torch.Tensor, own: Own) -> torch.Tensor:
     """Of a forward in training, one with a frozen block and one in evaluation, all made before the backward."""
     layer = getattr(engine, "module", engine).layers[1]
-    loss = engine(ids)
+    loss = engine(ids, own.shift)
     layer.requires_grad_(False)
-    loss = loss + engine((ids + 1) % VOCAB)
+    loss = loss + own.weight * engine((ids + 1) % VOCAB, shift=own.shift * own.weight)
     layer.requires_grad_(True)
     engine.eval()  # last: torch's own batch norm goes back through whatever its statistics have become
-    loss = loss + engine(ids.flip(1))
+    loss = loss + engine(ids.flip(1), own.shift)
     engine.train()
     return loss
 
@@ -76,31 +91,34 @@ def loss_of(engine: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 def test_everything_is_as_it_was_when_blocks_are_computed_again(clipping: float) -> None:
     data = [torch.randint(VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    reference = seeded(Net)
+    reference, theirs = seeded(Net), Own()
     sgd = torch.optim.SGD(reference.parameters(), lr=0.05)
     torch.manual_seed(7)
     random.seed(7)
     for ids in data:
-        loss_of(reference, ids).backward()
+        loss_of(reference, ids, theirs).backward()
         if clipping:
             nn.utils.clip_grad_norm_(reference.parameters(), clipping)
         sgd.step()
         sgd.zero_grad()
+        theirs.step()
     for config in (config_for(lr=0.05, clipping=clipping), streamed(lr=0.05, clipping=clipping)):
-        engine = start(config, seeded(lambda: Net(sparse=True)))
+        engine, own = start(config, seeded(lambda: Net(sparse=True))), Own()
         torch.manual_seed(7)
         random.seed(7)
         for ids in data:
-            engine.backward(loss_of(engine, ids))
+            engine.backward(loss_of(engine, ids, own))
             engine.step()
+            own.step()
+        assert_close(own.values(), theirs.values())
         assert_close(engine.module_state_dict(), reference.state_dict(), atol=1e-5)
     engine.eval()
     reference.eval()
     random.seed(7)
     with torch.no_grad():
-        found = engine(data[0])
+        found = engine(data[0], theirs.shift)
         random.seed(7)
-        torch.testing.assert_close(found, reference(data[0]), rtol=1e-4, atol=0.0)
+        torch.testing.assert_close(found, reference(data[0], theirs.shift), rtol=1e-4, atol=0.0)
 
 
 class Subclass(dict):
