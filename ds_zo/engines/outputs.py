@@ -10,11 +10,12 @@ is tied as a whole: `<grad_o, o+ - o-> / (2 zo_eps)` is exact for a loss that is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
@@ -22,7 +23,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
     output itself."""
     if isinstance(output, torch.Tensor):
         found: Any = output
-    elif isinstance(output, dict):
+    elif isinstance(output, MutableMapping):
         found = output.get("loss")
     elif isinstance(output, (tuple, list)):
         found = output[0] if output else None
@@ -33,6 +34,22 @@ def loss_of(output: Any) -> torch.Tensor | None:
     return None
 
 
+def losses_of(output: Any) -> list[torch.Tensor]:
+    """The loss, and what stands beside it that the caller may add to it: losses of other heads, regularisers. None
+    where there is no loss."""
+    loss = loss_of(output)
+    return [] if loss is None else [loss, *(t for t in floats_of(output) if t.numel() == 1 and t is not loss)]
+
+
+def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
+    """The same output with others in the place of `losses_of` it; the original is not touched."""
+    loss, floats, others = loss_of(output), floats_of(output), iter(losses[1:])
+    if len(losses) > 1 or sum(t is loss for t in floats) > 1:
+        new = [losses[0] if t is loss else next(others) if t.numel() == 1 else t for t in floats]
+        output = with_floats(output, new)
+    return with_loss(output, losses[0])
+
+
 def with_loss(output: Any, loss: torch.Tensor) -> Any:
     """The same output with another loss; the original is not touched."""
     if isinstance(output, torch.Tensor):
@@ -41,23 +58,50 @@ def with_loss(output: Any, loss: torch.Tensor) -> Any:
         rest = output[1:]
         return type(output)(loss, *rest) if hasattr(output, "_fields") else type(output)((loss, *rest))
     replaced = copy.copy(output)
-    if isinstance(replaced, dict):
-        replaced["loss"] = loss
-    else:
-        replaced.loss = loss
+    _set(replaced, "loss", loss)
     return replaced
 
 
+def _set(output: Any, name: str, value: Any) -> None:
+    if isinstance(output, MutableMapping):
+        output[name] = value
+    elif dataclasses.is_dataclass(output):
+        object.__setattr__(output, name, value)  # it may be frozen
+    else:
+        setattr(output, name, value)
+
+
 def floats_of(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    leaves = tree_flatten(_fields(output))[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def with_floats(output: Any, floats: Sequence[torch.Tensor]) -> Any:
-    leaves, spec = tree_flatten(output)
+    leaves, spec = tree_flatten(_fields(output))
     left = iter(floats)
-    return tree_unflatten(
+    made = tree_unflatten(
         [next(left) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec
     )
+    if _fields(output) is output:
+        return made
+    output = copy.copy(output)
+    for name, value in made.items():
+        _set(output, name, value)
+    return output
+
+
+def _fields(output: Any) -> Any:
+    """What torch does not look into, as a dict: plain dataclasses, mappings of other kinds."""
+    if tree_is_leaf(output):
+        if isinstance(output, MutableMapping):
+            return dict(output)
+        if dataclasses.is_dataclass(output):
+            return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return output
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value if value.dtype is torch.float64 else value.float()
 
 
 class _Tie(torch.autograd.Function):
@@ -73,11 +117,11 @@ class _Tie(torch.autograd.Function):
         ctx.accumulate = accumulate
         ctx.set_materialize_grads(False)
         ctx.differences = [
-            [plus.float() - minus.float() for plus, minus in zip(passes[i], passes[i + 1], strict=True)]
+            [_wide(plus) - _wide(minus) for plus, minus in zip(passes[i], passes[i + 1], strict=True)]
             for i in range(0, len(passes), 2)
         ]
         return tuple(
-            (torch.stack([out.float() for out in outs]).sum(0) / len(outs)).to(outs[0].dtype)
+            (torch.stack([_wide(out) for out in outs]).sum(0) / len(outs)).to(outs[0].dtype)
             for outs in zip(*passes, strict=True)
         )
 
@@ -85,7 +129,7 @@ class _Tie(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         projected = [
             sum(
-                (grad.float() * difference).sum()
+                (_wide(grad) * difference).sum()
                 for grad, difference in zip(grads, row, strict=True)
                 if grad is not None
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,15 +77,19 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.swap_python = False
+        self.own: list[Any] = []
+        """Generators that the module keeps or the caller passed, besides the global ones."""
 
     def cheap(self) -> tuple[Any, ...]:
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         python = (random.getstate(), np.random.get_state()) if self.swap_python else None
-        return torch.get_rng_state(), cuda, python
+        return torch.get_rng_state(), cuda, python, [_state_of(generator) for generator in self.own]
 
     def set_cheap(self, state: tuple[Any, ...]) -> None:
-        cpu, cuda, python = state
+        cpu, cuda, python, own = state
         torch.set_rng_state(cpu)
+        for generator, value in zip(self.own, own, strict=True):
+            _set_state(generator, value)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self._device)
         if python is not None:
@@ -103,6 +107,21 @@ class RandomState:
     @staticmethod
     def same_python(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
         return a[0] == b[0] and a[1][2] == b[1][2] and np.array_equal(a[1][1], b[1][1])
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 class _Twin:
@@ -129,6 +148,10 @@ class Lockstep:
         """Called before pass `index` starts or goes on."""
         self.on_again: Callable[[], None] = lambda: None
         """Called before passes that have run, or broken off, are run again."""
+
+    def heed(self, generators: Iterable[Any]) -> None:
+        """Gives passes the same numbers from these, too."""
+        self._random.own = list({id(generator): generator for generator in generators}.values())
 
     @property
     def inside(self) -> bool:

@@ -52,7 +52,6 @@ class WorkingCopies:
         """Passes that have left a block which others may still have to run."""
         self._grad_modes: list[bool] = []
         self._ambient: dict[int, list[torch.Tensor]] = {}
-        lockstep.on_switch = self._swap_ambient
         self._handles: list[Any] = []
         for unit in self._placement.blocks:
             self._hook(unit.module, partial(self._enter_block, unit), partial(self._leave_block, unit))
@@ -61,13 +60,28 @@ class WorkingCopies:
         for unit in self._placement.ambient:
             self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
 
+        before = Hook(torch.compiler.disable(self._enter_unwatched))
+        self._probation = module.register_forward_pre_hook(before, prepend=True)
+
     def _hook(self, module: nn.Module, enter: Any, leave: Any) -> None:
         # A compiled forward breaks here: what moves weights and switches passes can't be traced.
         enter, leave = Hook(torch.compiler.disable(enter)), Hook(torch.compiler.disable(leave))
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
+    def end_probation(self) -> None:
+        """A training forward was watched."""
+        self._probation.remove()
+
+    def _enter_unwatched(self, module: nn.Module, args: Any) -> None:
+        """An evaluation of a model that was resumed, before a training forward has shown which weights are used outside
+        their modules: all that are not blocks' are brought up to date, as that forward would."""
+        if not self._training:
+            with torch.inference_mode(False), torch.no_grad():
+                self._homes.visits.fold_now(*self._placement.edges, *self._placement.ambient)
+
     def close(self) -> None:
+        self.end_probation()
         while self._handles:
             self._handles.pop().remove()
 
@@ -230,7 +244,8 @@ class WorkingCopies:
             for index, copy in enumerate(self._ambient[id(unit)]):
                 self._homes.visits.perturb_edge(unit, index=index, scratch=copy)
 
-    def _swap_ambient(self, index: int) -> None:
+    def swap_ambient(self, index: int) -> None:
+        """Pass `index` starts or goes on."""
         if not self._training:
             return
         for unit in self._placement.ambient:
@@ -240,7 +255,7 @@ class WorkingCopies:
     def _enter_ambient(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if self._training:
             if not self._lockstep.inside:
-                self._swap_ambient(self._lockstep.current)
+                self.swap_ambient(self._lockstep.current)
         else:
             self._enter_clean(unit, torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device))
 

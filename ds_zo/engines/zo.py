@@ -34,13 +34,14 @@ from ds_zo.engines.graphs import BlockGraphs
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
 from ds_zo.engines.module_state import ReplayedState
-from ds_zo.engines.outputs import floats_of, loss_of, tie, with_floats, with_loss
+from ds_zo.engines.outputs import floats_of, loss_of, losses_of, tie, with_floats, with_losses
+from ds_zo.engines.pass_inputs import PassInputs, generators_of
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.engines.structure import Structure
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
-from ds_zo.engines.zo_buffers import SavedBuffers
+from ds_zo.engines.zo_buffers import OwnBuffers, SavedBuffers
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
@@ -73,6 +74,12 @@ class ZOBackend(Backend):
         self.homes = Homes(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
+        self._buffers = OwnBuffers(self._num_passes)
+        self._lockstep.on_switch = self._switch
+        self._lockstep.on_again = self._buffers.restart
+        self._copies_inputs = False
+        """The forward was seen to write to its inputs."""
+        self._generators: list[Any] = []
         self.state = ReplayedState(self.homes, module)
         graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
@@ -108,25 +115,28 @@ class ZOBackend(Backend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._never_in_train_mode &= not self.module.training
-        if self.module.training:
+        if self.module.training or self._never_in_train_mode:
             self._copies.recover()
         if not (torch.is_grad_enabled() and (self.module.training or self._never_in_train_mode)):
             return self.module(*args, **kwargs)
         self._check_model()
         args, kwargs = self.ranks.shared_batch(args, kwargs)
         self.homes.visits.begin_forward()
-        calls = [partial(self._one_pass, i, args, kwargs) for i in range(self._num_passes)]
+        inputs = PassInputs(args, kwargs, copies=self._copies_inputs)
+        self._lockstep.heed([*self._generators, *inputs.generators()])
+        calls = [partial(self._one_pass, i, inputs) for i in range(self._num_passes)]
         with self._step_settings():
             if not self._checked:
-                results = self._first_forward(calls)
+                results = self._first_forward(calls, inputs)
                 self._checked = True
+                self._copies.end_probation()
             else:
                 results = self._run(calls)
         output, passes = results[-1][0], [tensors for _, tensors in results]
-        tied = tie(passes, anchor=self._anchor, accumulate=self._accumulate)
+        tied = tie(passes, anchor=self._anchor, accumulate=partial(self._accumulate, self.homes.log.length))
         if loss_of(output) is not None:
             self._warn_of_narrow_loss(passes[0][0].dtype)
-            return with_loss(output, tied[0])
+            return with_losses(output, tied)
         if not self._tied_outputs_logged:
             self._tied_outputs_logged = True
             show(
@@ -144,20 +154,24 @@ class ZOBackend(Backend):
                 "equal, and no step made; compute the loss in float32 in the model's forward"
             )
 
-    def _one_pass(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    def _one_pass(self, index: int, inputs: PassInputs) -> tuple[Any, list[torch.Tensor]]:
         """One pass's output (the last's only: the others' logits would stay alive) and the tensors to difference."""
+        args, kwargs = inputs.fresh()
         with torch.no_grad():
             output = self.module(*args, **kwargs)
-        loss = loss_of(output)
         # Cloned: callers multiply losses in place.
-        kept = [loss.detach().clone()] if loss is not None else [t.detach().clone() for t in floats_of(output)]
+        kept = [t.detach().clone() for t in losses_of(output) or floats_of(output)]
         return (output if index == self._num_passes - 1 else None), kept
+
+    def _switch(self, index: int) -> None:
+        self._copies.swap_ambient(index)
+        self._buffers.switch(index)
 
     def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """All passes, in lockstep where the forward allows it."""
         if self._interleave:
             try:
-                with self._copies.training_pass(), torch.no_grad():
+                with self._copies.training_pass(), self._buffers.in_passes(), torch.no_grad():
                     return self._lockstep.together(calls, self._copies.ready)
             except CannotInterleave as reason:
                 self._interleave = False
@@ -172,13 +186,16 @@ class ZOBackend(Backend):
             with self._copies.training_pass():
                 return call()
 
-        return self._lockstep.one_by_one([partial(in_a_pass_of_its_own, call) for call in calls])
+        with self._buffers.in_passes():
+            return self._lockstep.one_by_one([partial(in_a_pass_of_its_own, call) for call in calls])
 
-    def _first_forward(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _first_forward(self, calls: Sequence[Callable[[], Any]], inputs: PassInputs) -> list[Any]:
         """State that a model keeps on its modules would mix between passes in lockstep, and a weight used behind its
-        module's back would miss its perturbation. Both are looked for once. Of all forwards that takes, one leaves
-        traces in buffers and random states."""
+        module's back would miss its perturbation; what a pass writes to a buffer or to its inputs, the next would meet.
+        All are looked for once. Of all forwards that takes, one leaves traces in buffers and random states."""
         randomness, before = self._lockstep.snapshot(), SavedBuffers.of(self.module)
+        self._buffers.set_places(())
+        inputs.watch()
 
         def rewind() -> None:
             self._lockstep.set_snapshot(randomness)
@@ -187,7 +204,14 @@ class ZOBackend(Backend):
         self._lockstep.on_again = before.put_back
         try:
             results = self._watched(calls, rewind)
-            after = before.split_off_changed()
+            changed = before.keep_changed()
+            inputs.copies = self._copies_inputs = inputs.were_written()
+            if changed or inputs.copies:
+                rewind()
+                self._buffers.set_places(changed)
+                self._lockstep.on_again = self._buffers.restart
+                results = self._run(calls)
+            after = SavedBuffers(changed)
             if self._interleave and self.homes.placement.blocks:
                 rewind()
                 apart = self._one_by_one(calls)
@@ -210,7 +234,7 @@ class ZOBackend(Backend):
             after.put_back()
             return results
         finally:
-            self._lockstep.on_again = lambda: None
+            self._lockstep.on_again = self._buffers.restart
 
     def _watched(self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None]) -> list[Any]:
         watch = Watch(self.homes.placement.units, self._copies.visited)
@@ -246,7 +270,12 @@ class ZOBackend(Backend):
 
     # backward and step
 
-    def _accumulate(self, differences: torch.Tensor) -> None:
+    def _accumulate(self, step: int, differences: torch.Tensor) -> None:
+        if step != self.homes.log.length:
+            raise RuntimeError(
+                f"a loss says how to move along the noise of its own step, got one of step {step} in step "
+                f"{self.homes.log.length}: call engine.backward before the engine.step that follows its forward"
+            )
         self._projected[self.ranks.own] += differences / (2 * self.settings.zo_eps)
 
     def zero_grad(self) -> None:
@@ -294,6 +323,7 @@ class ZOBackend(Backend):
             return
         self._structure = None
         self._check_parameters()
+        self._generators = generators_of(self.module)
         if self._graphs is not None:
             self._graphs.forget()
         self._structure = Structure(self.module, self.param_groups)

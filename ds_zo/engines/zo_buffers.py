@@ -1,8 +1,10 @@
-"""Buffers of a module that a forward changes (running statistics, counters), for forwards that are made again."""
+"""Buffers of a module that a forward changes (running statistics, counters), for forwards that are made again, and for
+passes side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,26 +20,90 @@ class SavedBuffers:
         self._saved = [
             (owner, name, buffer, buffer.detach().clone())
             for owner, name in places
-            if (buffer := owner[name]) is not None and not buffer.is_meta
+            if (buffer := owner.get(name)) is not None and not buffer.is_meta
         ]
 
     @classmethod
     def of(cls, module: nn.Module) -> SavedBuffers:
         return cls((m._buffers, name) for m in module.modules() for name in m._buffers)
 
-    def split_off_changed(self) -> SavedBuffers:
-        """What has changed since, as it is now. The rest is no longer kept here either: masks and tables, most of
-        them, that no forward changes."""
+    def keep_changed(self) -> list[_Place]:
+        """Where something has changed since. The rest is no longer kept: masks and tables, most of them, that no
+        forward changes."""
         self._saved = [
             (owner, name, buffer, value)
             for owner, name, buffer, value in self._saved
             if owner.get(name) is not buffer or not torch.equal(buffer, value)
         ]
-        return SavedBuffers((owner, name) for owner, name, _, _ in self._saved if name in owner)
+        return [(owner, name) for owner, name, _, _ in self._saved]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """The same tensors with the values they had: recorded kernels know them by address."""
         for owner, name, buffer, value in self._saved:
-            owner[name] = buffer
-            buffer.copy_(value)
+            if buffer.is_inference():  # an evaluation made it, and nothing else may write to it
+                owner[name] = value.clone()
+            else:
+                owner[name] = buffer
+                buffer.copy_(value)
+
+
+class OwnBuffers:
+    """Buffers that forwards change, one set a pass. As with random numbers, the passes of a step start from the same,
+    and what the last leaves stays: were they updated in turn, losses would differ by more than the perturbation."""
+
+    def __init__(self, num_passes: int) -> None:
+        self._num_passes = num_passes
+        self._places: Sequence[_Place] = ()
+        self._made: list[list[torch.Tensor | None]] = []
+        """Tensors of all passes but the last, which has the module's: recorded kernels know them by address."""
+        self._held: list[list[torch.Tensor | None]] = []
+        """What each pass that is not running has in each place."""
+        self._start = SavedBuffers(())
+        self._current = num_passes - 1
+
+    def set_places(self, places: Sequence[_Place]) -> None:
+        self._places = list(places)
+        self._made = [[None] * len(self._places) for _ in range(self._num_passes - 1)]
+
+    @contextmanager
+    def in_passes(self) -> Iterator[None]:
+        """Around the passes of one forward. One that breaks off leaves nothing."""
+        self._start = SavedBuffers(self._places)
+        self._begin()
+        try:
+            yield
+        except BaseException:
+            self.restart()
+            raise
+        self.switch(self._num_passes - 1)
+
+    def restart(self) -> None:
+        """As it was when the passes began."""
+        self.switch(self._num_passes - 1)
+        self._start.put_back()
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        self._current = self._num_passes - 1
+        now = [owner.get(name) for owner, name in self._places]
+        self._made = [[_copy(value, into=old) for value, old in zip(now, each, strict=True)] for each in self._made]
+        self._held = [*map(list, self._made), now]
+
+    def switch(self, index: int) -> None:
+        """Pass `index` starts or goes on."""
+        if index == self._current or not self._places:
+            return
+        self._held[self._current] = [owner.get(name) for owner, name in self._places]
+        for (owner, name), value in zip(self._places, self._held[index], strict=True):
+            owner[name] = value
+        self._current = index
+
+
+def _copy(value: torch.Tensor | None, *, into: torch.Tensor | None) -> torch.Tensor | None:
+    if value is None:
+        return None
+    if into is None or (into.shape, into.dtype, into.device) != (value.shape, value.dtype, value.device):
+        return value.detach().clone()
+    return into.copy_(value)

@@ -67,9 +67,9 @@ def plan_units(
     """`wire` None stores each parameter in its own dtype. Edges always are: they never cross the link."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
-    for name, block in blocks.items():
-        for m in block.modules():
-            hosts_of.setdefault(id(m), {})[id(block)] = name
+    for name, entry in blocks.items():
+        for m in entry.modules():
+            hosts_of.setdefault(id(m), {})[id(entry)] = name
     # A module that several blocks contain is brought up by each of them, so it is none's own.
     block_of = {key: next(iter(hosts.values())) for key, hosts in hosts_of.items() if len(hosts) == 1}
     owners: dict[int, list[nn.Module]] = {}

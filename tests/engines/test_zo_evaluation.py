@@ -280,11 +280,12 @@ def test_a_model_that_was_never_put_in_train_mode_trains() -> None:
     assert not engine(**batch).loss.requires_grad, "eval mode counts once the script has trained in train mode"
 
 
-def test_ctrl_c_in_an_evaluation_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("trains", [True, False], ids=["in train mode", "never in train mode"])
+def test_ctrl_c_in_an_evaluation_leaves_nothing_behind(trains: bool) -> None:
     """Torch calls no forward hooks after it: grad mode, slots and working copies stay as they were in the block."""
     batches = toy_batches(4)
-    expected = train(engine_for(Toy().train(), zo_json(interval=7)), batches)
-    model = Toy().train()
+    expected = train(engine_for(Toy().train(trains), zo_json(interval=7)), batches)
+    model = Toy().train(trains)
     engine = engine_for(model, zo_json(interval=7))
 
     def interrupted(step: int) -> None:
@@ -296,9 +297,9 @@ def test_ctrl_c_in_an_evaluation_leaves_nothing_behind() -> None:
         handle = model.blocks[1].linear.register_forward_hook(stop)
         model.eval()
         with pytest.raises(KeyboardInterrupt):
-            engine(**batches[0])
+            model(**batches[0])
         handle.remove()
-        model.train()
+        model.train(trains)
 
     assert train(engine, batches, after=interrupted) == expected
     assert torch.is_grad_enabled()

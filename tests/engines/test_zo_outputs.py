@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from zo_runs import (
 )
 
 from ds_zo import ops
+from ds_zo.engines import outputs
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -58,10 +60,15 @@ class Pair(NamedTuple):
     logits: torch.Tensor
 
 
-@dataclass
-class Plain:
+@dataclass(frozen=True)
+class Frozen:
     logits: torch.Tensor
     loss: torch.Tensor
+
+
+class Plain:
+    def __init__(self, logits: torch.Tensor, loss: torch.Tensor) -> None:
+        self.logits, self.loss = logits, loss
 
 
 FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -73,13 +80,18 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "named tuple": lambda logits, loss: Pair(loss, logits),
     "model output": lambda logits, loss: CausalLMOutput(loss=loss, logits=logits),
     "an object": lambda logits, loss: Plain(logits, loss),
+    "a frozen one": lambda logits, loss: Frozen(logits, loss),
+    "mapping": lambda logits, loss: UserDict(logits=logits, loss=loss),
+    "several": lambda logits, loss: {"logits": logits, "loss": loss / 2, "rest": loss / 2},
 }
 
 
 def find_loss(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
-    if isinstance(output, dict):
+    if isinstance(output, dict) and "rest" in output:
+        return output["loss"] + output["rest"]
+    if isinstance(output, (dict, UserDict)):
         return output["loss"]
     return output[0] if isinstance(output, (tuple, list)) else output.loss
 
@@ -116,6 +128,21 @@ class ReturnsLogits(LogitsToy):
         return {"logits": self.both(ids)[0], "ids": ids, "nothing": None}
 
 
+@dataclass
+class Logits:
+    logits: torch.Tensor
+    ids: torch.Tensor
+    nothing: None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class ReturnsObjects(ReturnsLogits):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return Logits(self.both(ids)[0], ids)
+
+
 def linear_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return -(logits.gather(-1, ids[..., None])).mean()
 
@@ -124,11 +151,13 @@ def smoothed_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.2)
 
 
-@pytest.mark.parametrize(("criterion", "accuracy"), [(linear_loss, 1e-4), (smoothed_loss, 1e-3)])
-def test_a_criterion_of_the_users_own(criterion: Callable[..., torch.Tensor], accuracy: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "criterion", "accuracy"), [(ReturnsLogits, linear_loss, 1e-4), (ReturnsObjects, smoothed_loss, 1e-3)]
+)
+def test_a_criterion_of_the_users_own(kind: type[Toy], criterion: Callable[..., torch.Tensor], accuracy: float) -> None:
     """g is exact for a loss that is linear in the outputs and right to O(zo_eps^2) for another."""
-    engine = engine_for(ReturnsLogits(), JSON)
-    reference = PlainMeZO(ReturnsLogits())
+    engine = engine_for(kind(), JSON)
+    reference = PlainMeZO(kind())
     with log_lines(20) as lines:
         for batch in BATCHES[:4]:
             reference.model.load_state_dict(engine.module.state_dict())
@@ -147,6 +176,14 @@ def test_a_criterion_of_the_users_own(criterion: Callable[..., torch.Tensor], ac
 
 
 # What the caller does with the loss
+
+
+def test_a_loss_of_64_bits_keeps_them() -> None:
+    found: list[torch.Tensor] = []
+    passes = [[torch.tensor(1e6 + sign * 1e-6, dtype=torch.float64)] for sign in (1, -1)]
+    (loss,) = outputs.tie(passes, anchor=torch.zeros((), requires_grad=True), accumulate=found.append)
+    loss.backward()
+    assert found[0].item() == pytest.approx(2e-6, rel=1e-3)
 
 
 def norms_of(use: Callable[[Any, torch.Tensor], None], json: dict[str, Any] = JSON) -> list[float]:
@@ -233,8 +270,11 @@ def test_two_forwards_before_one_backward() -> None:
         for batch in (first, second):
             window.backward(window(**batch))
             window.step()
-        summed.backward((summed(**first) + summed(**second)) / 2)
+        late = summed(**first)
+        summed.backward((late + summed(**second)) / 2, retain_graph=True)
         summed.step()
+        with pytest.raises(RuntimeError, match=r"noise of its own step, got one of step \d in step \d: call"):
+            summed.backward(late)
         assert summed.get_global_grad_norm() == pytest.approx(window.get_global_grad_norm(), rel=1e-5)
     for name, value in weights(window.module).items():
         torch.testing.assert_close(value, weights(summed.module)[name], rtol=1e-5, atol=1e-6)

@@ -13,6 +13,7 @@ from torch import nn
 from zo_runs import (
     EPS,
     LR,
+    FunctionalTie,
     PlainMeZO,
     Recorder,
     Toy,
@@ -115,13 +116,17 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", JSONS)
 def test_a_checkpoint_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
-    whole, first, second = (engine_for(Toy(), JSONS[name]) for _ in range(3))
+    whole, first, second, third = (engine_for(FunctionalTie(), JSONS[name]) for _ in range(4))
     expected = train(whole, BATCHES)
     losses = train(first, BATCHES[:4])
     first.save_checkpoint(str(tmp_path), tag="four")
     train(second, BATCHES[:1])
     second.load_checkpoint(str(tmp_path), tag="four")
     assert second.global_steps == 4
+    third.load_checkpoint(str(tmp_path), tag="four")
+    with torch.no_grad():
+        evaluated = [engine.module(**BATCHES[0]).item() for engine in (first, third)]
+    assert evaluated[0] == evaluated[1], "before a training forward has shown where weights are used"
     if "bf16" not in name:
         assert losses + train(second, BATCHES[4:]) == expected
         assert_equal(weights(second.module), weights(whole.module))

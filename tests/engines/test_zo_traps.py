@@ -454,6 +454,62 @@ def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
     assert 0 < len(skipped) < 2 * len(layers) * (len(batches) + 1), "layer drop never happened"
 
 
+class Remembers(Toy):
+    """Each forward meets what the last one left: counts, a table it replaced, generators of its own, its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.ones(16))
+        self.torchs = torch.Generator().manual_seed(1)
+        self.numpys, self.older = np.random.default_rng(2), np.random.RandomState(3)
+        self.pythons = random.Random(4)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.table = self.table * 1.01
+        for block in self.blocks:
+            drawn = self.numpys.random() + self.older.rand() + self.pythons.random()
+            x = block(x * self.table + 0.1 * self.count + torch.rand(16, generator=self.torchs)) + drawn
+        return x
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        shift, given = batch.pop("shift").mul_(2.0), batch.pop("given")
+        return super().forward(batch["ids"]) * (shift.sum() + torch.rand((), generator=given))
+
+    def state(self) -> list[Any]:
+        """Of everything that a forward leaves behind."""
+        own = [self.torchs.get_state().tolist(), self.pythons.getstate()]
+        numpys = [self.numpys.bit_generator.state, self.older.get_state()[2]]
+        return [self.count.item(), self.table.tolist(), *own, *numpys]
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
+def test_what_a_forward_leaves_behind_is_as_of_one_pass(json: dict[str, Any], passes: Recorder) -> None:
+    """Passes start from the same buffers, generators and inputs; a forward leaves what one of them does."""
+
+    def batch(ids: torch.Tensor) -> dict[str, Any]:
+        return {"ids": ids, "shift": torch.ones(3), "given": torch.Generator().manual_seed(5)}
+
+    engine = engine_for(Remembers(), json)
+    with torch.inference_mode():
+        engine.module(batch(toy_batches(1)[0]["ids"]))
+    for step, ids in enumerate(b["ids"] for b in toy_batches(3)):
+        reference, one = PlainMeZO(engine.module), copy.deepcopy(engine.module)
+        reference.steps = step
+        expected = reference.passes(lambda model, ids=ids: model(batch(ids)))
+        with torch.no_grad():
+            one(batch(ids))
+        one_step(engine, {"batch": batch(ids)})
+        close(passes.last[:2], expected)
+        assert engine.module.state() == one.state()
+    assert engine.backend._interleave
+    count = engine.module.count.item()
+    with pytest.raises(RuntimeError):
+        engine(batch(torch.zeros(2, 3, 1)))
+    assert engine.module.count.item() == count, "of a forward that failed"
+
+
 # Architectures with something of their own
 
 
