@@ -295,7 +295,8 @@ class PluginEngine(CheckpointingEngine):
         return RemovableHandle(OrderedDict())
 
     def _broadcast_model(self) -> None:
-        if not self._places_parameters:
+        # DeepSpeed's takes neither scalars nor transposed parameters.
+        if not self._places_parameters and all(p.ndim and p.is_contiguous() for p in self.module.parameters()):
             super()._broadcast_model()
         elif self.dist_backend is not None and dist.get_world_size(self.seq_data_parallel_group) > 1:
             source = dist.get_global_rank(self.seq_data_parallel_group, 0)
@@ -303,7 +304,7 @@ class PluginEngine(CheckpointingEngine):
                 if parameter.is_meta:
                     continue  # every rank reads it from the same source
                 # One at a time, through the device: NCCL does not read the host, and the whole model need not fit.
-                on_device = parameter.data.to(self.device)
+                on_device = parameter.data.to(self.device).contiguous()
                 dist.broadcast(on_device, source, group=self.seq_data_parallel_group)
                 parameter.data.copy_(on_device)
 
