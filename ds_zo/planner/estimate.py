@@ -53,6 +53,9 @@ class Estimate:
     """Bytes by part; together the allocator's peak."""
     host: Mapping[str, int]
     step_s: float
+    filling_nbytes: int = 0
+    """Host memory more than `host` until the first step has shown how many blocks the device has room for: those that
+    then stay there start here."""
     up_nbytes: int = 0
     """Over the link each step, host to device."""
     down_nbytes: int = 0
@@ -78,13 +81,17 @@ class Estimate:
         return sum(self.host.values())
 
     @property
+    def host_peak_nbytes(self) -> int:
+        return self.host_nbytes + self.filling_nbytes
+
+    @property
     def fits_device(self) -> bool:
         limit = self.limits.device_nbytes
         return limit is None or self.device_nbytes + MARGIN_NBYTES <= limit
 
     @property
     def fits_host(self) -> bool:
-        return self.limits.host_nbytes is None or self.host_nbytes <= self.limits.host_nbytes
+        return self.limits.host_nbytes is None or self.host_peak_nbytes <= self.limits.host_nbytes
 
     @property
     def fits(self) -> bool:
@@ -96,6 +103,7 @@ class Estimate:
         return shown | {
             "device_nbytes": self.device_nbytes,
             "host_nbytes": self.host_nbytes,
+            "host_peak_nbytes": self.host_peak_nbytes,
             "fits": self.fits,
             "fits_device": self.fits_device,
             "fits_host": self.fits_host,

@@ -95,7 +95,7 @@ def _estimate(
     section = stream.model_dump(exclude_unset=True)
     setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"
     notes = ["activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"]
-    streamed_up = streamed_down = 0
+    streamed_up = streamed_down = filling = 0
     if offload:
         found = twice.place(model, limits, stream, beside=sum(device.values()))
         compute_s = twice.step_s(
@@ -107,7 +107,7 @@ def _estimate(
         )
         device = parts(weights=found.weights_nbytes, slots=found.slots_nbytes) | device
         host = parts(weights=found.store_nbytes) | host
-        streamed_up, streamed_down = found.up_nbytes, found.store_nbytes
+        streamed_up, streamed_down, filling = found.up_nbytes, found.store_nbytes, found.filling_nbytes
         zero["offload_param"] = twice.OFFLOADED
         section = twice.section_of(limits, stream)
         setting = f"{setting}; {found.setting}"
@@ -127,6 +127,7 @@ def _estimate(
         setting=setting,
         device=device,
         host=host,
+        filling_nbytes=filling,
         step_s=step_s,
         divided_s=step_s - compute_s,
         up_nbytes=moved + streamed_up,

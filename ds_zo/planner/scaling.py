@@ -37,7 +37,7 @@ class Scaled:
     gpus: int
     nodes: int
     host_nbytes: int
-    """Of each machine."""
+    """Of each machine, once the blocks that stay on its GPUs are there."""
     sharded_host_nbytes: int
     """The same at ZeRO stage 3."""
     device_nbytes: int
@@ -76,6 +76,14 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
     host_nbytes = _host_nbytes(e, gpus=gpus, ranks=ranks)
     sharded_host_nbytes = _host_nbytes(at_stage_3, gpus=gpus, ranks=ranks)
     sharded_device_nbytes = _sharded_device_nbytes(plan, e, ranks=ranks)
+    stores = 1 if e.contender in SHARED_STORES else gpus
+    ways = (
+        (e.device_nbytes, host_nbytes + gpus * e.filling_nbytes),
+        (
+            sharded_device_nbytes,
+            sharded_host_nbytes + stores * e.filling_nbytes,
+        ),
+    )
     return Scaled(
         contender=e.contender,
         gpus=gpus,
@@ -92,7 +100,7 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         efficiency=e.step_s / step_s,
-        fits=_fits(e.limits, (e.device_nbytes, host_nbytes), (sharded_device_nbytes, sharded_host_nbytes)),
+        fits=_fits(e.limits, *ways),
     )
 
 

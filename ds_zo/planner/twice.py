@@ -32,6 +32,8 @@ class Streamed:
     slots_nbytes: int
     store_nbytes: int
     """On the host; as much goes down each step."""
+    filling_nbytes: int
+    """See `Estimate`."""
     up_nbytes: int
 
     @property
@@ -64,8 +66,16 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
     # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.
     ends = [*blocks[-num_slots:], *blocks[:num_slots]] if stream.overlap else []
     still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
+    stay_later = stream.resident_blocks is None
     return Streamed(
-        placement, blocks, num_slots, there.edges + there.blocks, there.slots, store, 2 * store - still_there
+        placement=placement,
+        blocks=blocks,
+        num_slots=num_slots,
+        weights_nbytes=there.edges + there.blocks,
+        slots_nbytes=there.slots,
+        store_nbytes=store,
+        filling_nbytes=sum(u.nbytes for u in placement.blocks) - store if stay_later else 0,
+        up_nbytes=2 * store - still_there,
     )
 
 

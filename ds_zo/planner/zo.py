@@ -97,6 +97,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     there = device_bytes(placement, num_resident=num_resident, **sizes)
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
+    whole_store = sum(u.nbytes + u.low_nbytes for u in placement.blocks)
     up_nbytes, down_nbytes = _traffic(placement, streamed, buffers.interval)
     step_s = _step_s(model, placement, streamed, buffers, params)
     interval = buffers.interval
@@ -128,6 +129,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
             workspace=WORKSPACE_NBYTES + _table_nbytes(placement),
         ),
         host=parts(weights=store, low_plane=low_store, process=PROCESS_NBYTES),
+        filling_nbytes=whole_store - store - low_store if offload and stream.resident_blocks is None else 0,
         step_s=step_s,
         up_nbytes=int(up_nbytes),
         down_nbytes=int(down_nbytes),

@@ -101,6 +101,9 @@ def test_contenders_take_the_planned_time(shape: str, cases: set[str]) -> None:
         cap_gb = row["params"]["config"].get("ds_zo", {}).get("stream", {}).get("device_memory_gb", 140)
         planned = estimates[row["case"]](model(shape, spec["batch"], spec["length"]), Limits(int(cap_gb * 1e9)))
         assert planned.step_s == pytest.approx(row["step_s"], rel=0.2), row["case"]
+        assert planned.device_nbytes / 1e9 == pytest.approx(row["peak_gb"], rel=0.08), row["case"]
+        if row["case"] == "zo":  # blocks that stay on the GPU began on the host
+            assert planned.host_peak_nbytes / 1e9 == pytest.approx(row["host_peak_gb"], rel=0.05)
         if "offload" in row["case"]:
             assert planned.up_nbytes / 1e9 == pytest.approx(row["up_gb"], rel=0.01)
             assert planned.down_nbytes / 1e9 == pytest.approx(row["down_gb"], rel=0.01)
