@@ -375,6 +375,7 @@ class Trainer:
             model = add_lora(model, args)
         self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
         self.engine = make_engine(model, config)
+        self.engine.train()  # `from_pretrained` leaves dropout off, and a run may begin without a score
         self.order = self.make_order()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
@@ -524,6 +525,7 @@ class Trainer:
             "train_s": self.train_s,
             "best": asdict(self.best) if self.best else None,
             "curve": [asdict(point) for point in self.curve],
+            "random": random_states(),
         }
 
     def save_checkpoint(self) -> None:
@@ -553,6 +555,8 @@ class Trainer:
         further = self.engine.global_steps - state.get("global_steps", self.engine.global_steps)
         self.step = state["step"] + further
         self.num_seen = state["num_seen"] + further * self.samples_per_step
+        if not further and "random" in state:
+            set_random_states(state["random"])
         if further and (folder / PROGRESS).is_file():
             noted = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
             state = noted if state["step"] < noted["step"] <= self.step else state
@@ -579,6 +583,17 @@ class Trainer:
             self.tokenizer.save_pretrained(folder)
         dist.barrier()
         return folder
+
+
+def random_states() -> list[str]:
+    """Of the host and the device, for dropout to go on with: DeepSpeed's own checkpoints have none."""
+    return [state.numpy().tobytes().hex() for state in (torch.get_rng_state(), get_accelerator().get_rng_state())]
+
+
+def set_random_states(states: list[str]) -> None:
+    host, device = (torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states)
+    get_accelerator().set_rng_state(device)
+    torch.set_rng_state(host)
 
 
 def write_whole(path: Path, text: str) -> None:

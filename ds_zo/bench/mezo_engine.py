@@ -4,6 +4,7 @@
 z is drawn once a step for all parameters, in the order and at the offsets that ZO counts (`named_parameters()`, tied
 ones once, frozen ones included), and used for the four sweeps. So in float32 the two take the same steps, up to the
 rounding of weights that MeZO perturbs in place; what differs in 16 bit is that rounding, which is what is compared.
+Dropout, which the paper turns off, drops the same in both passes, as ZO has it: masks that differ would drown g.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class MeZOEngine:
                 return self.module(**batch)
             self._draw()
             self._sweep(self.zo_eps)
-            plus = self.module(**batch)
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                plus = self.module(**batch)
             self._sweep(-2 * self.zo_eps)
             minus = self.module(**batch)
             self._sweep(self.zo_eps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,12 +14,15 @@ from types import ModuleType
 
 import pytest
 from clean_process import in_clean_process
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_zo.bench import curves
 from ds_zo.bench.accuracy import table
 from ds_zo.bench.grid import Case, Grid
 from ds_zo.bench.grids import GRIDS, lsp_glue
 from ds_zo.bench.sweep import Row, Sweep, read_rows, remaining, run
+from ds_zo.tasks import make_task
+from ds_zo.tasks.embedded_model import FOLDER
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "launch" / "sweep.py"
 PAIRS = [
@@ -59,6 +63,14 @@ def short(grid: Grid, *, tasks: Sequence[str], steps: int, names: Sequence[str] 
     return cases
 
 
+def with_dropout(folder: Path) -> Path:
+    """The embedded model with dropout."""
+    shutil.copytree(FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """Of one sweep with the embedded model, by key."""
@@ -67,8 +79,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
         (folder / "data" / task).mkdir(parents=True)
         for split in ("train", "dev", "test"):
             (folder / "data" / task / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dropout = ("--model", str(with_dropout(folder / "dropout")))
+    equal_z = short(GRIDS["smoke"], tasks=["sst2"], steps=6, names=["mezo", "zo"])
     cases = [
-        *short(GRIDS["smoke"], tasks=["sst2"], steps=6, names=["mezo", "zo"]),
+        *(dataclasses.replace(case, arguments=(*case.arguments, *dropout)) for case in equal_z),
         *short(GRIDS["lora-lomo"], tasks=["boolq"], steps=2),
         *short(lsp_glue(128), tasks=["sst2"], steps=2, names=["lsp"]),
         *short(lsp_glue(128), tasks=["stsb"], steps=2),
@@ -95,6 +109,11 @@ def test_zo_takes_the_references_steps_at_equal_z(rows: dict[str, Row]) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 1
     assert zo["after_values"] == mezo["after_values"] and zo["steps"] == 6
     assert zo["first_step_s"] == zo["curve"][0]["train_s"] > 0
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    task = make_task("sst2")
+    task.rows = lambda split: TABLES["sst2"]  # type: ignore[method-assign]
+    whole = task.collate(task.sequences("train", tokenizer, max_length=64), pad_token_id=0)
+    assert abs(model.float()(**whole).loss.item() - losses[0][0]) > 1e-2, "dropout from the first step on, in both"
 
 
 def test_heads_and_regression_beside_full_tuning_and_galore(rows: dict[str, Row]) -> None:
