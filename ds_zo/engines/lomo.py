@@ -100,7 +100,7 @@ class LOMOBackend(Backend):
         """What gradients of this backward are multiplied by: clipping and unscaling."""
         self._norms: list[torch.Tensor] = []
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._seen_groups: list[tuple[int, int]] = []
+        self._seen_groups: list[tuple[int, list[int]]] = []
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
         self._pending = False
@@ -232,8 +232,9 @@ class LOMOBackend(Backend):
         return handle
 
     def _find_groups(self) -> None:
-        """Loading an optimizer's state makes groups of their own, so it is not enough to count."""
-        seen = [(id(group), len(group["params"])) for group in self.param_groups]  # ids of what `_group_of` keeps alive
+        """Loading an optimizer's state makes groups of their own, and a list may be replaced by one as long."""
+        # Ids of what is alive: groups in `_group_of`, parameters in the module.
+        seen = [(id(group), list(map(id, group["params"]))) for group in self.param_groups]
         if seen != self._seen_groups:
             self._seen_groups = seen
             self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}

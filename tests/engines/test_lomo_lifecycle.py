@@ -84,6 +84,12 @@ def test_parameters_outside_the_groups_stay_and_do_not_count() -> None:
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.ndim < 2]).norm()
     assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
     assert torch.equal(matrix, model.lm_head.weight) and model.lm_head.weight.grad is None
+    others = [p for p in model.parameters() if p.ndim > 1][: len(chosen)]  # as many: layers that take turns
+    engine.optimizer.param_groups[0]["params"] = others
+    before = weights_of(model)
+    train(engine, batches("llama", 1, first=1))
+    moved = {id(p) for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+    assert moved == {id(p) for p in others}
 
 
 def test_a_bare_backward_is_an_update_where_one_pass_is_enough() -> None:
