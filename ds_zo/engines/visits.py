@@ -110,6 +110,13 @@ class Visits:
         """Of the scratch: what may be written while passes have still to run a block. Second copies lie behind it."""
         return self._pair_at
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in a buffer that units share."""
+        if tensor.layout is not torch.strided:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return address == self.scratch.data_ptr() or any(address == s.buffer.data_ptr() for s in self.runtime.slots)
+
     def close(self) -> None:
         """Lets go of device buffers."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)

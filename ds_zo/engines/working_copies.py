@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.nesting import Nesting, has_room
@@ -131,17 +132,32 @@ class WorkingCopies:
         self._lockstep.pause(asked)
         self._went_on.discard(self._lockstep.current)
 
-    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         self.nesting.leave(self._index, self._alone[id(unit)])
+        kept = self._saved_from_reuse(output)
         if not self._training:
             self._leave_clean(unit)
-            return
+            return kept
         if self._lockstep.inside:
             self._went_on.add(self._lockstep.current)
             if self._lockstep.current < self._num_passes - 1:
-                return  # the other passes have still to run it
+                return kept  # the other passes have still to run it
         self._homes.visits.leave_block(unit)
         self.visited.discard(id(unit))
+        return kept
+
+    def _saved_from_reuse(self, output: Any) -> Any:
+        """The output with copies of what is a view of weights, or None where nothing is: their memory is the next
+        unit's."""
+        if isinstance(output, torch.Tensor):
+            return output.detach().clone() if self._homes.visits.lends(output) else None
+        is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
+        leaves = output if is_flat else tree_flatten(output)[0]  # which takes longer than a small block's launches
+        if not any(isinstance(leaf, torch.Tensor) and self._homes.visits.lends(leaf) for leaf in leaves):
+            return None
+        return tree_map_only(
+            torch.Tensor, lambda leaf: leaf if (own := self._saved_from_reuse(leaf)) is None else own, output
+        )
 
     def ready(self, asked: Any, index: int) -> None:
         """All passes have asked for a block: makes pass `index`'s copy of it."""
@@ -184,7 +200,8 @@ class WorkingCopies:
         if is_ahead and nbytes > self._homes.visits.free_nbytes:
             self._pause(_ALL_HERE)
 
-    def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> Any:
+        kept = self._saved_from_reuse(output)
         entered = self._entered.pop(id(module), [])
         self.nesting.leave(self._index, entered)
         for unit in reversed(entered):
@@ -193,6 +210,7 @@ class WorkingCopies:
                 self.visited.discard(id(unit))
             else:
                 self._leave_clean(unit)
+        return kept
 
     # Outside training
 

@@ -233,6 +233,9 @@ class ZOBackend(Backend):
                 self.homes.rehearse(again)
             after.put_back()
             return results
+        except BaseException:
+            before.put_back()
+            raise
         finally:
             self._lockstep.on_again = self._buffers.restart
 

@@ -695,28 +695,42 @@ class Runs(nn.Module):
         return self.others[0](x) * self.gate
 
 
+class Rows(nn.Module):
+    """Returns weights: some rows of a table, as they lie there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, num: int) -> dict[str, torch.Tensor]:
+        return {"rows": self.table[:num]}
+
+
 class GivenAnother(Block):
     def __init__(self, *, shared: nn.Module) -> None:
         super().__init__(16)
         self.shared = shared
 
-    def forward(self, x: torch.Tensor, *, first: nn.Module) -> torch.Tensor:
-        return super().forward(self.shared(first(x)) + x)
+    def forward(self, x: torch.Tensor, *, first: nn.Module) -> tuple[torch.Tensor, None, torch.Tensor]:
+        return super().forward(self.shared(first(x)) + x), None, self.linear.weight[0]
 
 
 class Entangled(Toy):
-    """Blocks contain one and the same module, and run one that they are given, which runs another."""
+    """Blocks contain one and the same module, and run one that they are given, which runs another. What they return is
+    in part their weights, and so is what comes before them."""
 
     def __init__(self) -> None:
         super().__init__()
         shared, self.inner = nn.Linear(16, 16), nn.Linear(16, 16)
         self.blocks = nn.ModuleList(GivenAnother(shared=shared) for _ in range(2))
-        self.outer = Runs(self.inner)
+        self.outer, self.rows = Runs(self.inner), Rows()
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
+        rows, weights = self.rows(x.shape[1])["rows"], []
         for block in self.blocks:
-            x = block(x, first=self.outer)
-        return x
+            x, _, weight = block(x, first=self.outer)
+            weights.append(weight)
+        return x + rows + sum(weights)
 
 
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
