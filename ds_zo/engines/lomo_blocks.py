@@ -129,7 +129,7 @@ class RecomputedBlock:
         """What the consumer keeps of its other parameters."""
         self.last_visit = 0
         """The backward pass that last visited it."""
-        self.habits = Habits(unit.module)
+        self.habits = Habits(unit.module, homes.device)
         self._homes = homes
         self._consumer = weakref.ref(consumer)
         self._calls: list[weakref.ref[Call]] = []

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.engines.pass_inputs import generators_of
 from ds_zo.engines.twins import RandomState
 
 
 class Habits:
     """What a block has been seen to do, so that only what it does is looked after."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
+        self.random = RandomState(device)
+        self.random.own = generators_of(module)
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
         self.draws: bool | None = None
@@ -43,8 +46,7 @@ class Surroundings:
 
     def __init__(self, habits: Habits, device: torch.device) -> None:
         self._habits = habits
-        self._device = device
-        self._random = self._get_random()
+        self._random = habits.random.cheap()
         looks = habits.draws or (habits.draws is None and habits.module.training)
         self._python = RandomState.python() if looks else None
         self._autocast = [
@@ -103,18 +105,9 @@ class Surroundings:
             if self._python is not None:
                 stack.callback(RandomState.set_python, RandomState.python())
                 RandomState.set_python(self._python)
-            stack.callback(self._set_random, self._get_random())
-            self._set_random(self._random)
+            stack.callback(self._habits.random.set_cheap, self._habits.random.cheap())
+            self._habits.random.set_cheap(self._random)
             yield
-
-    def _get_random(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
-
-    def _set_random(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
 
 
 def _version(tensor: Any) -> int | None:

@@ -18,8 +18,8 @@ LENGTH, WIDTH, VOCAB = 6, 8, 11
 
 
 class Odd(nn.Module):
-    """Keeps statistics, draws from Python's generator, drops out, and adds a parameter whose gradient is a view. One
-    is a scalar, one transposed."""
+    """Keeps statistics, draws from Python's generator and its own, drops out, and adds a parameter whose gradient is a
+    view. One is a scalar, one transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +27,7 @@ class Odd(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.drop = nn.Dropout(0.3)
         self.shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.generator = torch.Generator().manual_seed(3)
         self.gain = nn.Parameter(torch.tensor(0.9))
         self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -35,6 +36,7 @@ class Odd(nn.Module):
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
         y = self.norm((x + self.shift.unsqueeze(0)).transpose(1, 2)).transpose(1, 2)
         y = torch.tanh(self.bent(y)) * self.gain + torch.tanh(x @ self.turned)
+        y = y * torch.rand(y.shape, generator=self.generator)
         return x + self.drop(y) * (1.0 if random.random() < 0.5 else 0.2)
 
 
