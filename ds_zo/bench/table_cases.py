@@ -109,11 +109,13 @@ def count_parameters(model: str, *, layers: int | None, length: int) -> int:
     from transformers import AutoModelForCausalLM
 
     from ds_zo.bench.shapes import config_of_model
+    from ds_zo.planner.models import check_positions
 
     config = config_of_model(model, num_layers=layers, max_length=length)
     with init_empty_weights(include_buffers=False):
         made = AutoModelForCausalLM.from_config(config)
     made.tie_weights()
+    check_positions(made, model, seq=length)
     return sum(p.numel() for p in made.parameters())
 
 

@@ -45,7 +45,11 @@ def text_batches(model_name: str, data: Path | None, *, batch: int, length: int,
     from ds_zo.tasks.stdlib_text import modules
 
     text = data.read_text(encoding="utf-8") if data is not None else _some(modules(held_out=True))
-    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"text needs the model's tokenizer, and {model_name} has none that loads: {why}") from error
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(ids) <= length:
         raise ValueError(f"the text must have more than {length} tokens, got {len(ids)} (--data, --seq)")

@@ -111,7 +111,7 @@ def _estimate(
         zero["offload_param"] = twice.OFFLOADED
         section = twice.section_of(limits, stream)
         setting = f"{setting}; {found.setting}"
-        notes.append("weights stream on one rank only")
+        notes.append("weights stream on one rank only; what it takes of a GPU has not been compared with a run")
     else:
         compute_s = trace.forward.seconds + (trace.backward + around).seconds
         device = parts(weights=model.weights_nbytes) | device

@@ -127,11 +127,11 @@ def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates:
         module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     module.tie_weights()
     module.train()
-    _check_positions(module, name, seq=seq)
+    check_positions(module, name, seq=seq)
     return Model(name, module, batch, seq, dtype, rates or Rates())
 
 
-def _check_positions(module: nn.Module, name: str, *, seq: int) -> None:
+def check_positions(module: nn.Module, name: str, *, seq: int) -> None:
     """Rotary positions go on; a table of learned ones ends, which tensors without values do not notice."""
     config: Any = module.config
     longest = getattr(config, "max_position_embeddings", None)

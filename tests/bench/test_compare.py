@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers as hf
 
 from ds_zo.bench import measure
 from ds_zo.bench.compare import add_arguments, main
 from ds_zo.bench.contenders import ALL, DIFFERING, EXACT_PINNING, TIERS
 from ds_zo.bench.runner import Case, Row, read_rows
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
+from ds_zo.bench.workload import text_batches
 from ds_zo.cli import main as cli
 
 REPO = Path(__file__).parents[2]
@@ -163,6 +165,11 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
         assert words in capsys.readouterr().err
+    hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=12).save_pretrained(tmp_path / "gpt2")
+    assert main(["--model", str(tmp_path / "gpt2"), "--seq", "16", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert "learned positions (transformer.wpe) for 12 tokens, got 16 (--seq)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="text needs the model's tokenizer"):
+        text_batches(str(tmp_path / "none"), None, batch=1, length=8, seed=0)
     (tmp_path / "file").touch()
     told = ["--model", "random:opt-tiny", "--contenders", "zo", "--device", "cpu", "--out", str(tmp_path / "file")]
     assert main(told) == 1 and "Not a directory" in capsys.readouterr().err

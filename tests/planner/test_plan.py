@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def test_host_memory_decides_too() -> None:
     found = plan(planned("llama"), host_memory_gb=0.5, backends=["zero-offload"])
     assert not found["zero-offload"].fits_host and found["zero-offload"].fits_device
     assert "no: host" in render(found)
+    model = planned("llama", dtype="bf16", num_hidden_layers=12)
+    tight = Limits(device_nbytes=estimate_lomo(model, Limits()).device_nbytes + MARGIN_NBYTES - 1)
+    streamed = estimate_lomo(model, tight)
+    settled, peak = streamed.host_nbytes, streamed.host_peak_nbytes
+    assert peak - settled == estimate_lomo(model, Limits(), offload=True).host["weights"] - streamed.host["weights"] > 0
+    assert estimate_lomo(model, replace(tight, host_nbytes=peak)).fits
+    assert not estimate_lomo(model, replace(tight, host_nbytes=peak - 1)).fits, "blocks that stay begin on the host"
 
 
 def test_equation_1_on_the_papers_machine() -> None:
