@@ -80,6 +80,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_EVERY = 10
 """Steps between two readings of the loss: each reading waits for the device."""
 PROGRESS = "progress.json"
+KEPT = ("task", "seed", "data_seed", "num_train", "group_by_length")
+"""Arguments that say which examples come in which order: a position among them means nothing under others."""
 REFERENCE = "mezo"
 """An optimizer.type of this script's own: in-memory MeZO, which ZO is compared with."""
 
@@ -163,7 +165,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--max-seconds", type=float, metavar="S", help="stop training after so long, evaluations and saves not counted"
     )
-    how.add_argument("--lr", type=float, help="instead of the JSON's optimizer.params.lr")
+    how.add_argument(
+        "--lr", type=float, help="instead of the JSON's optimizer.params.lr (and its scheduler's warmup_max_lr)"
+    )
     how.add_argument(
         "--dtype",
         choices=["auto", *DTYPES],
@@ -235,7 +239,10 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         optimizer = config.get("optimizer")
         if not isinstance(optimizer, dict):
             raise UserError(f"--lr overrides optimizer.params.lr, but {args.deepspeed} has no optimizer section")
-        optimizer.setdefault("params", {})["lr"] = args.lr
+        optimizer["params"] = {**(optimizer.get("params") or {}), "lr": args.lr}
+        schedule = (config.get("scheduler") or {}).get("params") or {}
+        if "warmup_max_lr" in schedule:  # it, and not the optimizer's, is what such a schedule rises to
+            schedule["warmup_max_lr"] = args.lr
     dtype = args.dtype
     if dtype == "auto" and get_accelerator().device_name() == "cpu" and model_dtype(config) != "fp32":
         dtype = "fp32"
@@ -517,8 +524,7 @@ class Trainer:
 
     def client_state(self) -> dict[str, Any]:
         return {
-            "task": self.args.task,
-            "seed": self.args.seed,
+            **{name: getattr(self.args, name) for name in KEPT},
             "step": self.step,
             "num_seen": self.num_seen,
             "num_tokens": self.num_tokens,
@@ -545,11 +551,12 @@ class Trainer:
             raise UserError(f"the checkpoint in {folder} could not be loaded (--resume)")
         if not {"task", "seed", "step", "num_seen"} <= state.keys():
             raise UserError(f"{path} was not written by this script: pass a folder of weights as --model (--resume)")
-        for name in ("task", "seed"):
-            if state[name] != getattr(self.args, name):
+        for name in KEPT:
+            if name in state and state[name] != getattr(self.args, name):
+                flag = name.replace("_", "-")
                 raise UserError(
-                    f"a run resumes with the {name} it began with: the checkpoint has {state[name]!r}, "
-                    f"got {getattr(self.args, name)!r} (--{name})"
+                    f"a run resumes with the {flag} it began with: the checkpoint has {state[name]!r}, "
+                    f"got {getattr(self.args, name)!r} (--{flag})"
                 )
         # A trajectory may have brought the engine further than the checkpoint.
         further = self.engine.global_steps - state.get("global_steps", self.engine.global_steps)

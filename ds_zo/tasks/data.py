@@ -57,8 +57,10 @@ def read_jsonl(path: Path) -> list[Row]:
         )
         raise TaskError(f"looked for the file {path}: not found ({found})")
     rows: list[Row] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.isascii() and any("\udc80" <= char <= "\udcff" for char in line):
+                raise TaskError(f"files of rows are UTF-8; {path}:{number} is not")
             if not line.strip():
                 continue
             try:

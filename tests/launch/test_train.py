@@ -110,6 +110,8 @@ def test_launcher_and_summary(tmp_path: Path, free_port: int, succeed: Succeed) 
     assert [point["step"] for point in summary["curve"] if point["dev"]] == [2, 3]
     for name in ("steps", "curve", "best_step", "dev", "after", "train_s", "before", "model_folder"):
         assert resumed[name] == summary[name], name
+    progress = json.loads((output / "checkpoints" / "progress.json").read_text())
+    assert progress["step"] == 3 and not progress["group_by_length"]
 
 
 def test_text_file_with_own_model(tmp_path: Path, succeed: Succeed) -> None:
@@ -188,9 +190,10 @@ def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run
 
 
 def test_lr_and_dtype_override_the_json(tmp_path: Path, script: ModuleType) -> None:
-    path = write_config(tmp_path, SGD, bf16={"enabled": True})
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}}
+    path = write_config(tmp_path, SGD, bf16={"enabled": True}, scheduler=schedule)
     config = script.read_config(script.parse_args(["--deepspeed", str(path), "--lr", "0.25", "--dtype", "fp16"]))
-    assert config["optimizer"]["params"]["lr"] == 0.25
+    assert config["optimizer"]["params"]["lr"] == config["scheduler"]["params"]["warmup_max_lr"] == 0.25
     assert config["bf16"] == {"enabled": False} and config["fp16"] == {"enabled": True}
 
 

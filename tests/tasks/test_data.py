@@ -41,10 +41,16 @@ def test_wrong_field_is_reported_with_those_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{broken\n", r"f\.jsonl:1 is not JSON"), ("\n[1]\n", r"f\.jsonl:2 is a list"), ("\n", "has no rows")],
+    [
+        ("{broken\n", r"f\.jsonl:1 is not JSON"),
+        ("\n[1]\n", r"f\.jsonl:2 is a list"),
+        ("\n", "has no rows"),
+        ('{"sentence": "caf\xe9", "label": 0}\n', r"files of rows are UTF-8; .*f\.jsonl:1 is not"),
+        ("\xef\xbb\xbf[1]\n", r"f\.jsonl:1 is a list"),  # after the mark that Windows writes
+    ],
 )
 def test_malformed_file(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "f.jsonl").write_text(content)
+    (tmp_path / "f.jsonl").write_bytes(content.encode("latin-1"))
     with pytest.raises(TaskError, match=message):
         make_task("sst2", DataSource(file=tmp_path / "f.jsonl")).rows("train")
 
