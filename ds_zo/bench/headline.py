@@ -113,15 +113,18 @@ def markdown(parts: Sequence[Part], *, root: str, plot: str | None) -> str:
 
 def _facts(parts: Sequence[Part]) -> str:
     first = parts[0].entrants[0]
-    machines = {row.get("machine") for part in parts for row in part.rows}
-    where = f"one {first.get('gpu') or 'CPU'}" if len(machines) == 1 else f"{len(machines)} machines, one a column"
-    link = next((row["link_gbps"] for part in parts for row in part.rows if row.get("link_gbps")), None)
+    rows = [row for part in parts for row in part.rows]
+    num_machines = len({row.get("machine") for row in rows})
+    cards = " or ".join(dict.fromkeys(str(row.get("gpu") or "CPU") for part in parts for row in part.entrants))
+    where = f"one {cards}" if num_machines == 1 else f"{num_machines} machines with one {cards} each, a column of one"
     facts = [where, f"{first.get('cpus')} cores"]
-    if link is not None:
-        facts.append(f"link {link['up']:.1f} GB/s up, {link['down']:.1f} down")
-    speed = next((row["cpu_adam_gparams_per_s"] for p in parts for row in p.rows if "cpu_adam_gparams_per_s" in row), 0)
-    if speed:
-        facts.append(f"CPU Adam {speed:.2f} G parameters/s")
+    links = [row["link_gbps"] for row in rows if row.get("link_gbps")]
+    if links:
+        up, down = (_span([link[way] for link in links], ".1f") for way in ("up", "down"))
+        facts.append(f"link {up} GB/s up, {down} down")
+    speeds = [row["cpu_adam_gparams_per_s"] for row in rows if row.get("cpu_adam_gparams_per_s")]
+    if speeds:
+        facts.append(f"CPU Adam {_span(speeds, '.2f')} G parameters/s")
     versions = first.get("versions", {})
     facts += [f"{name} {versions[name]}" for name in ("deepspeed", "torch") if name in versions]
     spec = parts[0].spec
@@ -129,6 +132,12 @@ def _facts(parts: Sequence[Part]) -> str:
     commits = dict.fromkeys(str(row.get("commit")) for part in parts for row in part.entrants)
     text = "; ".join([*facts, f"commit {', '.join(commits)}"])
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """Of all machines."""
+    least, most = (format(value, form) for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
 
 
 def _table(parts: Sequence[Part]) -> list[str]:
