@@ -279,17 +279,19 @@ class LOMOBackend(Backend):
     # forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
+        """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
+        if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._check_parameters()
         self._in_bare = False
-        if self._reducer is not None:
-            self._reducer.drop()  # what a bare backward that broke off has left
+        if self.module.training:
+            self._check_parameters()
+            if self._reducer is not None:
+                self._reducer.drop()  # what a bare backward that broke off has left
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
             self._caches.off() if self._homes is not None or self._compiler is not None else nullcontext(),
-            self._forward_sweep(),
+            self._forward_sweep() if self.module.training else nullcontext(),
         ):
             output = self.module(*args, **kwargs)
         if self._foreign is not None:

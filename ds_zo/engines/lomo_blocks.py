@@ -174,7 +174,8 @@ class RecomputedBlock:
     # Forward
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._consumer() is not None and not self._has_cache(args, kwargs):
+        may_train = torch.is_grad_enabled() and self._consumer() is not None
+        if may_train and not self._has_cache(args, kwargs):
             leaves, spec = tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             trains = any(p.requires_grad for p in self.unit.module.parameters())
@@ -188,7 +189,15 @@ class RecomputedBlock:
                 return call.output(outputs)
         with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
-            return tree_unflatten(self._own(leaves), spec)
+            leaves = self._own(leaves)
+        if may_train and self._has_cache(args, kwargs):
+            leaves = [
+                _NoWayBack.apply(leaf, self._anchor, self.unit.name)
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                else leaf
+                for leaf in leaves
+            ]
+        return tree_unflatten(leaves, spec)
 
     def _own(self, leaves: Sequence[Any]) -> list[Any]:
         """Outputs that are the block's own weights (prompts, tables) as copies: where they are now is lent."""
@@ -284,6 +293,23 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
+
+
+class _NoWayBack(torch.autograd.Function):
+    """An output that was computed for evaluation alone: without a node of its own, a loss would train what is behind
+    the block and nothing else, in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, block: str) -> torch.Tensor:
+        ctx.block = block
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ValueError(
+            f"block {ctx.block} got a key-value cache in evaluation, so it was not kept for a backward: pass "
+            "use_cache=False to the model, or call engine.train() first"
+        )
 
 
 def _keep_nothing(tensor: Any) -> None:

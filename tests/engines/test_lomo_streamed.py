@@ -206,6 +206,11 @@ def test_an_encoder_and_a_decoder() -> None:
     assert_close(weights_of(engines[1].module), weights_of(engines[0].module), atol=1e-5)
 
 
+def test_models_that_were_never_put_in_train_mode_train() -> None:
+    """They ask for key-value caches then, and blocks that get one keep nothing for a backward."""
+    assert_same_run(lambda: lively("llama").eval(), lambda: batches("llama", 2), clipping=0.5)
+
+
 @pytest.mark.parametrize("train_base", [False, True])
 def test_adapters(train_base: bool) -> None:
     def make() -> nn.Module:

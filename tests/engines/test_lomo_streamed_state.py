@@ -172,6 +172,11 @@ def test_a_cache_in_training_is_refused() -> None:
     engine = start(streamed(), lively("llama"))
     with pytest.raises(ValueError, match=r"use_cache=False"):
         engine(**next(batches("llama", 1)), use_cache=True)
+    engine.eval()
+    loss = engine(**next(batches("llama", 1)), use_cache=True).loss
+    with pytest.raises(ValueError, match=r"cache in evaluation.*use_cache=False"):
+        engine.backward(loss)
+    engine.train()
     train(engine, batches("llama", 1))
 
 
