@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import random
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -141,6 +142,8 @@ class Lockstep:
         self._device = device
         self._random = RandomState(device)
         self._hub: greenlet.greenlet | None = None
+        self._thread = threading.get_ident()
+        """The hub's."""
         self._modes = _open_modes()
         self.current = 0
         """Which pass is running."""
@@ -161,6 +164,8 @@ class Lockstep:
     def pause(self, asked: Any) -> None:
         """Called from a hook inside a pass: returns when the hub has made ready what was asked for."""
         assert self._hub is not None
+        if threading.get_ident() != self._thread:
+            raise CannotInterleave("blocks run in other threads than the one that called the engine")
         if _open_modes() != self._modes:
             asked = CannotInterleave(
                 "a torch function mode (such as `with torch.device(...)`) is open while a block runs, and would reach "
@@ -198,7 +203,7 @@ class Lockstep:
         inside = replace(outside, autocast_cache=False)
         start = self._random.cheap()
         twins = [_Twin(call, inside, start) for call in calls]
-        self._hub, self._modes = greenlet.getcurrent(), _open_modes()
+        self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
         inside.restore()  # the hub's state too: passes mostly share it, and then switching costs little
         try:
             for index, twin in enumerate(twins):

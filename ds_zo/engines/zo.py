@@ -41,7 +41,7 @@ from ds_zo.engines.structure import Structure
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
-from ds_zo.engines.zo_buffers import OwnBuffers, SavedBuffers
+from ds_zo.engines.zo_buffers import OwnBuffers, SavedAttributes, SavedBuffers
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
@@ -182,7 +182,10 @@ class ZOBackend(Backend):
         return self._one_by_one(calls)
 
     def _one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        attributes = SavedAttributes(self.module)
+
         def in_a_pass_of_its_own(call: Callable[[], Any]) -> Any:
+            attributes.put_back()
             with self._copies.training_pass():
                 return call()
 
@@ -194,12 +197,14 @@ class ZOBackend(Backend):
         module's back would miss its perturbation; what a pass writes to a buffer or to its inputs, the next would meet.
         All are looked for once. Of all forwards that takes, one leaves traces in buffers and random states."""
         randomness, before = self._lockstep.snapshot(), SavedBuffers.of(self.module)
+        attributes = SavedAttributes(self.module)
         self._buffers.set_places(())
         inputs.watch()
 
         def rewind() -> None:
             self._lockstep.set_snapshot(randomness)
             before.put_back()
+            attributes.put_back()
 
         self._lockstep.on_again = before.put_back
         try:

@@ -48,6 +48,20 @@ class SavedBuffers:
                 buffer.copy_(value)
 
 
+class SavedAttributes:
+    """What modules keep besides parameters and buffers, as it is now: counters, memories of the last batch. Values that
+    are changed in place are not seen."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._saved = [(vars(m), dict(vars(m))) for m in module.modules()]
+
+    def put_back(self) -> None:
+        for held, before in self._saved:
+            for name in held.keys() - before.keys():
+                del held[name]
+            held.update({name: value for name, value in before.items() if held.get(name) is not value})
+
+
 class OwnBuffers:
     """Buffers that forwards change, one set a pass. As with random numbers, the passes of a step start from the same,
     and what the last leaves stays: were they updated in turn, losses would differ by more than the perturbation."""

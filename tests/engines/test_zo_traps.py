@@ -10,6 +10,7 @@ import contextvars
 import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -235,8 +236,14 @@ class Counts(Toy):
         return x
 
 
+class InAThread(Toy):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.no_grad()(super().middle), x).result()
+
+
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
-@pytest.mark.parametrize("kind", [KeepsState, KeepsALittle, Counts])
+@pytest.mark.parametrize("kind", [KeepsState, KeepsALittle, Counts, InAThread])
 def test_state_kept_on_modules_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
     with log_lines() as lines:
         assert_follows(kind(), toy_batches(4), toy_loss, passes, json=json)
@@ -484,14 +491,37 @@ class Remembers(Toy):
         return [self.count.item(), self.table.tolist(), *own, *numpys]
 
 
-@pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
-def test_what_a_forward_leaves_behind_is_as_of_one_pass(json: dict[str, Any], passes: Recorder) -> None:
+class Anneals(Remembers):
+    """Counts without a buffer, too: passes in lockstep would share the count."""
+
+    age = 0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.age += 1
+        return super().middle(x) * self.age**-0.5
+
+    def state(self) -> list[Any]:
+        return [self.age, *super().state()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "json"),
+    [
+        (Remembers, STREAMED),
+        (Remembers, RESIDENT),
+        (Remembers, zo_json(params={"num_directions": 2})),
+        (Anneals, STREAMED),
+    ],
+)
+def test_what_a_forward_leaves_behind_is_as_of_one_pass(
+    kind: type[Remembers], json: dict[str, Any], passes: Recorder
+) -> None:
     """Passes start from the same buffers, generators and inputs; a forward leaves what one of them does."""
 
     def batch(ids: torch.Tensor) -> dict[str, Any]:
         return {"ids": ids, "shift": torch.ones(3), "given": torch.Generator().manual_seed(5)}
 
-    engine = engine_for(Remembers(), json)
+    engine = engine_for(kind(), json)
     with torch.inference_mode():
         engine.module(batch(toy_batches(1)[0]["ids"]))
     for step, ids in enumerate(b["ids"] for b in toy_batches(3)):
@@ -503,7 +533,7 @@ def test_what_a_forward_leaves_behind_is_as_of_one_pass(json: dict[str, Any], pa
         one_step(engine, {"batch": batch(ids)})
         close(passes.last[:2], expected)
         assert engine.module.state() == one.state()
-    assert engine.backend._interleave
+    assert engine.backend._interleave is (kind is Remembers)
     count = engine.module.count.item()
     with pytest.raises(RuntimeError):
         engine(batch(torch.zeros(2, 3, 1)))
