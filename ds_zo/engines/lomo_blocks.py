@@ -177,6 +177,8 @@ class RecomputedBlock:
         may_train = torch.is_grad_enabled() and self._consumer() is not None
         if may_train and not self._has_cache(args, kwargs):
             leaves, spec = tree_flatten((args, kwargs))
+            # A graph keeps no tensor that was made in inference mode, such as a mask.
+            leaves = [x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for x in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             trains = any(p.requires_grad for p in self.unit.module.parameters())
             if trains or any(t.requires_grad for t in tensors):
