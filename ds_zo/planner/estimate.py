@@ -12,6 +12,10 @@ WORKSPACE_NBYTES = 32 * 2**20
 """cuBLAS takes it from the same allocator at its first matrix product (32 MiB on Hopper, less elsewhere)."""
 PROCESS_NBYTES = 1_470_000_000
 """Host memory of a process that has imported everything and opened the device: measured beside the weights."""
+BACKWARD_NBYTES = 350_000_000
+"""More of it where DeepSpeed's or LSP's optimizer follows a backward pass over weights on the device: 1.77 to 1.86 GB
+in the rows of four models on an H200, and 0.2 GB more with Adam's threads on the CPU."""
+ADAM_THREADS_NBYTES = 200_000_000
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,16 @@ from typing import Any
 from ds_zo.config.optimizers import LSPParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import twice
-from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
+from ds_zo.planner.estimate import (
+    ADAM_THREADS_NBYTES,
+    BACKWARD_NBYTES,
+    PROCESS_NBYTES,
+    WORKSPACE_NBYTES,
+    Estimate,
+    Limits,
+    base_config,
+    parts,
+)
 from ds_zo.planner.models import Model
 from ds_zo.planner.trace import Cost
 from ds_zo.projectors import choose_dims
@@ -90,7 +99,8 @@ def _estimate(
         logits=trace.peak.logits,
         workspace=WORKSPACE_NBYTES,
     )
-    host = parts(states=8 * moved_numel + errors, payload=2 * moved, process=PROCESS_NBYTES)
+    process = PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES
+    host = parts(states=8 * moved_numel + errors, payload=2 * moved, process=process)
     zero: dict[str, Any] = {"stage": 0, "offload_optimizer": twice.OFFLOADED}
     section = stream.model_dump(exclude_unset=True)
     setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"

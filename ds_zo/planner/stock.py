@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
+from ds_zo.planner.estimate import (
+    BACKWARD_NBYTES,
+    PROCESS_NBYTES,
+    WORKSPACE_NBYTES,
+    Estimate,
+    Limits,
+    base_config,
+    parts,
+)
 from ds_zo.planner.models import Model
 from ds_zo.planner.trace import Cost
 
@@ -52,7 +60,7 @@ def estimate_on_device(
             logits=trace.peak_keeping.logits,
             workspace=WORKSPACE_NBYTES,
         ),
-        host=parts(process=PROCESS_NBYTES),
+        host=parts(process=PROCESS_NBYTES + BACKWARD_NBYTES),
         step_s=trace.forward.seconds + trace.backward.seconds + update_s,
         reduced_nbytes=model.weights_nbytes,
         config=base_config(batch=model.batch, dtype=model.dtype)
