@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.checkpoint.claims import Claims
-from ds_zo.config import Resolved
+from ds_zo.config import ConfigError, Resolved
 from ds_zo.engines.replay_log import CAPACITY, ReplayLog
 from ds_zo.engines.tempo import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_draw, measure_link
 from ds_zo.engines.visits import Noise, Visits
@@ -32,7 +32,7 @@ from ds_zo.streaming.budget import (
 from ds_zo.streaming.filling import Buffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.placement import move_buffers, plan_units, settle, spread
+from ds_zo.streaming.placement import Placement, move_buffers, plan_units, settle, spread
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -71,6 +71,7 @@ class Homes:
             wire=WIRE[self._stream.wire_dtype],
             split=self._stream.master == "split",
         )
+        _check_dtypes(self.placement)
         num_blocks = len(self.placement.blocks)
         num_resident = min(num_blocks, self._stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[self._stream.master] if num_resident < num_blocks else 1
@@ -310,6 +311,17 @@ class Homes:
                 self.runtime.host_wait(unit)
             self.runtime.end_copies()
         self.store.close()
+
+
+def _check_dtypes(placement: Placement) -> None:
+    """A model comes in its checkpoint's dtype where the JSON names none."""
+    for part in (part for unit in placement.units for part in unit.parts):
+        if not part.direct and part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"ZO trains float32, bfloat16 and float16, got parameter {part.placed[0].name} in {part.dtype}: call "
+                "model.float(), or freeze it before deepspeed.initialize",
+                at="bf16.enabled",
+            )
 
 
 def _numel(unit: Unit) -> int:

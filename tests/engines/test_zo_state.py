@@ -29,6 +29,7 @@ from zo_runs import (
 )
 
 from ds_zo import ops
+from ds_zo.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -233,6 +234,13 @@ def test_a_parameter_may_change_its_group() -> None:
     first["params"].append(second["params"].pop())
     train(engine, BATCHES[2:4])
     assert not torch.equal(weights(engine.module)["head.bias"], before)
+
+
+def test_weights_of_64_bits_are_refused_by_name() -> None:
+    model = Toy()
+    model.head.double()
+    with pytest.raises(ConfigError, match=r"head\.weight in torch\.float64.*model\.float\(\)"):
+        engine_for(model)
 
 
 def test_unfreezing_what_was_frozen_from_the_start_is_refused() -> None:
