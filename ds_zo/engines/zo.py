@@ -213,6 +213,8 @@ class ZOBackend(Backend):
             inputs.copies = self._copies_inputs = inputs.were_written()
             if changed or inputs.copies:
                 rewind()
+                if self._graphs is not None:
+                    self._graphs.forget()  # a second run would be recorded, of blocks that replace buffers in it
                 self._buffers.set_places(changed)
                 self._lockstep.on_again = self._buffers.restart
                 results = self._run(calls)
