@@ -52,6 +52,7 @@ from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modul
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
 from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, Pieces, buckets_of
 from ds_zo.engines.lomo_slots import Layer, Phase, Slot
+from ds_zo.engines.membership import Membership
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
 from ds_zo.streaming.allocator import SETTING, segments_expand
@@ -99,8 +100,7 @@ class LOMOBackend(Backend):
         self._coef: torch.Tensor | None = None
         """What gradients of this backward are multiplied by: clipping and unscaling."""
         self._norms: list[torch.Tensor] = []
-        self._group_of: dict[int, dict[str, Any]] = {}
-        self._seen_groups: list[tuple[int, list[int]]] = []
+        self._membership = Membership()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
         self._pending = False
@@ -128,7 +128,7 @@ class LOMOBackend(Backend):
         self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
         self._reducer = self._make_reducer()
         self._handles = [self._hook(slot) for slot in self._slots]
-        self._find_groups()
+        self._membership.follow(self.param_groups)
         self._show_scale(overflow=False)
         self._state: HomesState | None = None
         self._pretrained: PretrainedSaving | None = None
@@ -231,14 +231,6 @@ class LOMOBackend(Backend):
         _hooks[p] = handle
         return handle
 
-    def _find_groups(self) -> None:
-        """Loading an optimizer's state makes groups of their own, and a list may be replaced by one as long."""
-        # Ids of what is alive: groups in `_group_of`, parameters in the module.
-        seen = [(id(group), list(map(id, group["params"]))) for group in self.param_groups]
-        if seen != self._seen_groups:
-            self._seen_groups = seen
-            self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-
     def _check_parameters(self) -> None:
         hooked = {id(slot.parameter) for slot in self._slots}
         for name, p in self.module.named_parameters():
@@ -329,7 +321,7 @@ class LOMOBackend(Backend):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
         self._refuse_accumulation()
-        self._find_groups()
+        self._membership.follow(self.param_groups)
         self._retains = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
         scaled = loss if self._scaler is None else loss.float() * scale
@@ -452,7 +444,7 @@ class LOMOBackend(Backend):
         return None if coef == 1.0 else torch.tensor(coef, dtype=torch.float32, device=self.device)
 
     def _trains(self, slot: Slot) -> bool:
-        return slot.parameter.requires_grad and id(slot.parameter) in self._group_of
+        return slot.parameter.requires_grad and slot.parameter in self._membership
 
     def _arrived(self, slot: Slot) -> None:
         """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
@@ -481,7 +473,7 @@ class LOMOBackend(Backend):
             )
         slot.last_pass = self._pass
         grad = p.grad
-        if grad is None or phase is Phase.DISCARD or id(p) not in self._group_of:
+        if grad is None or phase is Phase.DISCARD or p not in self._membership:
             p.grad = None
             return
         if self._reducer is None:
@@ -541,7 +533,7 @@ class LOMOBackend(Backend):
                 self._update_piece(slot, segment, shard, grad)
 
     def _update_piece(self, slot: Slot, segment: Segment, shard: torch.Tensor, grad: torch.Tensor) -> None:
-        group = self._group_of[id(slot.parameter)]
+        group = self._membership[slot.parameter]
         lr, dtype = float(group["lr"]), slot.parameter.dtype
         rounds = self._rounding == "stochastic" and dtype is not torch.float32
         sgd_update_(
@@ -574,7 +566,7 @@ class LOMOBackend(Backend):
                 '"gradient_clipping" to 0 and use bf16'
             )
         if not self._in_bare:
-            self._find_groups()
+            self._membership.follow(self.param_groups)
             self._pass += 1
             self._bare = self._in_bare = self._has_updated = True
 
@@ -598,7 +590,7 @@ class LOMOBackend(Backend):
     def _update(self, slot: Slot, grad: torch.Tensor, coef: torch.Tensor | None) -> None:
         p = slot.parameter
         slot.last_update = self._pass
-        group = self._group_of[id(p)]
+        group = self._membership[p]
         lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
         rounds = self._rounding if p.dtype is not torch.float32 else None
         dither = Dither(step=self._num_updates, offset=slot.offset) if rounds == "stochastic" else None

@@ -49,6 +49,7 @@ from ds_zo.engines.lsp_state import (
 )
 from ds_zo.engines.lsp_streamed import StreamedBlocks, without_caches
 from ds_zo.engines.lsp_weights import SettledState
+from ds_zo.engines.membership import Membership
 from ds_zo.engines.weak import weakly
 from ds_zo.optim.subspace_adam import NORM_FLOOR
 from ds_zo.streaming.blocks import find_blocks
@@ -89,9 +90,7 @@ class LSPBackend(Backend):
         """Other ranks' states, as they were when a checkpoint was last asked for."""
         self._in_backward = self._in_last_backward = False
         """Of this engine's: a gradient may come of a bare `loss.backward()`, or of another engine's loss."""
-        self._group_of: dict[int, dict[str, Any]] = {}
-        self._seen_groups: list[tuple[dict[str, Any], int]] = []
-        """Those that `_group_of` was made of, and how many parameters each had."""
+        self._membership = Membership()
         self._calibration = Calibration(self.settings, ranks=self.ranks)
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
@@ -134,7 +133,7 @@ class LSPBackend(Backend):
             self._weights = SettledState(module, weakly(self.settle), device=device)
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._queue)
         self._is_closed = False
-        self._find_groups()
+        self._membership.follow(self.param_groups)
 
     @classmethod
     def places_parameters(cls, config: Resolved) -> bool:
@@ -199,17 +198,6 @@ class LSPBackend(Backend):
                 handles.append(m.register_load_state_dict_pre_hook(weakly(self._settle_all)))
         return handles
 
-    def _find_groups(self) -> None:
-        """Loading an optimizer's state makes groups of their own, so it is not enough to count."""
-        found = [(group, len(group["params"])) for group in self.param_groups]
-        same = len(found) == len(self._seen_groups) and all(
-            group is seen and num_params == num_seen
-            for (group, num_params), (seen, num_seen) in zip(found, self._seen_groups, strict=True)
-        )
-        if not same:
-            self._seen_groups = found
-            self._group_of = {id(p): group for group, _ in found for p in group["params"]}
-
     def _tell_ignored(self) -> None:
         """Of an optimizer object's groups, rates and decays are read at every step, and nothing else."""
         for key in ("betas", "eps"):
@@ -224,7 +212,7 @@ class LSPBackend(Backend):
                 )
 
     def _trains(self, slot: Slot) -> bool:
-        return slot.parameter.requires_grad and id(slot.parameter) in self._group_of
+        return slot.parameter.requires_grad and slot.parameter in self._membership
 
     def _check_parameters(self) -> None:
         """Frozen ones at every forward pass, all others now and then: to walk a model takes a millisecond."""
@@ -278,21 +266,24 @@ class LSPBackend(Backend):
     # forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module.training and torch.is_grad_enabled():
+        """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if self.module.training:
             self._check_parameters()
             if self._streamed is not None:
                 due = [g.unit for g in self._host_groups if g.unit is not None and g.moment is Moment.DUE]
                 with self._streamed.forward_pass(due):
                     return self.module(*args, **kwargs)
-            if self._compiler is not None:
-                with without_caches(self.module):
-                    return self.module(*args, **kwargs)
-        return self.module(*args, **kwargs)
+        if self._streamed is None and self._compiler is None:
+            return self.module(*args, **kwargs)
+        with without_caches(self.module):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         self.settle()  # layers that this forward pass did not use
         self._heed_zero_grad()
-        self._find_groups()
+        self._membership.follow(self.param_groups)
         self._calibration.begin_backward(self._num_steps, [slot for slot in self._slots if self._trains(slot)])
         for group in self._host_groups:
             group.num_expected = sum(self._trains(slot) for slot in group.slots)
@@ -318,7 +309,7 @@ class LSPBackend(Backend):
     def _arrived(self, slot: Slot, hooked: torch.Tensor) -> None:
         """One parameter's gradient is complete."""
         p, grad = slot.parameter, slot.parameter.grad
-        if grad is None or id(p) not in self._group_of:
+        if grad is None or p not in self._membership:
             p.grad = None
             return
         if slot.comes_and_goes:
@@ -463,7 +454,7 @@ class LSPBackend(Backend):
     def step(self) -> StepOutcome:
         self.settle()  # for a backward pass that was not this engine's; what that left is compressed below
         self._heed_zero_grad()
-        self._find_groups()
+        self._membership.follow(self.param_groups)
         self._held.compress()
         self._gathered = {}
         global_norm = self._begin_shared_step() if self.ranks is not None else self._begin_step()
@@ -489,7 +480,7 @@ class LSPBackend(Backend):
     def _rates(self, slots: list[Slot]) -> list[Rate | None]:
         """None: it is in no group."""
         found: dict[int, Rate] = {}
-        groups = [self._group_of.get(id(slot.parameter)) for slot in slots]
+        groups = [self._membership.get(slot.parameter) for slot in slots]
         for group in groups:
             if group is not None and id(group) not in found:
                 lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))

@@ -330,6 +330,13 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     train(engine, batches("llama", 1))
     assert_equal(settled(engine), after)
+    first, second = engine.optimizer.param_groups  # lists as long as before: weights that change places
+    embedding = named["model.embed_tokens.weight"]
+    first["params"] = [head[0] if p is embedding else p for p in first["params"]]
+    second |= {"params": [embedding], "lr": 1e-3}
+    train(engine, batches("llama", 1))
+    found = settled(engine)
+    assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
 
 
 def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
