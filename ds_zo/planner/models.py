@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -32,19 +33,19 @@ class Model:
     rates: Rates
     _traces: dict[str, Trace] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def blocks(self) -> list[nn.Module]:
         return list(find_blocks(self.module).values())
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 
-    @property
+    @cached_property
     def weights_nbytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
-    @property
+    @cached_property
     def matrices(self) -> list[tuple[int, int]]:
         """Shapes of the blocks' weight matrices: what LSP projects and low-rank adapters are put on."""
         return [tuple(p.shape) for block in self.blocks for p in block.parameters() if p.ndim == 2]  # type: ignore[misc]
