@@ -1,14 +1,11 @@
 """What the Triton kernel must have in common with the reference, for any device.
 
-Run by `test_kernels_gpu.py` on CUDA, and by `test_kernels_interpreted.py` through this file's `main` in a process with
-TRITON_INTERPRET=1, which has to be set before Triton is imported.
+Run by `test_kernels_gpu.py` on CUDA, and by `test_kernels_interpreted.py` under Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
+import os
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -26,6 +23,9 @@ from ds_zo.ops.rng import copy_dither, fold_dither
 from ds_zo.ops.schema import Call
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
 from ds_zo.ops.triton_ops import replay_perturb_triton
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    triton_ops.LANES = 512  # the interpreter takes as long for a long block as for a short one
 
 SEED = 2**63 - 12345
 DISTRIBUTIONS = ("normal", "rademacher")
@@ -328,19 +328,3 @@ def check_special_values(device: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }
-
-
-def main(device: str) -> None:
-    """One JSON line for each check: its name and its traceback, or null."""
-    triton_ops.LANES = 512  # the interpreter takes as long for a long block as for a short one
-    for name, check in CHECKS.items():
-        error = None
-        try:
-            check(device)
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"check": name, "error": error}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

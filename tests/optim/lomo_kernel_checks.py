@@ -1,10 +1,7 @@
-"""The update kernels against the torch reference. Run as a script under Triton's interpreter, or imported on a GPU."""
+"""The update kernels against the torch reference. Run by Triton's interpreter, or on a GPU."""
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -131,12 +128,3 @@ def check_version_is_bumped(device: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
 }
-
-if __name__ == "__main__":
-    for name, check in CHECKS.items():
-        error = None
-        try:
-            check(sys.argv[1])
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"check": name, "error": error}), flush=True)

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreted_kernels import errors_of_checks, names_of_checks
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).resolve().parent
-_SOURCE = ast.parse((HERE / "lomo_kernel_checks.py").read_text())
-CHECKS = [
-    node.name.removeprefix("check_")
-    for node in _SOURCE.body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-]
+FILE = Path(__file__).with_name("lomo_kernel_checks.py")
+CHECKS = names_of_checks(FILE)
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, str | None]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", str(HERE / "lomo_kernel_checks.py"), "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(CHECKS), done.stderr
-    return {line["check"]: line["error"] for line in lines}
+    return errors_of_checks(FILE)
 
 
 @pytest.mark.parametrize("check", CHECKS)

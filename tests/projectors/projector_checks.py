@@ -1,10 +1,7 @@
-"""The projectors' kernels against the torch reference. Run as a script under Triton's interpreter, or on a GPU."""
+"""The projectors' kernels against the torch reference. Run by Triton's interpreter, or on a GPU."""
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -176,12 +173,3 @@ def check_filled_up_columns_are_not_read(device: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
 }
-
-if __name__ == "__main__":
-    for name, check in CHECKS.items():
-        error = None
-        try:
-            check(sys.argv[1])
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"check": name, "error": error}), flush=True)
