@@ -37,15 +37,15 @@ def rank_within(num_bytes: int, num_rows: int, num_cols: int) -> int:
 @torch.no_grad()
 def biases_by_rank(G_fit: torch.Tensor, G_test: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What G_fit's r leading directions of its shorter side lose of either gradient, relative to it, r = 0, 1, ..."""
-    if G_fit.shape[0] > G_fit.shape[1]:
-        G_fit, G_test = G_fit.t(), G_test.t()
-    P, _, _ = torch.linalg.svd(G_fit.float(), full_matrices=False)
-    return _lost(P, G_fit.float()), _lost(P, G_test.float())
+    G_fit, G_test = (G.double().t() if G.shape[0] > G.shape[1] else G.double() for G in (G_fit, G_test))
+    # Of a Gram matrix half the digits are lost, which float64 has to spare; and it is the short side's size.
+    _, P = torch.linalg.eigh(G_fit @ G_fit.t())
+    return _lost(P.flip(1), G_fit), _lost(P.flip(1), G_test)
 
 
 def _lost(P: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
     """The tail sums of the energies in each direction: a rank's error is all that comes after it."""
-    energies = (P.t() @ G).double().square().sum(dim=1)
+    energies = (P.t() @ G).square().sum(dim=1)
     tails = energies.flip(0).cumsum(0).flip(0)
     return (torch.cat([tails, tails.new_zeros(1)]) / tails[0].clamp(min=1e-300)).sqrt()
 

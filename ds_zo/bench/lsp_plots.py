@@ -31,6 +31,11 @@ WITHIN = 0.02
 """Of AdamW's evaluation loss at the same step: as good."""
 NEAR = 0.005
 """Of the lowest loss of ZeRO-Offload's run: time to it is compared. Its very lowest loss is one reading's luck."""
+_BIASES = (
+    ("", "LSP", "C0"),
+    ("galore_total_", "GaLore, equal total memory", "C3"),
+    ("galore_device_", "GaLore, equal memory on the device", "C4"),
+)
 _PARTS = (
     ("forward", "forward", "#4c72b0"),
     ("backward", "backward and the GPU's own update", "#55a868"),
@@ -46,6 +51,16 @@ class NoRowsError(ValueError):
 # Bias
 
 
+def of_one_study(rows: Sequence[Row]) -> list[Row]:
+    """Rows of biases with the last one's model, training, data and fit: others have other gradients."""
+    keys = (
+        *("model", "tokenizer", "task", "samples", "max_length", "fit_steps_wanted", "fit_lr"),
+        *("trained_steps", "trained_lr", "trained_batch"),
+    )
+    found = [row for row in rows if row.get("study") == "bias"]
+    return [row for row in found if all(row.get(key) == found[-1].get(key) for key in keys)]
+
+
 def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
     """Medians over the matrices of a shape, for each d (as clamped to it) and r."""
     keys = (
@@ -53,10 +68,9 @@ def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
         *("galore_device_bias_fit", "galore_device_bias_test", "galore_total_rank", "galore_device_rank"),
     )
     groups: dict[Key, list[Row]] = {}
-    for row in rows:
-        if row.get("study") == "bias":
-            shape = " x ".join(map(str, row["shape"]))
-            groups.setdefault((shape, row["d"], row["r"]), []).append(row)
+    for row in of_one_study(rows):
+        shape = " x ".join(map(str, row["shape"]))
+        groups.setdefault((shape, row["d"], row["r"]), []).append(row)
     return {
         key: {"matrices": len(some), **{name: statistics.median(row[name] for row in some) for name in keys}}
         for key, some in sorted(groups.items())
@@ -80,31 +94,45 @@ def bias_table(rows: Sequence[Row]) -> str:
 
 
 def draw_bias(rows: Sequence[Row]) -> Any:
-    """Bias against d, a panel for each shape; dashed on the gradient of the fit, drawn through on the other. GaLore's
-    memory is that of the smallest r."""
+    """Bias against d, a panel for each shape and r, whose memory GaLore has; dashed on the gradient of the fit, drawn
+    through on the other."""
     found = bias_by_setting(rows)
     if not found:
         raise NoRowsError("no rows of the study of biases: run `python -m ds_zo.bench.lsp_studies` first")
-    shapes, smallest = sorted({shape for shape, _, _ in found}), min(r for _, _, r in found)
-    figure, panels = _figure(3.6 * len(shapes), 3.8, len(shapes))
-    for axes, shape in zip(panels, shapes, strict=True):
-        lines = [("", f"LSP, r = {r}", r) for r in sorted({r for _, _, r in found})]
-        lines += [(f"galore_{peer}_", f"GaLore, equal {peer} memory", smallest) for peer in ("total", "device")]
-        for i, (prefix, name, r) in enumerate(lines):
-            points = [(dim, row) for (other, dim, of_r), row in found.items() if (other, of_r) == (shape, r)]
+    shapes, all_r = (sorted({key[at] for key in found}, key=_of_numbers) for at in (0, 2))
+    figure, panels = _figure(1.0 + 2.5 * len(all_r), 0.9 + 2.4 * len(shapes), len(all_r), num_lines=len(shapes))
+    places = [(shape, r) for shape in shapes for r in all_r]
+    most = max(1.0, *(row["bias_test"] for row in found.values()))
+    for axes, (shape, r) in zip(panels, places, strict=True):
+        points = [(dim, row) for (of_shape, dim, of_r), row in found.items() if (of_shape, of_r) == (shape, r)]
+        for prefix, name, colour in _BIASES:
             for kind, style in (("fit", "--"), ("test", "-")):
                 biases = [row[f"{prefix}bias_{kind}"] for _, row in points]
                 named = {"label": name} if kind == "test" else {}
-                axes.plot([dim for dim, _ in points], biases, style, marker="o", markersize=3, color=f"C{i}", **named)
-        dims = sorted({dim for other, dim, _ in found if other == shape})
-        axes.set(title=shape, xlabel="d", xscale="log", ylim=(0, 1.05))
+                axes.plot([dim for dim, _ in points], biases, style, marker="o", markersize=3, color=colour, **named)
+        dims = sorted({dim for of_shape, dim, _ in found if of_shape == shape})
+        axes.set(xscale="log", ylim=(0, 1.05 * most), xlim=(0.85 * dims[0], dims[-1] / 0.85))
         axes.set_xticks(dims, [str(dim) for dim in dims])
         axes.minorticks_off()
-    panels[0].set_ylabel("relative bias (dashed: gradient of the fit)")
-    panels[-1].legend(frameon=False, fontsize=8)
-    one = rows[-1]
-    figure.suptitle(f"{one['model']}, {one['task']}, two batches of {one['samples']}", fontsize=10)
+        if shape == shapes[0]:
+            axes.set_title(f"r = {r}", fontsize=10)
+        if shape == shapes[-1]:
+            axes.set_xlabel("d")
+        if r == all_r[0]:
+            axes.set_ylabel(f"{shape}\nrelative bias")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), ncols=3, frameon=False, fontsize=9, loc="outside lower center"
+    )
+    one = of_one_study(rows)[-1]
+    trained = f" after {one['trained_steps']} steps of training" if one.get("trained_steps") else ""
+    title = f"{one['model']}{trained}, {one['task']}, two batches of {one['samples']}"
+    figure.suptitle(f"{title}; dashed: on the gradient of the fit", fontsize=10)
     return figure
+
+
+def _of_numbers(key: str | int) -> list[int]:
+    """Shapes by their sizes, not by their letters."""
+    return [int(word) for word in str(key).split() if word.isdecimal()]
 
 
 # Learning rates
@@ -260,11 +288,12 @@ def draw_breakdown(rows: Sequence[Row]) -> Any:
 # Command
 
 
-def _figure(width: float, height: float, num_panels: int) -> tuple[Any, list[Any]]:
+def _figure(width: float, height: float, num_panels: int, *, num_lines: int = 1) -> tuple[Any, list[Any]]:
+    """Panels line by line, `num_panels` in each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    panels = list(figure.subplots(1, num_panels, squeeze=False, sharey=True)[0])
+    panels = list(figure.subplots(num_lines, num_panels, squeeze=False, sharey=True).flat)
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels

@@ -15,7 +15,7 @@ from ds_zo.bench import lsp_plots, lsp_studies
 from ds_zo.bench.galore import GaLoreAdamW, biases_by_rank, bytes_per_rank, galore_engine, rank_within
 from ds_zo.bench.grids import LSP_CURVES
 from ds_zo.projectors import SparseProjector, fit, relative_bias
-from ds_zo.tasks.encoding import collate
+from ds_zo.tasks.encoding import Encoded, collate
 
 
 def _matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_gradients_are_of_the_mean_over_all_tokens(loaded: tuple[torch.nn.Module
     model, examples, pad = loaded
     name = "model.layers.1.mlp.down_proj.weight"
     some = examples[: lsp_studies.MICRO_BATCH + 3]  # two micro-batches of different size
-    found = lsp_studies.gradients_of(model, some, [name], pad=pad)
+    found, loss = lsp_studies.gradients_of(model, some, [name], pad=pad)
     assert list(found) == [name]
     losses, num_targets = [], 0
     for one in some:
@@ -114,6 +114,7 @@ def test_gradients_are_of_the_mean_over_all_tokens(loaded: tuple[torch.nn.Module
         losses.append(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
         num_targets += int((labels != -100).sum())
     p = model.get_parameter(name)
+    assert loss == pytest.approx(torch.stack(losses).sum().item() / num_targets, rel=1e-5)
     (expected,) = torch.autograd.grad(torch.stack(losses).sum() / num_targets, p)
     assert torch.allclose(found[name], expected, atol=1e-6, rtol=1e-4)
 
@@ -155,7 +156,10 @@ def test_bias_study_resumes_and_is_drawn(tmp_path: Path, capsys: pytest.CaptureF
         total = row["device_bytes"] + row["host_bytes"]
         assert 0 <= total - row["galore_total_rank"] * bytes_per_rank(*row["shape"]) < bytes_per_rank(*row["shape"])
         assert row["galore_device_bias_test"] >= row["galore_total_bias_test"] - 1e-6
-    gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    about, gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    assert about.items() <= rows[-1].items()
+    with pytest.raises(ValueError, match="samples 8"):
+        lsp_studies.main([*command, "--dims", "16", "--samples", "9"])
     G_fit, G_test = gradients["model.layers.1.self_attn.q_proj.weight"]
     row = lsp_studies.Pair(G_fit, G_test).row(16, 4, fit_steps=10, fit_lr=0.1)
     P, Q = (SparseProjector.draw(128, 16, 4, seed=0, stream=side) for side in (0, 1))
@@ -165,6 +169,81 @@ def test_bias_study_resumes_and_is_drawn(tmp_path: Path, capsys: pytest.CaptureF
     lsp_plots.main(["bias", str(out), "--out", str(tmp_path / "bias.svg")])
     assert capsys.readouterr().out.count("\n| ") == 8 + 1
     assert (tmp_path / "bias.svg").stat().st_size > 1000
+    trained = [{**row, "trained_steps": 9, "r": 256, "bias_test": 1.4} for row in rows]
+    assert {r for _, _, r in lsp_plots.bias_by_setting(rows + trained)} == {256}  # the last row's study, not a mixture
+    panels = lsp_plots.draw_bias(rows + trained).axes
+    assert [axes.get_ylabel() for axes in panels] == ["128 x 128\nrelative bias", "384 x 128\nrelative bias"]
+    assert all(axes.get_ylim()[1] > 1.4 for axes in panels)
+
+
+def test_training_leaves_the_study_batches_out(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
+    examples = loaded[1] + [copy.copy(one) for one in loaded[1][:40]]  # equal ones count as the same
+    batches = lsp_studies.two_batches(examples, 16)
+    rest = lsp_studies.others(examples, batches)
+    studied = [one for batch in batches for one in batch]
+    assert len(rest) + sum(one in studied for one in examples) == len(examples)
+    assert not any(one in studied for one in rest)
+    cut = lsp_studies.pieces([Encoded(list(range(9)), list(range(10, 19)))], 4)  # one token is left: nobody's target
+    assert cut == [Encoded([0, 1, 2, 3], [10, 11, 12, 13]), Encoded([4, 5, 6, 7], [14, 15, 16, 17])]
+
+
+def test_small_fits_come_first() -> None:
+    shapes = {"wide": (64, 256), "square": (64, 64)}
+    left = lsp_studies.left_to_do(shapes, (16, 64), (4, 16), {("wide", 16, 4)})
+    squares = [("square", 16, 4), ("square", 16, 16)]  # d = 64 would train it whole
+    assert left == [*squares, ("wide", 64, 4), ("wide", 16, 16), ("wide", 64, 16)]
+
+
+def test_a_random_model_is_trained_once_before_its_gradients_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--model", "random:llama-tiny", "--task", "code_or_text", "--out", str(out), "--samples", "16"]
+    command += ["--max-length", "24", "--layers", "1", "--matrices", "q_proj,gate_proj", "--nonzeros", "2,16"]
+    command += ["--fit-steps", "5", "--train-lr", "1e-2", "--gradients", str(tmp_path / "gradients.pt")]
+    trained = [*command, "--train-steps", "20"]
+    with pytest.raises(SystemExit, match="after 1 of 20 steps"):
+        lsp_studies.main([*trained, "--dims", "16", "--max-seconds", "0"])
+    lsp_studies.main([*trained, "--dims", "16"])
+    monkeypatch.setattr(lsp_studies, "load", lambda *_, **__: pytest.fail("the gradients are kept"))
+    lsp_studies.main([*trained, "--dims", "16,48"])
+    (tmp_path / "gradients.pt").unlink()
+    lsp_studies.main([*trained, "--dims", "16,48"])
+    assert "nothing is left to do" in capsys.readouterr().out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["shape"], row["d"], row["r"]) for row in rows[:4]] == [
+        ([64, 64], 16, 2),
+        ([176, 64], 16, 2),
+        ([64, 64], 16, 16),
+        ([176, 64], 16, 16),
+    ]
+    assert len(rows) == 8
+    for row in rows:
+        assert (row["model"], row["trained_steps"], row["trained_lr"]) == ("random:llama-tiny", 20, 1e-2)
+        assert row["trained_loss_first"] == pytest.approx(math.log(512), rel=0.05)
+        assert row["trained_loss_last"] < 0.8 * row["trained_loss_first"]
+        assert row["loss_test"] < 0.8 * row["trained_loss_first"]  # never trained on
+    monkeypatch.undo()
+    lsp_studies.main([*command, "--dims", "16"])
+    untrained = json.loads(out.read_text().splitlines()[-1])
+    assert untrained["trained_steps"] == 0
+    assert untrained["loss_test"] == pytest.approx(math.log(512), rel=0.05)
+
+
+def test_a_random_model_reads_a_tokenizers_tokens() -> None:
+    from ds_zo.tasks.embedded_model import FOLDER
+
+    options: dict[str, Any] = {"task": "code_or_text", "max_length": 24, "device": "cpu"}
+    model, examples, _ = lsp_studies.load("random:llama-tiny", None, tokenizer=str(FOLDER), **options)
+    assert examples == lsp_studies.load("embedded", None, **options)[1]
+    assert model.get_parameter("model.embed_tokens.weight").shape == (1024, 64)  # there is room for them
+
+
+def test_a_fit_out_of_time_has_its_row() -> None:
+    pair = lsp_studies.Pair(_matrix(48, 32), _matrix(48, 32, seed=1))
+    row = pair.row(16, 4, fit_steps=60, fit_lr=0.3, timeout_s=0.0)
+    assert (row["fit_steps"], row["fit_ended"]) == (0, "timeout")
+    assert 0 < row["bias_fit"] <= 1 and row["bias_test"] > 0
 
 
 def test_lora_of_the_curves_takes_the_memory_of_the_projectors() -> None:
