@@ -17,7 +17,7 @@ def test_a_case_is_filled_within_its_cap_and_machine_facts_are_in_its_run() -> N
     params = {"shape": "opt-1.3b", "layers": 8, "method": "zo", "stream": CAPPED, "cap_gb": 4.0, "fill_steps": 7}
     cases = [
         Case("machine", "ds_zo.bench.zo_case:run_machine", {"numel": 2**24}),
-        Case("capped", "ds_zo.bench.zo_case:run_case", {**params, "steps": 5}),
+        Case("capped", "ds_zo.bench.zo_case:run_case", {**params, "steps": 13}),
     ]
     machine, row = run_cases(cases, out=None)
     assert machine["status"] == row["status"] == "ok", (machine.get("error"), row.get("error"))

@@ -127,11 +127,12 @@ def assert_same_weights_files(a: Path, b: Path) -> None:
     names = sorted(path.name for path in a.glob("weights-*"))
     assert names and names == sorted(path.name for path in b.glob("weights-*"))
     for name in names:
-        assert files.sha256_of(a / name) == files.sha256_of(b / name), name
-    one, other = (open_folder(folder).backend_state for folder in (a, b))
-    assert torch.equal(one["rows"].view(torch.int32), other["rows"].view(torch.int32))
-    assert {key: value for key, value in one.items() if key != "rows"} == {
-        key: value for key, value in other.items() if key != "rows"
+        one, other = (files.sha256_of(folder / name, progress=lambda num: None) for folder in (a, b))
+        assert one == other, name
+    state_a, state_b = (open_folder(folder).backend_state for folder in (a, b))
+    assert torch.equal(state_a["rows"].view(torch.int32), state_b["rows"].view(torch.int32))
+    assert {key: value for key, value in state_a.items() if key != "rows"} == {
+        key: value for key, value in state_b.items() if key != "rows"
     }
 
 
