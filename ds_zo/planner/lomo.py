@@ -10,7 +10,7 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import twice
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
-from ds_zo.planner.trace import Cost
+from ds_zo.planner.timeline import Cost
 
 _LR = {"lomo": 1e-2, "adalomo": 5e-4}
 _HOOK_LAUNCH_S = 3e-5

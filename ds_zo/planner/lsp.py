@@ -19,7 +19,7 @@ from ds_zo.planner.estimate import (
     parts,
 )
 from ds_zo.planner.models import Model
-from ds_zo.planner.trace import Cost
+from ds_zo.planner.timeline import Cost
 from ds_zo.projectors import choose_dims
 
 _PAYLOAD_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}

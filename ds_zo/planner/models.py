@@ -14,7 +14,8 @@ from torch import nn
 from ds_zo.planner import choices
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
-from ds_zo.planner.trace import Trace, trace_pass
+from ds_zo.planner.timeline import Trace
+from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

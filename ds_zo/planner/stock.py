@@ -18,7 +18,7 @@ from ds_zo.planner.estimate import (
     parts,
 )
 from ds_zo.planner.models import Model
-from ds_zo.planner.trace import Cost
+from ds_zo.planner.timeline import Cost
 
 _REDUCE_BUCKET_NUMEL = 500_000_000
 _LIVE_NUMEL = 1_000_000_000

@@ -21,71 +21,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_zo.planner import alike
 from ds_zo.planner.rates import Rates
-
-
-@dataclass(frozen=True)
-class Peak:
-    """What was alive, besides the parameters, when most was."""
-
-    total: int = 0
-    logits: int = 0
-    """Tensors as wide as the vocabulary."""
-    gradients: int = 0
-    """Of parameters, complete ones that are kept."""
-
-    @property
-    def activations(self) -> int:
-        return self.total - self.logits - self.gradients
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Work that ran one after the other."""
-
-    flops: float = 0.0
-    kernel_s: float = 0.0
-    launch_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The device works off what the host launches; the slower of them decides."""
-        return max(self.kernel_s, self.launch_s)
-
-    def __sub__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops - other.flops, max(0.0, self.kernel_s - other.kernel_s), max(0.0, self.launch_s - other.launch_s)
-        )
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.kernel_s + other.kernel_s, self.launch_s + other.launch_s)
-
-    def __mul__(self, factor: float) -> Cost:
-        return Cost(self.flops * factor, self.kernel_s * factor, self.launch_s * factor)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What a pass came to."""
-
-    peak: Peak
-    """With each parameter's gradient gone as soon as it is complete, as LOMO and LSP have it."""
-    peak_keeping: Peak
-    """With gradients kept to the end of the backward pass."""
-    paused: int
-    """Most that a pass keeps alive while it waits at a block: what each further pass in lockstep adds."""
-    block: tuple[Cost, ...]
-    """Forward of each block."""
-    edge: Cost
-    """Forward of everything else, loss included."""
-    backward: Cost
-    """Recomputation included; nothing for a pass without gradients."""
-    boundary: int
-    """Bytes of one block's input: what is kept of a block that is recomputed."""
-
-    @property
-    def forward(self) -> Cost:
-        return sum(self.block, self.edge)
+from ds_zo.planner.timeline import Cost, Peak, Phase, Stretch, Trace, add_up
 
 
 def trace_pass(
@@ -96,13 +34,42 @@ def trace_pass(
     rates: Rates,
     vocab_size: int | None = None,
     backward: bool = False,
+    whole: bool = False,
 ) -> Trace:
-    """Runs `module(**inputs).loss` on the meta device, and its backward if asked to."""
+    """Runs `module(**inputs).loss` on the meta device, and its backward if asked to. `whole`: all blocks are run, also
+    those that are alike ([Note: stand-ins])."""
+    models = alike.models_of(module, blocks)
+    stood_in = set() if whole else alike.stood_in_for(models)
+    run = partial(_run, module, inputs, blocks, rates, vocab_size, backward)
+    try:
+        watcher = run(models, stood_in)
+        stretches = alike.with_models(watcher.stretches, models, stood_in) if stood_in else watcher.stretches
+    except alike.UnlikeError:
+        watcher = run(models, set())
+        stretches = watcher.stretches
+    return add_up(stretches, num_blocks=len(blocks), boundary=watcher.boundary)
+
+
+def _run(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    blocks: Sequence[nn.Module],
+    rates: Rates,
+    vocab_size: int | None,
+    backward: bool,
+    models: Sequence[int],
+    stood_in: set[int],
+) -> _Watcher:
     watcher = _Watcher(rates, vocab_size=vocab_size, known=[*module.parameters(), *module.buffers()])
     with ExitStack() as stack:
-        for block in blocks:
-            stack.callback(block.register_forward_pre_hook(watcher.enter_block, with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(watcher.leave_block).remove)
+        calls = alike.Calls() if stood_in else None
+        for i, block in enumerate(blocks):
+            enter, leave = partial(watcher.enter_block, i, calls), partial(watcher.leave_block, i, calls)
+            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+            if calls is not None and i in stood_in:
+                block.forward = calls.stand_in(i, models[i])
+                stack.callback(vars(block).pop, "forward")
         if backward:
             for p in module.parameters():
                 if p.requires_grad:
@@ -111,20 +78,11 @@ def trace_pass(
         stack.enter_context(watcher)
         stack.enter_context(_fused_attention(watcher))
         loss = module(**inputs).loss
-        forward = watcher.total
         if backward:
-            watcher.in_backward = True
+            watcher.begin(Phase.BACKWARD, None)
             loss.backward()
-    in_blocks = sum(watcher.block_costs, Cost())
-    return Trace(
-        peak=watcher.peak,
-        peak_keeping=watcher.peak_keeping,
-        paused=watcher.paused,
-        block=tuple(watcher.block_costs),
-        edge=forward - in_blocks,
-        backward=watcher.total - forward,
-        boundary=watcher.boundary,
-    )
+        watcher.end()
+    return watcher
 
 
 @dataclass
@@ -142,19 +100,12 @@ class _Watcher(TorchDispatchMode):
         self._rates = rates
         self._vocab_size = vocab_size
         self._live: dict[int, _Live] = {t.untyped_storage()._cdata: _Live(0, False, t) for t in known}
-        self._now = 0
-        self._logits_now = 0
-        self._kept_gradients = 0
-        self.peak = Peak()
-        self.peak_keeping = Peak()
         self._kinds: dict[Any, tuple[bool, Any]] = {}
         """Of operations met so far: whether they only make views, and what counts their FLOPs."""
-        self.total = Cost()
-        self.in_backward = False
-        self.block_costs: list[Cost] = []
-        self._entered: list[Cost] = []
-        self.paused = 0
+        self._inside: list[int] = []
         self.boundary = 0
+        self.stretches: list[Stretch] = []
+        self._start(Phase.AROUND, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,6 +121,51 @@ class _Watcher(TorchDispatchMode):
             self._see(t)
         return out
 
+    # Stretches
+
+    def _start(self, phase: Phase, block: int | None) -> None:
+        self._phase, self._block = phase, block
+        self._flops = self._kernel_s = self._launch_s = 0.0
+        self._now = self._logits_now = self._kept_gradients = 0
+        self._peak: Peak | None = None
+        self._peak_keeping: Peak | None = None
+
+    def end(self) -> None:
+        cost = Cost(self._flops, self._kernel_s, self._launch_s)
+        self.stretches.append(Stretch(self._phase, self._block, cost, self._alive(), self._peak, self._peak_keeping))
+
+    def begin(self, phase: Phase, block: int | None) -> None:
+        self.end()
+        self._start(phase, block)
+
+    def _alive(self) -> Peak:
+        return Peak(self._now + self._kept_gradients, self._logits_now, self._kept_gradients)
+
+    def enter_block(self, block: int, calls: alike.Calls | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._phase is Phase.BACKWARD:  # recomputed
+            return
+        first = alike.first_tensor((args, kwargs))
+        self.boundary = max(self.boundary, first.numel() * first.element_size())
+        if calls is not None:
+            calls.enter(block, args, kwargs)
+        self._inside.append(block)
+        self.begin(Phase.FORWARD, block)
+
+    def leave_block(self, block: int, calls: alike.Calls | None, module: nn.Module, args: Any, output: Any) -> None:
+        if self._phase is Phase.BACKWARD:
+            return
+        if calls is not None:
+            calls.leave(block, output)
+        for t in tree_leaves(output):
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                t.register_hook(partial(self._meet_gradient, block))
+                break
+        self._inside.pop()
+        self.begin(*((Phase.FORWARD, self._inside[-1]) if self._inside else (Phase.AROUND, block)))
+
+    def _meet_gradient(self, block: int, grad: torch.Tensor) -> None:
+        self.begin(Phase.BACKWARD, block)
+
     # Memory
 
     def _see(self, t: torch.Tensor) -> None:
@@ -183,10 +179,11 @@ class _Watcher(TorchDispatchMode):
         self._live[key] = seen
         self._now += seen.nbytes
         self._logits_now += seen.nbytes * is_logits
-        if self._now > self.peak.total:
-            self.peak = Peak(self._now, self._logits_now)
-        if self._now + self._kept_gradients > self.peak_keeping.total:
-            self.peak_keeping = Peak(self._now + self._kept_gradients, self._logits_now, self._kept_gradients)
+        now = self._alive()
+        if self._peak is None or now.total - now.gradients > self._peak.total - self._peak.gradients:
+            self._peak = now
+        if self._peak_keeping is None or now.total > self._peak_keeping.total:
+            self._peak_keeping = now
 
     def _gone(self, key: int, _: Any) -> None:
         seen = self._live.pop(key)
@@ -203,7 +200,8 @@ class _Watcher(TorchDispatchMode):
     def _price(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, outputs: Sequence[torch.Tensor]
     ) -> None:
-        launch_s = (self._rates.backward_launch_us if self.in_backward else self._rates.launch_us) * 1e-6
+        backward = self._phase is Phase.BACKWARD
+        launch_s = (self._rates.backward_launch_us if backward else self._rates.launch_us) * 1e-6
         if func not in self._kinds:
             from torch.utils.flop_counter import flop_registry  # imports Triton, which `import ds_zo` does without
 
@@ -211,33 +209,20 @@ class _Watcher(TorchDispatchMode):
             self._kinds[func] = is_view, flop_registry.get(func._overloadpacket)
         is_view, count = self._kinds[func]
         if is_view:
-            self.total = self.total + Cost(launch_s=launch_s)
+            self._launch_s += launch_s
             return
         flops = 0 if count is None else count(*args, **kwargs, out_val=out)
         nbytes = sum(t.numel() * t.element_size() for t in (*_tensors(args), *outputs))
         self.add(flops=flops, nbytes=nbytes, launch_s=launch_s)
 
     def add(self, *, flops: float, nbytes: int, launch_s: float = 0.0) -> None:
-        kernel_s = max(
+        self._flops += flops
+        self._launch_s += launch_s
+        self._kernel_s += max(
             self._rates.kernel_us * 1e-6,
             flops / (self._rates.matmul_tflops * 1e12),
             nbytes / (self._rates.device_memory_gbps * 1e9),
         )
-        self.total = self.total + Cost(flops, kernel_s, launch_s)
-
-    # Blocks
-
-    def enter_block(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.in_backward:
-            return
-        self.paused = max(self.paused, self._now)
-        first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        self.boundary = max(self.boundary, first.numel() * first.element_size())
-        self._entered.append(self.total)
-
-    def leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.in_backward:
-            self.block_costs.append(self.total - self._entered.pop())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
-from ds_zo.planner.trace import Cost, Trace
+from ds_zo.planner.timeline import Cost, Trace
 from ds_zo.streaming.budget import device_bytes, most_resident
 from ds_zo.streaming.placement import Placement, plan_units, spread
 from ds_zo.streaming.schedule import Action, Kind
