@@ -7,6 +7,7 @@ again, by the operations that `cross_entropy` would have kept them for, so gradi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,14 +86,13 @@ class _SummedByChunks(torch.autograd.Function):
 
 def models_with_causal_loss(module: nn.Module) -> list[nn.Module]:
     """The transformers models inside `module` whose loss is the plain causal one."""
-    try:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-    except ImportError:
+    losses = sys.modules.get("transformers.loss.loss_utils")  # imported where there is such a model
+    if losses is None:
         return []
     found = []
     for m in module.modules():
         causal = hasattr(type(m), "loss_function") and getattr(m, "loss_type", None) == "ForCausalLM"
-        if causal and m.loss_function is ForCausalLMLoss:
+        if causal and m.loss_function is losses.ForCausalLMLoss:
             found.append(m)
     return found
 

@@ -6,6 +6,7 @@ stand-ins, which are read from the host store at that moment.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,12 +81,10 @@ class PretrainedSaving:
 
 
 def _is_plain_pretrained(module: nn.Module) -> bool:
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        return False
+    transformers = sys.modules.get("transformers.modeling_utils")  # imported where there is a model of its own
     return (
-        isinstance(module, PreTrainedModel)
+        transformers is not None
+        and isinstance(module, transformers.PreTrainedModel)
         and not getattr(module, "_hf_peft_config_loaded", False)
         and getattr(module, "hf_quantizer", None) is None
     )
