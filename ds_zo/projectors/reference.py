@@ -11,8 +11,8 @@ from ds_zo.ops import formats, rng
 def gather_sum(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """out[c] = sum over e of values[e, c] * source[rows[e, c]], float32, e in order."""
     out = torch.zeros(rows.shape[1], source.shape[1], device=source.device)
-    for row, value in zip(rows, values, strict=True):
-        out += source[row.int()].float().mul_(value[:, None])
+    for row, value in zip(rows.int().unbind(), values[:, :, None].unbind(), strict=True):
+        out += source.index_select(0, row).float().mul_(value)
     return out
 
 
