@@ -21,6 +21,7 @@ lint-imports
 # More threads than cores, or one thread a core in several processes, makes tiny models slower.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
+unset PYTHONDONTWRITEBYTECODE  # or each of the tests' processes compiles the package again
 say "pytest"
 # A test file is one process's: they share the cores without sharing ports or process groups. Many wait for processes of
 # their own, so that three keep two cores busy.

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 SERVER = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import accelerate, deepspeed, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
+gc.collect()
+gc.freeze()  # or every child copies all pages to look through them, and once more when it ends
 for line in sys.stdin:
     children = []
     for job in json.loads(line):
