@@ -6,6 +6,7 @@ margin. Noise that only has to be uncorrelated does not need the margin; `tests/
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,15 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & MASK32, seed >> 32
 
 
+@lru_cache
+def _keys(key: tuple[int, int], num_rounds: int) -> list[tuple[np.uint64, np.uint64]]:
+    """Of each round."""
+    return [
+        (np.uint64((key[0] + i * KEY_STEPS[0]) & MASK32), np.uint64((key[1] + i * KEY_STEPS[1]) & MASK32))
+        for i in range(num_rounds)
+    ]
+
+
 def philox4x32(
     counter: tuple[Any, Any, Any, Any], key: tuple[int, int], *, num_rounds: int = NUM_ROUNDS
 ) -> tuple[Any, Any, Any, Any]:
@@ -37,8 +47,7 @@ def philox4x32(
     what is about to be multiplied gets masked.
     """
     c0, c1, c2, c3 = (np.uint64(c) if isinstance(c, int) else np.asarray(c, dtype=np.uint64) for c in counter)
-    for i in range(num_rounds):
-        k0, k1 = (np.uint64((k + i * step) & MASK32) for k, step in zip(key, KEY_STEPS, strict=True))
+    for k0, k1 in _keys(key, num_rounds):
         p0, p1 = c0 * _M0, c2 * _M1
         c0 = p1 >> _HALF
         c0 ^= c1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,11 +121,48 @@ class _Draws:
 def _process_run(call: Call, entries: list[Entry], run: list[Segment]) -> None:
     draws = _Draws(call, run)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity pass through as they do on a GPU
-        for piece in run:
-            if piece.trainable:
-                _process(call, entries, draws, piece)
+        for (trainable, _), alike in groupby(run, key=lambda piece: (piece.trainable, piece.group)):
+            pieces = list(alike)
+            if not trainable:
+                for piece in pieces:
+                    _copy_frozen(call, piece)
+            elif len(pieces) == 1 or call.format.scaled:  # scales go by an element's place in the flat tensor
+                for piece in pieces:
+                    _process(call, entries, draws, piece)
             else:
-                _copy_frozen(call, piece)
+                _process_as_one(call, entries, draws, pieces)
+
+
+def _process_as_one(call: Call, entries: list[Entry], draws: _Draws, pieces: list[Segment]) -> None:
+    """Many small parameters take the operations of one: they are brought together, and what is written, back apart."""
+    places = [slice(piece.start, piece.start + piece.numel) for piece in pieces]
+    numel = sum(piece.numel for piece in pieces)
+
+    def gathered(plane: torch.Tensor | None) -> torch.Tensor | None:
+        if plane is None:
+            return None
+        bits = _raw(plane)
+        return torch.from_numpy(np.concatenate([bits[at] for at in places]))
+
+    src, low_in = gathered(call.src), gathered(call.low_in)
+    assert src is not None
+    written: dict[str, Any] = {
+        name: torch.empty(numel, dtype=plane.dtype)
+        for name in ("dst", "low_out", "out", "pair")
+        if (plane := getattr(call, name)) is not None
+    }
+    one = replace(call, src=src.view(call.src.dtype), low_in=low_in, **written)
+    _process(one, entries, draws, Segment(0, numel, pieces[0].offset, pieces[0].group))
+    for name, values in written.items():
+        to, bits, first = _raw(getattr(call, name)), _raw(values), 0
+        for at in places:
+            to[at] = bits[first : first + at.stop - at.start]
+            first += at.stop - at.start
+
+
+def _raw(plane: torch.Tensor) -> NDArray[Any]:
+    """In numpy, which has no bfloat16, as bits."""
+    return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
 
 
 def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) -> None:
