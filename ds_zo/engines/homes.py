@@ -265,8 +265,7 @@ class Homes:
     def _let_go(self) -> None:
         self.runtime.forget()
         self.visits.close()
-        for slot in self.runtime.slots:  # of one that has no visits yet
-            slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.runtime.let_go()  # also one that has no visits yet
 
     def describe(self) -> str:
         gib = 2**30

@@ -240,8 +240,7 @@ class BlockHomes:
 
     def _let_go(self) -> None:
         self._views.clear()
-        for slot in self.runtime.slots:
-            slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.runtime.let_go()
 
     # Reading and writing
 

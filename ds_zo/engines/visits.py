@@ -121,8 +121,7 @@ class Visits:
         """Lets go of device buffers."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.scratch, self._bench.buffer, self._pair = empty, empty, None
-        for slot in self.runtime.slots:
-            slot.buffer = empty
+        self.runtime.let_go()
         for kept in (self._kept_planes, self._kept_outs, self._kept_views):
             kept.clear()  # type: ignore[attr-defined]
 

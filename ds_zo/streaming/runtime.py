@@ -176,11 +176,20 @@ class Runtime:
     def forget(self) -> None:
         """Homes were rewritten behind the slots' back: nothing that was brought up counts any more. Copies under way
         come before whatever the compute stream does next, so that slots may be freed."""
-        for slot in (*self.slots, *self._low_of.values(), *self._low_pool):
+        for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 self._wait(self._compute, event)
             slot.give_up()
         self.finish()
+
+    def let_go(self) -> None:
+        """Frees what slots hold, now: who asks a runtime and whom it asks know each other, and would keep it until
+        Python looks for such rings."""
+        for slot in self._all_slots():
+            slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def _all_slots(self) -> list[Slot]:
+        return [*self.slots, *self._low_of.values(), *self._low_pool]
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until `unit.home` holds what was sent back. For readers outside the hot path."""
@@ -189,7 +198,7 @@ class Runtime:
 
     def end_copies(self) -> None:
         """Blocks the host until none is under way, before memory at either end goes."""
-        for slot in (*self.slots, *self._low_of.values(), *self._low_pool):
+        for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 if event is not None:
                     event.synchronize()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 from equivalence_runs import one_step, parameters_of, zo_config, zo_engine
 from zoo import CASES
+
+from ds_zo.streaming.slots import Slot
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -58,3 +61,24 @@ def test_an_update_sweep_of_its_own_uploads_twice() -> None:
     up, down, whole = moved(4, stream={"fuse_update": False})
     assert down == whole
     assert 1.4 * whole < up <= 2 * whole
+
+
+def test_a_new_interval_leaves_no_buffers_of_the_old_one() -> None:
+    """Nor may they wait for a collection of garbage: a low plane of OPT-175B's blocks is 3.6 GB."""
+    case = CASES["wandering"]
+
+    def held(homes: Any) -> int:
+        slots = [thing for thing in gc.get_objects() if isinstance(thing, Slot) and thing.device == homes.device]
+        return sum(slot.buffer.numel() for slot in slots)
+
+    with zo_engine(case.make(), zo_config(dtype="bf16", stream={"writeback_interval": 4})) as engine:
+        one_step(engine, case.batch(0))
+        homes = engine.backend.homes
+        gc.collect()
+        before = held(homes)
+        gc.disable()
+        try:
+            homes.set_interval(homes.interval)
+            assert 0 < held(homes) == before
+        finally:
+            gc.enable()
