@@ -9,7 +9,9 @@ from typing import Any
 from ds_zo.streaming.budget import MARGIN_NBYTES
 
 WORKSPACE_NBYTES = 32 * 2**20
-"""cuBLAS takes it from the same allocator at its first matrix product (32 MiB on Hopper, less elsewhere)."""
+"""cuBLAS takes it from the same allocator at a thread's first matrix product (32 MiB on Hopper, less elsewhere)."""
+TWO_WORKSPACES_NBYTES = 2 * WORKSPACE_NBYTES
+"""Of the forward pass's thread, and of autograd's."""
 PROCESS_NBYTES = 1_470_000_000
 """Host memory of a process that has imported everything and opened the device: measured beside the weights."""
 BACKWARD_NBYTES = 350_000_000

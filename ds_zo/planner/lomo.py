@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import twice
-from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, Shards, base_config, parts
+from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost
 
@@ -49,7 +49,7 @@ def _resident(model: Model, limits: Limits, backend: str, config: dict[str, Any]
             states=_state_nbytes(model, backend),
             activations=trace.peak.activations,
             logits=trace.peak.logits,
-            workspace=WORKSPACE_NBYTES,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(process=PROCESS_NBYTES),
         step_s=step_s,
@@ -65,7 +65,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
     """Blocks are recomputed from their inputs whatever the model's own checkpointing says."""
     trace = model.backward_trace(checkpointing=True, loss_in_chunks=True)
     states = _state_nbytes(model, backend)
-    found = twice.place(model, limits, stream, beside=trace.peak.total + WORKSPACE_NBYTES + states)
+    found = twice.place(model, limits, stream, beside=trace.peak.total + TWO_WORKSPACES_NBYTES + states)
     config = config | {"zero_optimization": {"stage": 0, "offload_param": twice.OFFLOADED}}
     section = twice.section_of(limits, stream)
     if section:
@@ -79,7 +79,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
             states=states,
             activations=trace.peak.activations,
             logits=trace.peak.logits,
-            workspace=WORKSPACE_NBYTES,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(weights=found.store_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=found.filling_nbytes,

@@ -12,7 +12,7 @@ from ds_zo.planner.estimate import (
     ADAM_THREADS_NBYTES,
     BACKWARD_NBYTES,
     PROCESS_NBYTES,
-    WORKSPACE_NBYTES,
+    TWO_WORKSPACES_NBYTES,
     Estimate,
     Limits,
     base_config,
@@ -97,7 +97,7 @@ def _estimate(
         states=8 * counts.vector_numel,
         activations=trace.peak.activations,
         logits=trace.peak.logits,
-        workspace=WORKSPACE_NBYTES,
+        workspace=TWO_WORKSPACES_NBYTES,
     )
     process = PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES
     host = parts(states=8 * moved_numel + errors, payload=2 * moved, process=process)

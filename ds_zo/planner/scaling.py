@@ -55,7 +55,8 @@ class Scaled:
     efficiency: float
     """Of so many GPUs on their own."""
     fits: str
-    """Within a GPU's and a machine's memory: "yes", "at stage 3", or "no" and of what there is too little."""
+    """Within a GPU's and a machine's memory: "yes", "at stage 3", or "no" and of what there is too little, or that the
+    plan is one of a single rank."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,8 +101,12 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         efficiency=e.step_s / step_s,
-        fits=_fits(e.limits, *ways),
+        fits="no: streams on one rank only" if ranks > 1 and _is_of_one_rank(e) else _fits(e.limits, *ways),
     )
+
+
+def _is_of_one_rank(e: Estimate) -> bool:
+    return e.contender == "lsp" and "offload_param" in e.config["zero_optimization"]
 
 
 def _fits(limits: Limits, *ways: tuple[int, int]) -> str:

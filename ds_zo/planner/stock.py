@@ -6,23 +6,31 @@ gradient and two moments.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ds_zo.planner.estimate import (
     BACKWARD_NBYTES,
     PROCESS_NBYTES,
-    WORKSPACE_NBYTES,
+    TWO_WORKSPACES_NBYTES,
     Estimate,
     Limits,
     base_config,
     parts,
 )
 from ds_zo.planner.models import Model
-from ds_zo.planner.timeline import Cost
+from ds_zo.planner.timeline import Cost, Trace
 
 _REDUCE_BUCKET_NUMEL = 500_000_000
 _LIVE_NUMEL = 1_000_000_000
-"""DeepSpeed's defaults for `reduce_bucket_size` and `stage3_max_live_parameters`."""
+_SUB_GROUP_NUMEL = 1_000_000_000
+_PERSISTENT_NUMEL = 100_000
+"""DeepSpeed's defaults for `reduce_bucket_size`, `stage3_max_live_parameters`, `sub_group_size` and
+`stage3_param_persistence_threshold`."""
+_NORM_NBYTES = 8
+_NORM_NUMEL = 250_000_000
+"""Gradients are widened to float64 to be measured: at stage 2 each as a whole, at stage 3 so many elements at once."""
 _ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.0}}
 _PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
 LOW_RANK = 16
@@ -58,7 +66,7 @@ def estimate_on_device(
             gradients=trace.peak_keeping.gradients,
             activations=trace.peak_keeping.activations,
             logits=trace.peak_keeping.logits,
-            workspace=WORKSPACE_NBYTES,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(process=PROCESS_NBYTES + BACKWARD_NBYTES),
         step_s=trace.forward.seconds + trace.backward.seconds + update_s,
@@ -84,7 +92,7 @@ def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = 
             weights=weights,
             states=2 * weights,
             **{"gradients" if at_peak == in_step else "activations": at_peak},
-            workspace=WORKSPACE_NBYTES,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(process=PROCESS_NBYTES),
         step_s=trace.forward.seconds + trace.backward.seconds + update.seconds,
@@ -96,33 +104,40 @@ def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = 
     )
 
 
-def estimate_zero_offload(model: Model, limits: Limits, *, checkpointing: bool = True) -> Estimate:
+def estimate_zero_offload(
+    model: Model, limits: Limits, *, checkpointing: bool = True, native_pins: bool = False
+) -> Estimate:
     """ZeRO-Offload (stage 2): gradients down, Adam on the CPU, weights up, one after the other. Gradients travel as
-    float32, on the stream that computes."""
+    float32, on the stream that computes. `native_pins`: under DS_PIN_MEMORY_BACKEND=native."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
-    bucket = min(_REDUCE_BUCKET_NUMEL, model.numel) * itemsize
+    largest = max(p.numel() for p in model.module.parameters()) * itemsize
+    # Two buckets where reducing overlaps, from a pass's first gradient to its end; gradients that do not fit one wait.
+    buckets = 2 * _REDUCE_BUCKET_NUMEL * itemsize
+    reducing = max(b.alive + itemsize * b.oversize_numel + _NORM_NBYTES * b.largest_numel for b in full_buckets(trace))
+    peak = _Reducing.of(trace, at_all_times=0, from_first_gradient=buckets, reducing=reducing)
     flat = 4 * model.numel
     rates = model.rates
     forward_s, backward_s = trace.forward.seconds, trace.backward.seconds
     down_s, up_s = flat / (rates.link_down_gbps * 1e9), model.weights_nbytes / (rates.link_up_gbps * 1e9)
     step_s = forward_s + backward_s + down_s + model.numel / (rates.cpu_adam_gparams * 1e9) + up_s
+    pin = int if native_pins else _pinned
     return Estimate(
         contender="zero-offload",
-        setting="stage 2, Adam on the CPU, pinned",
+        setting="stage 2, Adam on the CPU, pinned, overlap_comm",
         device=parts(
             weights=model.weights_nbytes,
-            gradients=bucket,
-            activations=trace.peak.activations,
-            logits=trace.peak.logits,
-            workspace=WORKSPACE_NBYTES,
+            gradients=largest + peak.gradients,
+            activations=peak.activations,
+            logits=peak.logits,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(
-            master=_pinned(flat),
-            gradients=_pinned(flat),
-            staging=_pinned(model.weights_nbytes),
+            master=pin(flat),
+            gradients=pin(flat) + pin(largest),
+            staging=pin(model.weights_nbytes),
             states=2 * flat,
-            process=PROCESS_NBYTES,
+            process=PROCESS_NBYTES + BACKWARD_NBYTES,
         ),
         step_s=step_s,
         divided_s=step_s - forward_s - backward_s,
@@ -131,19 +146,35 @@ def estimate_zero_offload(model: Model, limits: Limits, *, checkpointing: bool =
         reduced_nbytes=model.weights_nbytes,
         sharded=frozenset({"master", "gradients", "staging", "states"}),
         config=base_config(batch=model.batch, dtype=model.dtype)
-        | {"optimizer": _ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED}},
+        | {"optimizer": _ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED, "overlap_comm": True}},
         notes=(_at_best(model, forward_s, backward_s), _exactly(18 * model.numel)),
         limits=limits,
     )
 
 
-def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, checkpointing: bool = True) -> Estimate:
+def estimate_zero3(
+    model: Model,
+    limits: Limits,
+    *,
+    offload_param: bool = True,
+    checkpointing: bool = True,
+    native_pins: bool = False,
+) -> Estimate:
     """ZeRO-3 with Adam on the CPU, and the parameters there too if `offload_param`. Gradients go down as they are, come
     up again and go down in float32; new weights come up through pageable memory."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
-    bucket = min(_REDUCE_BUCKET_NUMEL, model.numel) * itemsize
+    # One bucket at all times, of whose gradients a copy is made to reduce them; each then comes up from the host again.
+    bucket = _REDUCE_BUCKET_NUMEL * itemsize
+    reducing = max(
+        b.alive
+        + itemsize * (b.oversize_numel + b.copied_numel + b.largest_numel)
+        + max(_NORM_NBYTES * min(b.largest_numel, _NORM_NUMEL), 4 * b.largest_numel)
+        for b in full_buckets(trace)
+    )
+    peak = _Reducing.of(trace, at_all_times=bucket, from_first_gradient=0, reducing=reducing)
     flat = 4 * model.numel
+    sub_groups = _sub_groups(model)
     uploads = 3 if checkpointing else 2  # each use of a layer gathers it again once more than fits is in between
     there = min(model.numel, _LIVE_NUMEL) * itemsize if offload_param else model.weights_nbytes
     gathers = uploads * model.weights_nbytes if offload_param and model.numel > _LIVE_NUMEL else 0
@@ -156,23 +187,28 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
     if offload_param:
         zero["offload_param"] = _PINNED
+    pin = int if native_pins else _pinned
+    # Parameters are pinned one by one before they move to one buffer, and PyTorch keeps what it has pinned.
+    one_by_one = (p.numel() * itemsize for p in model.module.parameters() if p.numel() > _PERSISTENT_NUMEL)
+    kept = sum(map(_pinned, one_by_one)) if offload_param and not native_pins else 0
     return Estimate(
         contender="zero-3" if offload_param else "zero-3-gpu-params",
         setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned",
         device=parts(
             weights=there,
-            gradients=bucket,
-            activations=trace.peak.activations,
-            logits=trace.peak.logits,
-            workspace=WORKSPACE_NBYTES,
+            gradients=peak.gradients,
+            activations=peak.activations,
+            logits=peak.logits,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(
-            weights=_pinned(model.weights_nbytes) if offload_param else 0,
-            master=_pinned(flat),
-            gradients=_pinned(flat),
-            staging=_pinned(model.weights_nbytes),
+            weights=pin(model.weights_nbytes) + kept if offload_param else 0,
+            master=flat,
+            gradients=sum(pin(4 * numel) for numel in sub_groups),
+            # New weights are made narrow a sub-group at a time, where they don't stay on the host.
+            staging=pin(model.weights_nbytes) + (0 if offload_param else itemsize * max(sub_groups)),
             states=2 * flat,
-            process=PROCESS_NBYTES,
+            process=PROCESS_NBYTES + BACKWARD_NBYTES,
         ),
         step_s=step_s,
         divided_s=step_s - trace.forward.seconds - trace.backward.seconds,
@@ -187,6 +223,61 @@ def estimate_zero3(model: Model, limits: Limits, *, offload_param: bool = True, 
         ),
         limits=limits,
     )
+
+
+@dataclass(frozen=True)
+class FullBucket:
+    """Of gradients, as it is reduced: when the next one has no room in it, and at the end of the pass."""
+
+    alive: int
+    largest_numel: int
+    copied_numel: int
+    """Of several gradients in one: a single one is reduced where it is."""
+    oversize_numel: int
+    """Of one that is larger than the bucket, and waits beside it."""
+
+
+def full_buckets(trace: Trace) -> Iterator[FullBucket]:
+    inside: list[int] = []
+    for gradient in (*trace.gradients, None):
+        if inside and (gradient is None or sum(inside) + gradient.numel > _REDUCE_BUCKET_NUMEL):
+            yield FullBucket(
+                alive=0 if gradient is None else gradient.alive,
+                largest_numel=max(inside),
+                copied_numel=sum(inside) if len(inside) > 1 else 0,
+                oversize_numel=sum(inside) if sum(inside) > _REDUCE_BUCKET_NUMEL else 0,
+            )
+            inside.clear()
+        if gradient is not None:
+            inside.append(gradient.numel)
+
+
+@dataclass(frozen=True)
+class _Reducing:
+    """The peak of a pass whose gradients are reduced bucket by bucket, by part."""
+
+    activations: int
+    logits: int
+    gradients: int
+
+    @classmethod
+    def of(cls, trace: Trace, *, at_all_times: int, from_first_gradient: int, reducing: int) -> _Reducing:
+        """`reducing`: most that is alive while a bucket is, the buckets themselves aside."""
+        before = trace.peak.total + at_all_times
+        after = max(trace.peak_from_first_gradient, reducing) + at_all_times + from_first_gradient
+        if before >= after:
+            return cls(trace.peak.activations, trace.peak.logits, at_all_times)
+        return cls(trace.peak_from_first_gradient, 0, after - trace.peak_from_first_gradient)
+
+
+def _sub_groups(model: Model) -> list[int]:
+    """Elements of each part that stage 3 updates as one."""
+    found = [0]
+    for p in model.module.parameters():
+        if found[-1] >= _SUB_GROUP_NUMEL:
+            found.append(0)
+        found[-1] += p.numel()
+    return found
 
 
 def zero_step_s(model: Model, forward_s: float, backward_s: float) -> float:
@@ -226,7 +317,7 @@ def estimate_low_rank(
             states=states,
             activations=trace.peak.activations,
             logits=trace.peak.logits,
-            workspace=WORKSPACE_NBYTES,
+            workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(process=PROCESS_NBYTES),
         step_s=trace.forward.seconds + backward.seconds + update.seconds,

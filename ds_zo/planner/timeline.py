@@ -51,6 +51,15 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """A parameter's, when it is complete."""
+
+    numel: int
+    alive: int
+    """Bytes beside the parameters, this gradient's among them, all that were complete before dropped."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """What a pass came to."""
 
@@ -68,6 +77,10 @@ class Trace:
     """Recomputation included; nothing for a pass without gradients."""
     boundary: int
     """Bytes of one block's input: what is kept of a block that is recomputed."""
+    gradients: tuple[Gradient, ...] = ()
+    """Of parameters, in the order in which they are complete."""
+    peak_from_first_gradient: int = 0
+    """Most that is alive from then on, as `peak` has it."""
 
     @property
     def forward(self) -> Cost:
@@ -93,11 +106,13 @@ class Stretch:
     """With gradients dropped; None: nothing was allocated."""
     at_peak_keeping: Peak | None
     """With gradients kept."""
+    gradients: tuple[Gradient, ...] = ()
 
 
 def add_up(stretches: Sequence[Stretch], *, num_blocks: int, boundary: int) -> Trace:
     now = peak = peak_keeping = Peak()
-    paused = 0
+    paused = peak_from_first = 0
+    gradients: list[Gradient] = []
     around = backward = Cost()
     blocks = [Cost()] * num_blocks
     for stretch in stretches:
@@ -108,13 +123,19 @@ def add_up(stretches: Sequence[Stretch], *, num_blocks: int, boundary: int) -> T
         elif stretch.block is not None:
             blocks[stretch.block] += stretch.cost
             paused = max(paused, now.total)
+        dropping = now.total - now.gradients
+        gradients += [Gradient(g.numel, dropping + g.alive) for g in stretch.gradients]
         if stretch.at_peak is not None:
             there = now + stretch.at_peak
             peak = max(peak, Peak(there.total - there.gradients, there.logits), key=_total)
+            if gradients:
+                peak_from_first = max(peak_from_first, there.total - there.gradients)
         if stretch.at_peak_keeping is not None:
             peak_keeping = max(peak_keeping, now + stretch.at_peak_keeping, key=_total)
         now += stretch.at_end
-    return Trace(peak, peak_keeping, paused, tuple(blocks), around, backward, boundary)
+    return Trace(
+        peak, peak_keeping, paused, tuple(blocks), around, backward, boundary, tuple(gradients), peak_from_first
+    )
 
 
 def _total(peak: Peak) -> int:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_zo.planner import alike
 from ds_zo.planner.rates import Rates
-from ds_zo.planner.timeline import Cost, Peak, Phase, Stretch, Trace, add_up
+from ds_zo.planner.timeline import Cost, Gradient, Peak, Phase, Stretch, Trace, add_up
 
 
 def trace_pass(
@@ -129,10 +129,12 @@ class _Watcher(TorchDispatchMode):
         self._now = self._logits_now = self._kept_gradients = 0
         self._peak: Peak | None = None
         self._peak_keeping: Peak | None = None
+        self._gradients: list[Gradient] = []
 
     def end(self) -> None:
         cost = Cost(self._flops, self._kernel_s, self._launch_s)
-        self.stretches.append(Stretch(self._phase, self._block, cost, self._alive(), self._peak, self._peak_keeping))
+        peaks = self._peak, self._peak_keeping
+        self.stretches.append(Stretch(self._phase, self._block, cost, self._alive(), *peaks, tuple(self._gradients)))
 
     def begin(self, phase: Phase, block: int | None) -> None:
         self.end()
@@ -191,7 +193,11 @@ class _Watcher(TorchDispatchMode):
         self._logits_now -= seen.nbytes * seen.is_logits
 
     def complete_gradient(self, p: torch.Tensor) -> None:
-        """A parameter's hook: dropped, and counted as if it were kept."""
+        """A parameter's hook: dropped, and counted as if it were kept. The first begins a stretch, before which there
+        are no buckets of gradients."""
+        if self._block is None and not self._gradients:
+            self.begin(Phase.BACKWARD, None)
+        self._gradients.append(Gradient(p.numel(), self._now))
         p.grad = None
         self._kept_gradients += p.numel() * p.element_size()
 

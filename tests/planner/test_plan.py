@@ -19,7 +19,8 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import CONTENDERS, Limits, Plan, Rates, load_rates, plan, pricing, render, scale
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import lsp_step_s
-from ds_zo.planner.stock import zero_step_s
+from ds_zo.planner.stock import FullBucket, full_buckets, zero_step_s
+from ds_zo.planner.timeline import Gradient
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.budget import MARGIN_NBYTES
 from ds_zo.streaming.schedule import Kind, sweep, validate
@@ -166,15 +167,35 @@ def test_stage_3_divides_blocks_that_stay_on_gpus() -> None:
 
 
 @pytest.mark.slow
-def test_the_papers_65b_on_8_gpus_of_24_gb_is_planned_as_documented(run_python: Callable[..., str]) -> None:
-    """The documented command, in a process of its own: what other tests leave behind is no part of a plan."""
+def test_several_gpus_are_planned_as_documented(run_python: Callable[..., str]) -> None:
+    """All documented commands, in a process of their own: what other tests leave behind is no part of a plan."""
     page = (Path(planner.__file__).parent / "SCALING.md").read_text()
-    section = page[page.index("## LOMO's 65B") :]
-    command = re.search("`ds-zo (plan .*?)`", section)
-    assert command is not None and "--gpus 8" in command[1] and "--device-memory-gb 24" in command[1]
-    row = run_python("from ds_zo.cli import main; main()", *shlex.split(command[1])).splitlines()[-1]
-    assert row in section
-    assert float(row.split()[6]) < 24, row
+    found = re.findall("^`ds-zo (plan .*?)`\n\n```\n(.*?)```", page, flags=re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(command) for command, _ in found]
+    assert len(commands) == 4 and all("--gpus" in command for command in commands)
+    run_all = "import json, sys; from ds_zo.cli import main; [main(command) for command in json.loads(sys.argv[1])]"
+    shown = run_python(run_all, json.dumps(commands))
+    for _, table in found:
+        assert table in f"{shown}\n"
+    papers_65b = found[-1][1].splitlines()[-1]
+    assert "--device-memory-gb 24" in found[-1][0] and float(papers_65b.split()[6]) < 24, papers_65b
+
+
+def test_lsp_that_streams_is_planned_for_one_rank_only() -> None:
+    found = plan(planned("llama", dtype="bf16"), backends=["lsp"], offload=True)
+    assert [scale(found, gpus=gpus)[0].fits for gpus in (1, 2)] == ["yes", "no: streams on one rank only"]
+
+
+def test_buckets_of_gradients_are_reduced_when_the_next_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_zo.planner.stock._REDUCE_BUCKET_NUMEL", 10)
+    gradients = [Gradient(numel, alive) for numel, alive in ((4, 900), (6, 800), (3, 700), (12, 600), (5, 500))]
+    trace = replace(planned("llama").backward_trace(checkpointing=True), gradients=tuple(gradients))
+    assert list(full_buckets(trace)) == [
+        FullBucket(alive=700, largest_numel=6, copied_numel=10, oversize_numel=0),
+        FullBucket(alive=600, largest_numel=3, copied_numel=0, oversize_numel=0),
+        FullBucket(alive=500, largest_numel=12, copied_numel=0, oversize_numel=12),
+        FullBucket(alive=0, largest_numel=5, copied_numel=0, oversize_numel=0),
+    ]
 
 
 def test_rates_come_from_a_file(tmp_path: Path) -> None:

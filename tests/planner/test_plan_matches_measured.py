@@ -72,41 +72,78 @@ def test_zo_steps_take_the_planned_time() -> None:
         assert planned.step_s == pytest.approx(row["step_s"], rel=0.12), row["case"]
 
 
-def compared(shape: str) -> Iterator[dict[str, Any]]:
-    """Head-to-head rows that trained, on the whole card and on 24 GB of it."""
+ESTIMATES: dict[str, Callable[..., Estimate]] = {
+    "zo": partial(estimate_zo, offload=True),
+    "lomo": partial(estimate_lomo, offload=False),
+    "lomo-streamed": partial(estimate_lomo, offload=True),
+    "lsp": partial(estimate_lsp, offload=False),
+    "zero2-offload": estimate_zero_offload,
+    "zero3-offload": partial(estimate_zero3, offload_param=False),
+    "zero3-offload-param": partial(estimate_zero3, offload_param=True),
+    "adamw": estimate_on_device,
+    "sgd": partial(estimate_on_device, optimizer="sgd"),
+}
+OFFLOADS_ALL = {"zero2-offload", "zero3-offload"}
+FITS_ALL = {"zo", "lomo", "lomo-streamed", "lsp"}
+RESIDENT = {"adamw", "sgd"}
+
+
+def compared(shape: str) -> Iterator[tuple[dict[str, Any], Estimate]]:
+    """Head-to-head rows that trained, on the whole card and on 24 GB of it, and what was planned for them."""
     for cap in ("uncapped", "24gb"):
         for line in (RESULTS / "compare" / shape / cap / "rows.jsonl").read_text().splitlines():
             row = json.loads(line)
-            if row.get("status") == "ok" and "step_s" in row:
-                yield row
+            if row.get("status") != "ok" or row["case"] not in ESTIMATES:
+                continue
+            spec = row["params"]["spec"]
+            cap_gb = row["params"]["config"].get("ds_zo", {}).get("stream", {}).get("device_memory_gb", 140)
+            pins = {"native_pins": row["env"].get("DS_PIN_MEMORY_BACKEND") == "native"}
+            yield (
+                row,
+                ESTIMATES[row["case"]](
+                    model(shape, spec["batch"], spec["length"]),
+                    Limits(int(cap_gb * 1e9)),
+                    **(pins if row["case"].startswith("zero") else {}),
+                ),
+            )
 
 
 @pytest.mark.parametrize(
     ("shape", "cases"),
-    [("opt-6.7b", {"zo"}), ("llama-7b", {"zo", "lomo", "lsp", "zero2-offload", "zero3-offload", "adamw", "sgd"})],
+    [
+        ("llama-1.3b", FITS_ALL | RESIDENT | OFFLOADS_ALL | {"zero3-offload-param"}),
+        ("llama-7b", FITS_ALL | RESIDENT | OFFLOADS_ALL),
+        ("opt-6.7b", FITS_ALL | RESIDENT | OFFLOADS_ALL),
+        ("opt-13b", FITS_ALL),
+    ],
+)
+def test_contenders_take_the_planned_memory(shape: str, cases: set[str]) -> None:
+    """Within 5% on the GPU and on the host, DeepSpeed's buffers within 1%."""
+    found = list(compared(shape))
+    assert {row["case"] for row, _ in found} == cases
+    for row, planned in found:
+        case = row["case"]
+        within = 0.01 if case in OFFLOADS_ALL else 0.05
+        assert planned.device_nbytes / 1e9 == pytest.approx(row["peak_gb"], rel=within), case
+        # LOMO's host memory is a process and nothing else, 1.5 to 1.85 GB in runs of the same code.
+        host = {"abs": 0.4} if case == "lomo" else {"rel": within}
+        assert planned.host_peak_nbytes / 1e9 == pytest.approx(row["host_peak_gb"], **host), case
+
+
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [
+        ("opt-6.7b", {"zo"} | OFFLOADS_ALL),
+        ("llama-7b", {"zo", "lomo", "lsp"} | RESIDENT | OFFLOADS_ALL),
+    ],
 )
 def test_contenders_take_the_planned_time(shape: str, cases: set[str]) -> None:
     """And send the planned bytes, those that offload to DeepSpeed's optimizer."""
-    estimates: dict[str, Callable[[Model, Limits], Estimate]] = {
-        "lomo": partial(estimate_lomo, offload=False),
-        "lsp": partial(estimate_lsp, offload=False),
-        "zero2-offload": estimate_zero_offload,
-        "zero3-offload": partial(estimate_zero3, offload_param=False),
-        "adamw": estimate_on_device,
-        "sgd": partial(estimate_on_device, optimizer="sgd"),
-        "zo": partial(estimate_zo, offload=True),
-    }
-    rows = [row for row in compared(shape) if row["case"] in cases]
-    assert {row["case"] for row in rows} == cases
-    for row in rows:
-        spec = row["params"]["spec"]
-        cap_gb = row["params"]["config"].get("ds_zo", {}).get("stream", {}).get("device_memory_gb", 140)
-        planned = estimates[row["case"]](model(shape, spec["batch"], spec["length"]), Limits(int(cap_gb * 1e9)))
+    found = [(row, planned) for row, planned in compared(shape) if row["case"] in cases]
+    assert {row["case"] for row, _ in found} == cases
+    for row, planned in found:
         assert planned.step_s == pytest.approx(row["step_s"], rel=0.2), row["case"]
-        assert planned.device_nbytes / 1e9 == pytest.approx(row["peak_gb"], rel=0.08), row["case"]
-        if row["case"] in ("zo", "lsp", "adamw", "sgd"):  # blocks of ZO that stay on the GPU began on the host
-            assert planned.host_peak_nbytes / 1e9 == pytest.approx(row["host_peak_gb"], rel=0.05)
-        if "offload" in row["case"]:
+        if row["case"] in OFFLOADS_ALL:
             assert planned.up_nbytes / 1e9 == pytest.approx(row["up_gb"], rel=0.01)
             assert planned.down_nbytes / 1e9 == pytest.approx(row["down_gb"], rel=0.01)
 
