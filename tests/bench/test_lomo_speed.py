@@ -127,9 +127,10 @@ def test_failures_and_misses_are_shown() -> None:
 def test_the_plan_stands_beside_the_measurement() -> None:
     params = {"method": "lomo", "shape": "llama-125m", "batch": 1, "length": 64, "checkpointing": False}
     row = _row("streamed/125m", "a", params=params | {"stream": {"resident_blocks": 0}}, peak_gb=1.0)
-    plan = planned(row)
+    plan, whole = planned(row), planned(_row("speed/125m", "a", params=params | {"checkpointing": True}))
     assert plan is not None and "12 of 12 blocks streamed" in plan["setting"]
-    assert 0.12 < plan["peak_gb"] < 0.24  # slots and edges, not the whole of it
+    block_nbytes = 2 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768)
+    assert whole is not None and whole["peak_gb"] - plan["peak_gb"] == pytest.approx(10 * block_nbytes / 1e9, rel=1e-3)
     assert f"{plan['peak_gb'] / 1.073741824:.4g} / 0.9313 (" in markdown([row], plan=lambda row: plan)
     assert planned(_row("speed/adamw", "a", params=params | {"method": "adamw"})) is None
 
