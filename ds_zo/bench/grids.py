@@ -176,7 +176,7 @@ ACCURACY = Grid(
         "lomo": Method(LOMO, lrs=(1e-2, 3e-2, 1e-1), **_FIRST_ORDER_RUN),
         "adalomo": Method(_config("AdaLOMO", clipping=0.0), lrs=(5e-4, 2e-3), **_FIRST_ORDER_RUN),
         "lsp": Method(LSP, lrs=(3e-5, 1e-4, 3e-4), **_FIRST_ORDER_RUN),
-        "lsp-512": Method(_lsp(512, fit_steps=40), lrs=(1e-4, 3e-4, 1e-3), **_FIRST_ORDER_RUN),
+        "lsp-512": Method(_lsp(512, fit_steps=40), lrs=(1e-4, 2e-4, 3e-4, 1e-3), **_FIRST_ORDER_RUN),
     },
     tasks=("sst2", "rte", "copa", "boolq", "alpaca"),
     seeds=(0, 1, 2),
