@@ -170,8 +170,10 @@ def _best_interval(model: Model, placement: Placement, streamed: list[int], buff
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:
     """Recordings read and write in places of their own, shared by blocks of one shape."""
+    if not pairs or num_passes != 2:
+        return False
     largest = max((sum(p.numel for p in unit.placed) for unit in placement.blocks), default=0)
-    return pairs and num_passes == 2 and 2 * model.num_tokens * largest < MOST_RECORDED_FLOPS
+    return 2 * model.num_tokens * largest < MOST_RECORDED_FLOPS
 
 
 def _table_nbytes(placement: Placement) -> int:
