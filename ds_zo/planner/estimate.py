@@ -59,6 +59,8 @@ class Estimate:
     """Bytes by part; together the allocator's peak."""
     host: Mapping[str, int]
     step_s: float
+    starting_nbytes: int = 0
+    """Of the device while training is set up, where that may be more than a step takes."""
     filling_nbytes: int = 0
     """Host memory more than `host` until the first step has shown how many blocks the device has room for: those that
     then stay there start here."""
@@ -83,6 +85,10 @@ class Estimate:
         return sum(self.device.values())
 
     @property
+    def device_peak_nbytes(self) -> int:
+        return max(self.device_nbytes, self.starting_nbytes)
+
+    @property
     def host_nbytes(self) -> int:
         return sum(self.host.values())
 
@@ -93,7 +99,7 @@ class Estimate:
     @property
     def fits_device(self) -> bool:
         limit = self.limits.device_nbytes
-        return limit is None or self.device_nbytes + MARGIN_NBYTES <= limit
+        return limit is None or self.device_peak_nbytes + MARGIN_NBYTES <= limit
 
     @property
     def fits_host(self) -> bool:
@@ -108,6 +114,7 @@ class Estimate:
         del shown["limits"], shown["sharded"], shown["shards"]
         return shown | {
             "device_nbytes": self.device_nbytes,
+            "device_peak_nbytes": self.device_peak_nbytes,
             "host_nbytes": self.host_nbytes,
             "host_peak_nbytes": self.host_peak_nbytes,
             "fits": self.fits,

@@ -140,6 +140,7 @@ def estimate_zero_offload(
             process=PROCESS_NBYTES + BACKWARD_NBYTES,
         ),
         step_s=step_s,
+        starting_nbytes=2 * model.weights_nbytes,  # they are cloned there on the way to the float32 master
         divided_s=step_s - forward_s - backward_s,
         up_nbytes=model.weights_nbytes,
         down_nbytes=flat,

@@ -48,7 +48,7 @@ def _row(plan: Plan, e: Estimate) -> list[str]:
     return [
         e.contender,
         "yes" if e.fits else "no: GPU" if not e.fits_device else "no: host",
-        f"{e.device_nbytes / 1e9:.2f}",
+        f"{e.device_peak_nbytes / 1e9:.2f}",
         f"{e.host_peak_nbytes / 1e9:.1f}",
         f"{e.step_s * 1e3:.0f}",
         f"{plan.tokens_per_s(e):,.0f}",
@@ -60,9 +60,12 @@ def _row(plan: Plan, e: Estimate) -> list[str]:
 
 def _details(e: Estimate) -> list[str]:
     filling = f", and {e.filling_nbytes / 1e9:.2f} until blocks that stay are on the GPU" if e.filling_nbytes else ""
+    starting = (
+        f", and {e.starting_nbytes / 1e9:.2f} in all while it is set up" if e.starting_nbytes > e.device_nbytes else ""
+    )
     return [
         f"{e.contender}",
-        f"  GPU   {_parts(e.device)}",
+        f"  GPU   {_parts(e.device)}{starting}",
         f"  host  {_parts(e.host)}{filling}",
         *(f"  note  {note}" for note in e.notes),
         "  JSON  " + json.dumps(e.config),

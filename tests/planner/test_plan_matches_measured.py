@@ -130,6 +130,20 @@ def test_contenders_take_the_planned_memory(shape: str, cases: set[str]) -> None
         assert planned.host_peak_nbytes / 1e9 == pytest.approx(row["host_peak_gb"], **host), case
 
 
+@pytest.mark.parametrize("shape", ["llama-1.3b", "llama-7b", "opt-6.7b", "opt-13b"])
+def test_what_ran_out_of_24_gb_was_not_planned_to_fit(shape: str) -> None:
+    """And what trained was: ZeRO-Offload of 7B would, but does not start there."""
+    statuses = set()
+    for line in (RESULTS / "compare" / shape / "24gb" / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["status"] in ("ok", "oom") and row["case"] in ESTIMATES:
+            spec = row["params"]["spec"]
+            planned = ESTIMATES[row["case"]](model(shape, spec["batch"], spec["length"]), Limits(24 * 10**9))
+            assert planned.fits_device == (row["status"] == "ok"), row["case"]
+            statuses.add(row["status"])
+    assert statuses == {"ok", "oom"}
+
+
 @pytest.mark.parametrize(
     ("shape", "cases"),
     [
