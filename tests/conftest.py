@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,21 @@ if str(_BIN) not in os.environ["PATH"].split(os.pathsep):
 
 REPO = Path(__file__).resolve().parent.parent
 
+LONG_FILES = """
+distributed/test_lomo_ranks.py launch/test_examples.py engines/test_zo_evaluation.py
+distributed/test_lsp_ranks.py engines/test_zo_matches_mezo.py launch/test_train.py
+distributed/test_zo_ranks.py engines/test_zo_invariance.py integrations/test_trainer.py
+distributed/test_launchers.py engines/test_zo_traps.py checkpoint/test_kill.py
+distributed/test_two_hosts.py checkpoint/test_resume.py checkpoint/test_resume_first_order.py
+distributed/test_zo_rank_checkpoints.py engines/test_zo_precision.py planner/test_plan_matches_engine.py
+test_readme.py test_plugin.py engines/test_lomo_matches_sgd.py planner/test_plan_matches_measured.py
+launch/test_sweep.py bench/test_zo_case.py integrations/test_equivalence.py test_packaging.py integrations/test_ranks.py
+ops/test_kernels_interpreted.py integrations/test_engine.py engines/test_adalomo.py engines/test_compiled_blocks.py
+engines/test_lsp_training.py bench/test_compare.py streaming/test_loading.py test_zo_two_ranks.py
+""".split()
+"""They begin first, or a process that comes to one of them at the end works on alone. Those that start many processes
+are apart from one another."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run that leaves the GPU's tests out is the CPU's, wherever it is made: engines are held against plain loops on
@@ -34,9 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not gpu" in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher shows its ranks the devices again
+    config.option.loadscopereorder = False  # xdist would begin with the files of most tests
 
 
-def pytest_report_header() -> str | None:
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if "not gpu" in config.getoption("markexpr"):
+        return None
     import torch
 
     if torch.cuda.is_available():
@@ -49,16 +67,24 @@ def pytest_report_header() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    places = {REPO / "tests" / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """The libraries stay: no collection of garbage has to look through them again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The libraries, which it imports, stay: no collection of garbage has to look through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def find_free_port() -> int:

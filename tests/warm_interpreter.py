@@ -20,11 +20,13 @@ import torch
 
 SERVER = """
 import gc, json, os, runpy, sys
+gc.disable()
 import accelerate, deepspeed, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
 gc.collect()
 gc.freeze()  # or every child copies all pages to look through them, and once more when it ends
+gc.enable()
 for line in sys.stdin:
     children = []
     for job in json.loads(line):

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,7 +190,7 @@ def test_kill_at_random_moments(run_python, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_cleanly(tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_cleanly(tmp_path: Path, run_script: Callable[..., Any]) -> None:
     """launch/train.py, pre-empted in the middle, then resumed to the end of its steps."""
     config = tmp_path / "zo.json"
     config.write_text(
@@ -196,9 +198,10 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path) -> None:
     )
     output = tmp_path / "out"
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    command = [sys.executable, str(REPO / "launch" / "train.py"), "--deepspeed", str(config), "--num-eval", "4"]
-    command += ["--output-dir", str(output), "--max-length", "32"]
-    process = subprocess.Popen([*command, "--steps", "100000"], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    script = REPO / "launch" / "train.py"
+    arguments = ["--deepspeed", str(config), "--num-eval", "4", "--output-dir", str(output), "--max-length", "32"]
+    command = [sys.executable, str(script), *arguments, "--steps", "100000"]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), True)
     for line in process.stdout:
@@ -210,6 +213,6 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path) -> None:
     assert process.returncode == 0, err[-3000:]
     assert b"stopped by SIGTERM" in out
     step = int((output / "checkpoints" / "latest").read_text().removeprefix("step"))
-    done = subprocess.run([*command, "--steps", str(step + 2), "--resume", "latest"], env=env, capture_output=True)
+    done = run_script(script, *arguments, "--steps", step + 2, "--resume", "latest", cwd=REPO, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((output / "summary.json").read_text())["steps"] == step + 2
