@@ -177,6 +177,7 @@ ACCURACY = Grid(
         "adalomo": Method(_config("AdaLOMO", clipping=0.0), lrs=(5e-4, 2e-3), **_FIRST_ORDER_RUN),
         "lsp": Method(LSP, lrs=(3e-5, 1e-4, 3e-4), **_FIRST_ORDER_RUN),
         "lsp-512": Method(_lsp(512, fit_steps=40), lrs=(1e-4, 2e-4, 3e-4, 1e-3), **_FIRST_ORDER_RUN),
+        "lsp-512-rms": Method(_lsp(512, fit_steps=40, update_rms="adamw"), lrs=(5e-5, 1e-4, 2e-4), **_FIRST_ORDER_RUN),
     },
     tasks=("sst2", "rte", "copa", "boolq", "alpaca"),
     seeds=(0, 1, 2),
@@ -186,7 +187,7 @@ ACCURACY = Grid(
 eight minutes of an H200 with SmolLM2-135M, a dozen runs at once, by what fills the device: float32 runs multiply
 matrices in TF32, and dev decides between two states a run. What only one seed is needed for has one: zero-shot, the
 reference that takes ZO's own steps, and storage without a low plane. `lsp` has d = 256 of SmolLM2's 576, `lsp-512` is
-what its papers and ours time."""
+what its papers and ours time, and `lsp-512-rms` that with updates of AdamW's size."""
 
 ACCURACY_SEEDS = replace(
     ACCURACY,
@@ -231,6 +232,7 @@ LSP_CURVES = Grid(
     {
         "adamw": Method(ADAMW, lrs=(1e-4,), **_LSP_CURVE),
         "lsp-512": Method(_lsp(512), lrs=(2e-4,), **_LSP_CURVE),
+        "lsp-512-rms": Method(_lsp(512, update_rms="adamw"), lrs=(1e-4,), **_LSP_CURVE),
         "lsp-256": Method(_lsp(256), lrs=(3e-4,), **_LSP_CURVE),
         "lora": Method(ADAMW, lrs=(1e-3,), lora_ranks=(4,), arguments=("--lora-targets", "all-linear"), **_LSP_CURVE),
         "lora-large": Method(
@@ -278,12 +280,17 @@ LSP_RATES = Grid(
                 ("lsp-64", _lsp(64), (1e-3, 3e-3, 1e-2, 3e-2)),
                 ("lsp-32", _lsp(32), (1e-3, 3e-3, 1e-2, 3e-2)),
                 ("lsp-64-random", _lsp(64, projector="random"), (3e-4, 1e-3, 3e-3)),
+                ("lsp-64-rms", _lsp(64, update_rms="adamw"), (1.5e-3, 3e-3, 6e-3)),
+                ("lsp-32-rms", _lsp(32, update_rms="adamw"), (1.5e-3, 3e-3, 6e-3)),
+                ("lsp-64-dense", _lsp(64, edge="dense"), (3e-3, 6e-3, 1.2e-2)),
+                ("lsp-64-dense-rms", _lsp(64, edge="dense", update_rms="adamw"), (1.5e-3, 3e-3, 6e-3)),
             )
         },
     },
     tasks=("alpaca",),
 )
-"""Which rate LSP wants where AdamW's is known: for the embedded model, whose matrices are 128 x 128 to 384 x 128."""
+"""Which rate LSP wants where AdamW's is known, with updates as they are projected and of AdamW's size (`rms`), the tied
+embedding projected or not: for the embedded model, whose other matrices are 128 x 128 to 384 x 128."""
 
 SMOKE = Grid(
     {

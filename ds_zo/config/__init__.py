@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ds_zo.config.errors import ConfigError
-from ds_zo.config.optimizers import AdaLOMOParams, AdapterParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
+from ds_zo.config.optimizers import (
+    AdaLOMOParams,
+    AdapterParams,
+    LOMOParams,
+    LSPParams,
+    OptimizerParams,
+    UpdateRms,
+    ZOParams,
+)
 from ds_zo.config.resolve import BACKENDS, backend_of, resolve
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
@@ -22,6 +30,7 @@ __all__ = [
     "OptimizerParams",
     "Resolved",
     "StreamConfig",
+    "UpdateRms",
     "ZOParams",
     "backend_of",
     "resolve",

@@ -10,6 +10,7 @@ from typing_extensions import Self
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error
 
+UpdateRms = Literal["projected", "adamw"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_SEED = 2**63 - 1
 
@@ -165,7 +166,8 @@ class LSPParams(OptimizerParams):
 
     lr: float = Field(1e-4, ge=0, le=100)
     """Learning rate; a `scheduler` scales it. Fitted projectors make the updates of an m x n matrix about sqrt(m n) / d
-    times smaller than AdamW's at the same rate: start from AdamW's rate times that. Random ones take AdamW's."""
+    times smaller than AdamW's at the same rate: start from AdamW's rate times that, or from AdamW's with `update_rms:
+    adamw`. Random ones take AdamW's."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
     """Adam's decay rates."""
@@ -211,6 +213,10 @@ class LSPParams(OptimizerParams):
 
     edge: Literal["lsp", "freeze", "dense"] = "lsp"
     """Embeddings and head: projected too, not trained, or dense Adam."""
+
+    update_rms: UpdateRms = "projected"
+    """Size of a projected matrix's update: what its projectors make of it, or scaled to AdamW's root mean square, so
+    that all shapes learn at one rate, AdamW's."""
 
     clip_scope: Literal["matrix", "global"] = "matrix"
     """What `gradient_clipping` measures; global serialises the layer-wise schedule."""

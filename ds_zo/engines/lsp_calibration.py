@@ -156,6 +156,7 @@ class Calibration:
                 values = projector.values.clone()
                 self._ranks.take_from_first_(values)
                 projector.set_values_(values)
+        subspace.refresh_()
         self.fit_s += report.seconds
         logger.debug(f"ds_zo: {slot.name} {report}")
         if report.reason == "degenerate":

@@ -129,7 +129,7 @@ class LSPGroups:
     def footprint(self, slots: Sequence[Slot]) -> dict[str, int]:
         """Bytes besides the weights; scratch of the products comes on top."""
         subspaces = [slot.subspace for slot in slots if slot.subspace is not None]
-        on_device = sum(s.P.num_bytes + s.Q.num_bytes for s in subspaces)
+        on_device = sum(s.num_bytes for s in subspaces)
         on_device += sum(slot.total.nbytes for slot in slots if slot.total is not None)
         on_device += sum(m.num_bytes for group in self.on_device for m in group.moments)
         on_device += 0 if self.links is None else self.links.num_bytes

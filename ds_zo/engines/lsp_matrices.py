@@ -4,10 +4,16 @@
 are. Embeddings and head follow `edge`: projected too, frozen, or whole. Everything else trains whole: matrices no
 larger than d x d, norms, biases, convolutions. With `offload_optimizer` on the CPU, Adam of every matrix runs there,
 projected or whole; vectors are too small for a trip and stay on the device.
+
+[Note: size of an update] Where D's entries are independent, P D Q^T has ||P|| ||Q|| / sqrt(m n) of their root mean
+square: 1 for projectors as they are drawn, about d / sqrt(m n) for fitted ones, so every shape learns at another rate
+and none at that of what trains whole. `update_rms: adamw` divides by it: updates are made with a Q of their own, which
+takes no more launches, and leaves gradients, moments and weight decay as they are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.config import LSPParams
+from ds_zo.config import LSPParams, UpdateRms
 from ds_zo.optim import OFFSET_ALIGNMENT
-from ds_zo.projectors import SparseProjector, choose_dims
+from ds_zo.projectors import ProjectorRows, SparseProjector, choose_dims
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.units import Unit
 
@@ -33,14 +39,35 @@ class Subspace:
     P: SparseProjector
     Q: SparseProjector
     num_draws: int = 1
+    update_rms: UpdateRms = "projected"
+    Q_update: ProjectorRows = field(init=False)
+    """What updates are made with in the place of Q ([Note: size of an update])."""
+
+    def __post_init__(self) -> None:
+        self.Q_update = self.Q
+        if self.update_rms == "adamw":
+            self.Q_update = ProjectorRows(self.Q.indices, self.Q.values.clone(), self.Q.dim)
+            self.refresh_()
+
+    @torch.no_grad()
+    def refresh_(self) -> None:
+        """After P or Q have taken other values. In place: launches are prepared with its address."""
+        if self.Q_update is not self.Q:
+            P, Q = self.P.values, self.Q.values
+            norms = torch.linalg.vector_norm(P) * torch.linalg.vector_norm(Q)
+            self.Q_update.values.copy_(Q * (math.sqrt(self.P.num_rows * self.Q.num_rows) / norms))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.P.num_bytes + self.Q.num_bytes + (0 if self.Q_update is self.Q else self.Q_update.values.nbytes)
 
     def state_dict(self) -> dict[str, Any]:
         return {"P": self.P.state_dict(), "Q": self.Q.state_dict(), "num_draws": self.num_draws}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> Subspace:
+    def from_state(cls, state: dict[str, Any], device: torch.device, *, update_rms: UpdateRms) -> Subspace:
         P, Q = (SparseProjector.from_state(state[key], device) for key in ("P", "Q"))
-        return cls(P, Q, int(state["num_draws"]))
+        return cls(P, Q, int(state["num_draws"]), update_rms)
 
 
 @dataclass(eq=False)
@@ -151,7 +178,7 @@ def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, de
         )
         for side, (num_rows, dim) in enumerate(zip(p.shape, dims, strict=True))
     ]
-    return Subspace(made[0], made[1], num_draws)
+    return Subspace(made[0], made[1], num_draws, settings.update_rms)
 
 
 def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | None) -> list[Group]:

@@ -139,7 +139,7 @@ def apply_directions_(moves: Iterable[tuple[Slot, torch.Tensor, Rate]]) -> Prepa
         stochastic = rate.stochastic and p.dtype is not torch.float32
         rounding: Rounding = "stochastic" if stochastic else "nearest"
         if slot.subspace is not None:
-            P, Q = slot.subspace.P, slot.subspace.Q
+            P, Q = slot.subspace.P, slot.subspace.Q_update
             projected.append(Application(p, direction.t(), P, Q, rate.lr, rate.weight_decay, rounding, slot.offset))
         elif p.ndim < 2:
             vectors.append(Shift(p, direction, rate.lr, rate.weight_decay, rounding, slot.offset))

@@ -88,7 +88,8 @@ def load_slot_states(
             moments.load_state_dict(saved["moments"])
         slot.is_fitted = saved["is_fitted"]
         slot.subspace, slot.refitted = (
-            None if saved[key] is None else Subspace.from_state(saved[key], device) for key in ("subspace", "refitted")
+            None if saved[key] is None else Subspace.from_state(saved[key], device, update_rms=settings.update_rms)
+            for key in ("subspace", "refitted")
         )
         for side, error in saved["errors"].items():
             if side in carries:

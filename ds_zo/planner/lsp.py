@@ -25,6 +25,7 @@ from ds_zo.projectors import choose_dims
 _PAYLOAD_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 _PROJECTOR_ENTRY_NBYTES = 16
 """A position and a float32 value by row, the same by column, and where each column's entries stand by row."""
+_VALUE_NBYTES = 4
 _NUM_LANDINGS = 3
 """Blocks whose directions may be on the device at once."""
 _MAX_HELD_NBYTES = 128 << 20
@@ -181,6 +182,8 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
         else:
             nonzeros = min(params.nonzeros_per_row, *dims)
             counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
+            if params.update_rms == "adamw":
+                counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES
             counts.subspace_numel += dims[0] * dims[1]
             counts.projected_nbytes += p.numel() * p.element_size()
             scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]

@@ -6,13 +6,14 @@ from ds_zo.projectors.batches import Application, Compression, Prepared, Shift, 
 from ds_zo.projectors.fit import FitReport, carry_moments, choose_dims, fit
 from ds_zo.projectors.products import apply_, compress, relative_bias
 from ds_zo.projectors.recording import Recorder
-from ds_zo.projectors.sparse import SparseProjector
+from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 
 __all__ = [
     "Application",
     "Compression",
     "FitReport",
     "Prepared",
+    "ProjectorRows",
     "Recorder",
     "Shift",
     "SparseProjector",

@@ -14,7 +14,7 @@ import torch
 from ds_zo.ops import Rounding
 from ds_zo.projectors import reference
 from ds_zo.projectors.products import apply_, check_shape, compress, has_kernels
-from ds_zo.projectors.sparse import SparseProjector
+from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 from ds_zo.projectors.workspace import scratch_addresses, scratch_place
 
 BATCH_NUMEL = 1 << 25
@@ -36,8 +36,8 @@ class Application(NamedTuple):
 
     W: torch.Tensor
     D: torch.Tensor
-    P: SparseProjector
-    Q: SparseProjector
+    P: ProjectorRows
+    Q: ProjectorRows
     lr: float
     weight_decay: float = 0.0
     rounding: Rounding = "stochastic"

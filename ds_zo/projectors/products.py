@@ -13,7 +13,7 @@ import torch
 
 from ds_zo.ops import Rounding
 from ds_zo.projectors import reference
-from ds_zo.projectors.sparse import SparseProjector
+from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 from ds_zo.projectors.workspace import scratch
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,7 +22,7 @@ RESIDUAL_NUMEL = 1 << 22
 """Elements of a bias's residual that exist at a time."""
 
 
-def product(P: SparseProjector, X_dk: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def product(P: ProjectorRows, X_dk: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """P X (num_rows x k), float32; `out` may have any strides."""
     out = torch.empty(P.num_rows, X_dk.shape[1], device=X_dk.device) if out is None else out
     if not has_kernels(X_dk):
@@ -81,8 +81,8 @@ def compress(
 def apply_(
     W_mn: torch.Tensor,
     D_dd: torch.Tensor,
-    P: SparseProjector,
-    Q: SparseProjector,
+    P: ProjectorRows,
+    Q: ProjectorRows,
     *,
     lr: float,
     weight_decay: float = 0.0,
@@ -122,7 +122,7 @@ def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) ->
     return left / norm.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _expand(D_dd: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> torch.Tensor:
+def _expand(D_dd: torch.Tensor, P: ProjectorRows, Q: ProjectorRows) -> torch.Tensor:
     """D Q^T in this stream's scratch. Q gathers whole rows of D's transpose, which is copied if D is not held so."""
     U_dn, D_t = scratch((P.dim, Q.num_rows), (Q.dim, P.dim), device=D_dd.device)
     product(Q, D_dd.t() if D_dd.t().is_contiguous() else D_t.copy_(D_dd.t()), out=U_dn.t())
@@ -154,7 +154,7 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or _INTERPRETED
 
 
-def check_shape(matrix: torch.Tensor, P: SparseProjector, Q: SparseProjector, what: str) -> None:
+def check_shape(matrix: torch.Tensor, P: ProjectorRows, Q: ProjectorRows, what: str) -> None:
     if matrix.shape != (P.num_rows, Q.num_rows):
         raise ValueError(
             f"a {what} must have as many rows as P and as many columns as Q have rows, {(P.num_rows, Q.num_rows)}, "

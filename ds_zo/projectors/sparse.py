@@ -17,15 +17,8 @@ POSITIONS = 3
 """Purpose of the words that positions are drawn from: apart from noise and rounding of the same seed."""
 
 
-class SparseProjector:
-    """Positions and values of P, by row and by column.
-
-    [Note: two views of one projector]
-    P X gathers rows of X by `indices` and `values`, both (num_rows, nonzeros). P^T Y gathers rows of Y by the same
-    entries sorted by column: `column_rows` and `column_values`, both (depth, dim), where column c's entries stand at
-    [:, c] in order of rows and shorter columns are filled up with value 0 at row 0. Either product is a gather in a
-    fixed order: no atomics, the same bits every time. Drawn positions are balanced, so that little is filled up.
-    """
+class ProjectorRows:
+    """Positions and values of P by row: all that P X reads."""
 
     def __init__(self, indices: torch.Tensor, values: torch.Tensor, dim: int) -> None:
         if indices.shape != values.shape or indices.ndim != 2:
@@ -39,13 +32,27 @@ class SparseProjector:
         self.values = values.to(torch.float32).contiguous()
         self.row_entries = self.indices.t(), self.values.t()
         """Views that products ask for often."""
+        self.row_table = _table(*self.row_entries)
+
+
+class SparseProjector(ProjectorRows):
+    """Positions and values of P, by row and by column.
+
+    [Note: two views of one projector]
+    P X gathers rows of X by `indices` and `values`, both (num_rows, nonzeros). P^T Y gathers rows of Y by the same
+    entries sorted by column: `column_rows` and `column_values`, both (depth, dim), where column c's entries stand at
+    [:, c] in order of rows and shorter columns are filled up with value 0 at row 0. Either product is a gather in a
+    fixed order: no atomics, the same bits every time. Drawn positions are balanced, so that little is filled up.
+    """
+
+    def __init__(self, indices: torch.Tensor, values: torch.Tensor, dim: int) -> None:
+        super().__init__(indices, values, dim)
         entries = _entries_by_column(self.indices.cpu().numpy(), dim)
         self._column_entries = torch.from_numpy(entries).to(values.device)
         rows = np.where(entries < indices.numel(), entries // self.nonzeros, 0)
         self.column_rows = torch.from_numpy(rows).to(values.device, _index_dtype(self.num_rows))
         self.column_values = torch.empty(rows.shape, dtype=torch.float32, device=values.device)
         self._refresh_columns()
-        self.row_table = _table(*self.row_entries)
         self.column_table = _table(self.column_rows, self.column_values)
 
     @classmethod

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "random": {},
     "owned": {"stage": 2},
     "owned, learned": {"stage": 1, "clipping": 0.1, "params": LEARNED},
+    "owned, AdamW's updates": {"stage": 1, "params": {**LEARNED, "update_rms": "adamw"}},
     "owned, whole": {"stage": 2, "params": {"projector": "none"}},
     "owned, dense edge": {"stage": 2, "params": {"edge": "dense"}},
     "on the device": {"offload": False},

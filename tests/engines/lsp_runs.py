@@ -9,6 +9,7 @@ import torch
 from lomo_runs import lively
 from torch import nn
 
+from ds_zo.config import LSPParams
 from ds_zo.engines import lsp_matrices, lsp_state
 from ds_zo.engines.lsp_matrices import Subspace
 from ds_zo.projectors import SparseProjector
@@ -37,8 +38,9 @@ def small(name: str = "llama", **overrides: Any) -> nn.Module:
 def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """P = I and Q = I for every matrix that could be projected: then LSP is AdamW."""
 
-    def make(p: nn.Parameter, *args: Any, device: torch.device) -> Subspace:
-        return Subspace(SparseProjector.identity(p.shape[0], device), SparseProjector.identity(p.shape[1], device))
+    def make(p: nn.Parameter, index: int, settings: LSPParams, *, device: torch.device) -> Subspace:
+        P, Q = (SparseProjector.identity(size, device) for size in p.shape)
+        return Subspace(P, Q, update_rms=settings.update_rms)
 
     for module in (lsp_state, lsp_matrices):
         monkeypatch.setattr(module, "first_projectors", make)

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8 payload": {"params": {"payload_dtype": "int8"}, "clipping": 1.0},
     "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}},
     "accumulation": {"gradient_accumulation_steps": 2},
+    "AdamW's updates": {"params": {"update_rms": "adamw", "payload_dtype": "bf16", "weight_decay": 0.1}},
 }
 
 

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("gpt2", {"bf16": {"enabled": True}, "params": {"payload_dtype": "int8", **LEARNED}}, {"device_slots": 3}),
     "accumulated": ("gpt2", {"gradient_accumulation_steps": 2, "params": {"weight_decay": 0.1}}, {"overlap": False}),
     "some stay": ("llama", {"clipping": 0.1, "params": {"clip_scope": "global"}}, {"resident_blocks": 1}),
+    "AdamW's updates": ("llama", {"params": {"update_rms": "adamw", "fit_steps": 2, **LEARNED}}, {}),
     "whole": ("llama", {"params": {"projector": "none"}, "gradient_accumulation_steps": 2}, {}),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import identity_projectors, lsp_json, settled, small
+from lsp_runs import CPU, identity_projectors, lsp_json, settled, small
 from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -179,6 +179,31 @@ def test_projectors_are_fitted_to_the_first_gradient_that_says_anything(factor: 
     assert engine.backend.biases == reference.backend.biases != {}
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_updates_are_as_large_as_adamws(offload: bool) -> None:
+    """The first one, whose directions are signs, and one with refitted projectors, whose moments are forgotten so that
+    they are signs again. As they are projected, they are far smaller."""
+
+    def rms_of_updates(engine: Any, batch: Any) -> list[float]:
+        before = settled(engine)
+        train(engine, [batch])
+        moved = {name: (value - before[name]) / 1e-2 for name, value in settled(engine).items()}
+        return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
+
+    data = list(batches("llama", 3))
+    for update_rms, least, most in (("adamw", 0.7, 1.3), ("projected", 0.0, 0.7)):
+        json = learned(check_interval=1, bias_threshold=0.1, fit_steps=20, update_rms=update_rms)
+        engine = start({**json, "zero_optimization": CPU if offload else {"stage": 0}}, small())
+        sizes = rms_of_updates(engine, data[0])
+        train(engine, data[1:2])
+        draws = {slot.subspace.num_draws for slot in engine.backend._slots if slot.subspace is not None}
+        assert draws == {2}
+        for _, moments, _ in engine.backend._groups.kept():
+            moments.reset()
+        sizes += rms_of_updates(engine, data[2])
+        assert least < min(sizes) and max(sizes) < most, (update_rms, sizes)
+
+
 def test_several_calibration_batches_go_on_with_one_fit() -> None:
     engine = start(learned(check_interval=2, bias_threshold=0.01, calibration_batches=3, fit_steps=3), small())
     draws = []
@@ -227,6 +252,15 @@ def test_small_payloads_train_about_as_well(dtype: str) -> None:
 
 RESUMED: dict[str, dict[str, Any]] = {
     "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}},
+    "AdamW's updates": {
+        "params": {
+            "projector": "learned",
+            "check_interval": 2,
+            "bias_threshold": 0.1,
+            "fit_steps": 1,
+            "update_rms": "adamw",
+        }
+    },
     "int8 bf16": {"params": {"payload_dtype": "int8"}, "bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
     "on the device": {"offload": False},
     "inside a window": {

@@ -148,15 +148,16 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     results = tmp_path / "rows.jsonl"
     script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results)])
     said = capsys.readouterr().out.splitlines()[1:]
-    assert {line.split("_")[0] for line in said} == {"adamw", "lora", "zo", "lomo", "adalomo", "lsp", "lsp-512"}
+    tuned = {"adamw", "lora", "zo", "lomo", "adalomo", "lsp", "lsp-512", "lsp-512-rms"}
+    assert {line.split("_")[0] for line in said} == tuned
     assert {line.split("_")[1] for line in said} == {"sst2", "rte"}
     results.write_text(json.dumps({"key": said[0].split(":")[0], "status": "failed", "task": "sst2"}) + "\n")
-    for more, left in (([], 41), (["--retry-failed"], 42), (["--limit", "3"], 3)):
+    for more, left in (([], 49), (["--retry-failed"], 50), (["--limit", "3"], 3)):
         script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), *more])
-        assert f"42 cases, {left} to run now" in capsys.readouterr().out
+        assert f"50 cases, {left} to run now" in capsys.readouterr().out
     results.write_text(2 * results.read_text())
     script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--retry-failed"])
-    assert "41 to run now" in capsys.readouterr().out, "once more, not for ever"
+    assert "49 to run now" in capsys.readouterr().out, "once more, not for ever"
     (tmp_path / "boolq").mkdir()
     (tmp_path / "boolq" / "train.jsonl").write_text(json.dumps(TABLES["boolq"][0]) + "\n")
     script.main(["--grid", "smoke", "--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--plan"])

@@ -11,6 +11,7 @@ from projector_cases import matrix, pair
 from ds_zo.projectors import (
     Application,
     Compression,
+    ProjectorRows,
     SparseProjector,
     apply_,
     apply_all_,
@@ -122,9 +123,10 @@ def check_batches_are_the_same_bits(device: str) -> None:
             else:
                 compress_all(calls)
             options = [(0.03, 0.1, "stochastic"), (0.03, 0.1, "nearest"), (0.02, 0.0, "stochastic")]
+            rows = [ProjectorRows(one.Q.indices, (1 + i % 2) * one.Q.values, one.Q.dim) for i, one in enumerate(calls)]
             updates = [
-                Application(one.G, one.out, one.P, one.Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
-                for i, one in enumerate(calls)
+                Application(one.G, one.out, one.P, Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
+                for i, (one, Q) in enumerate(zip(calls, rows, strict=True))
             ]
             if first:
                 for one in updates:
