@@ -10,7 +10,7 @@ from functools import cache
 from ds_zo.tasks.base import Choice, ChoiceTask
 from ds_zo.tasks.data import DataSource, Row, Split, draw_ready
 from ds_zo.tasks.errors import TaskError
-from ds_zo.tasks.stdlib_text import docstrings, modules, parse, stable_hash
+from ds_zo.tasks.stdlib_text import docstrings, modules, parse, stable_hash, statements
 
 NUM_PER_LABEL: dict[Split, int] = {"test": 200, "dev": 100, "train": 500}
 _MIN_CHARS, _MAX_CHARS = 24, 64
@@ -59,7 +59,7 @@ def _splits() -> dict[Split, list[Row]]:
 def _statements(source: str, tree: ast.Module) -> Iterator[str]:
     """Simple statements on one line, without the indentation that would give them away."""
     lines = source.encode("utf-8").splitlines()
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if not isinstance(node, _STATEMENTS) or node.end_lineno != node.lineno:
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
