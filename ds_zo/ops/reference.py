@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,9 @@ from ds_zo.ops.segments import Segment
 
 RUN_NUMEL = 65536
 """Elements worked on at a time: a multiple of the scale group, with temporaries that fit a core's cache."""
+
+JOINED_NUMEL = 8192
+"""Elements of small neighbours that are brought together: with more, their number is no longer what takes time."""
 
 Dither = NDArray[np.uint32]
 
@@ -121,16 +123,27 @@ class _Draws:
 def _process_run(call: Call, entries: list[Entry], run: list[Segment]) -> None:
     draws = _Draws(call, run)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity pass through as they do on a GPU
-        for (trainable, _), alike in groupby(run, key=lambda piece: (piece.trainable, piece.group)):
-            pieces = list(alike)
-            if not trainable:
-                for piece in pieces:
-                    _copy_frozen(call, piece)
-            elif len(pieces) == 1 or call.format.scaled:  # scales go by an element's place in the flat tensor
-                for piece in pieces:
-                    _process(call, entries, draws, piece)
-            else:
+        for pieces in _joined(run, call.format):
+            if len(pieces) > 1:
                 _process_as_one(call, entries, draws, pieces)
+            elif pieces[0].trainable:
+                _process(call, entries, draws, pieces[0])
+            else:
+                _copy_frozen(call, pieces[0])
+
+
+def _joined(run: list[Segment], fmt: Format) -> Iterator[list[Segment]]:
+    """Neighbours that can be worked on as one. Of no scaled format: scales go by places in the flat tensor."""
+    pieces: list[Segment] = []
+    numel = 0
+    for piece in run:
+        alike = pieces and piece.trainable and pieces[0].trainable and piece.group == pieces[0].group
+        if pieces and (not alike or fmt.scaled or numel + piece.numel > JOINED_NUMEL):
+            yield pieces
+            pieces, numel = [], 0
+        pieces.append(piece)
+        numel += piece.numel
+    yield pieces
 
 
 def _process_as_one(call: Call, entries: list[Entry], draws: _Draws, pieces: list[Segment]) -> None:
