@@ -233,6 +233,8 @@ LSP_CURVES = Grid(
         "adamw": Method(ADAMW, lrs=(1e-4,), **_LSP_CURVE),
         "lsp-512": Method(_lsp(512), lrs=(2e-4,), **_LSP_CURVE),
         "lsp-512-rms": Method(_lsp(512, update_rms="adamw"), lrs=(1e-4,), **_LSP_CURVE),
+        "lsp-512-dense": Method(_lsp(512, edge="dense"), lrs=(1e-4,), **_LSP_CURVE),
+        "lsp-512-r1": Method(_lsp(512, nonzeros_per_row=1), lrs=(2e-4,), **_LSP_CURVE),
         "lsp-256": Method(_lsp(256), lrs=(3e-4,), **_LSP_CURVE),
         "lora": Method(ADAMW, lrs=(1e-3,), lora_ranks=(4,), arguments=("--lora-targets", "all-linear"), **_LSP_CURVE),
         "lora-large": Method(
