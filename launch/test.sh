@@ -15,6 +15,7 @@ say "ruff check"
 ruff check .
 say "mypy"
 mypy
+mypy --config-file tests/mypy.ini
 say "lint-imports"
 lint-imports
 

@@ -129,13 +129,13 @@ def check_batches_are_the_same_bits(device: str) -> None:
                 for i, (one, Q) in enumerate(zip(calls, rows, strict=True))
             ]
             if first:
-                for one in updates:
-                    given: dict[str, Any] = {"lr": one.lr, "weight_decay": one.weight_decay, "rounding": one.rounding}
-                    apply_(one.W, one.D, one.P, one.Q, seed=3, step=5, offset=one.offset, **given)
+                for u in updates:
+                    given: dict[str, Any] = {"lr": u.lr, "weight_decay": u.weight_decay, "rounding": u.rounding}
+                    apply_(u.W, u.D, u.P, u.Q, seed=3, step=5, offset=u.offset, **given)
             else:
-                versions = [one.W._version for one in updates]
+                versions = [u.W._version for u in updates]
                 apply_all_(updates, seed=3, step=5)
-                assert all(one.W._version > version for one, version in zip(updates, versions, strict=True))
+                assert all(u.W._version > version for u, version in zip(updates, versions, strict=True))
             (one_by_one if first else together).extend([x for one in calls for x in (one.out, one.G)])
     finally:
         triton_projector_batches.MAX_BATCH = largest

@@ -67,7 +67,7 @@ def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypa
     pairs = [[moved(x, "cuda") for x in pair(*shape, 128, 4, seed=i)] for i, shape in enumerate(shapes)]
     grads = [matrix(*shape, torch.bfloat16, seed=i).cuda() for i, shape in enumerate(shapes)]
     outs = [torch.zeros(128, 128, device="cuda").t() for _ in shapes]
-    prepared = compress_all([Compression(G, *both, out) for G, both, out in zip(grads, pairs, outs, strict=True)])
+    prepared = compress_all([Compression(G, P, Q, out) for G, (P, Q), out in zip(grads, pairs, outs, strict=True)])
     assert prepared is not None and prepared.holds()
     others = [torch.full((numel,), 7.0, device="cuda") for numel in (1 << 15, 1 << 16, 1 << 19, 1 << 20) * 4]
     for out in outs:
@@ -75,7 +75,7 @@ def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypa
     prepared.launch()
     from ds_zo.ops.triton_projector_batches import Launch
 
-    assert Launch.by_kernel and all(call._run is not None for _, _, call in prepared._calls)
+    assert Launch.by_kernel and all(vars(call)["_run"] is not None for _, _, call in prepared._calls)
     assert all(bool((other == 7.0).all()) for other in others)
     assert all(torch.equal(out, compress(G, *both)) for G, both, out in zip(grads, pairs, outs, strict=True))
 
@@ -86,7 +86,7 @@ def test_a_layers_products_together_are_the_same_bits() -> None:
     weights = [matrix(*shape, torch.bfloat16, seed=i).cuda() for i, shape in enumerate(shapes)]
     alone = [compress(W, *projectors) for W, projectors in zip(weights, pairs, strict=True)]
     outs = [torch.empty(512, 512, device="cuda").t() for _ in shapes]
-    compress_all([Compression(W, *both, out) for W, both, out in zip(weights, pairs, outs, strict=True)])
+    compress_all([Compression(W, P, Q, out) for W, (P, Q), out in zip(weights, pairs, outs, strict=True)])
     assert all(torch.equal(out, S) for out, S in zip(outs, alone, strict=True))
     expected = [
         updated(W, S, *both, lr=0.1, weight_decay=0.1, step=3, offset=1024 * i)
@@ -94,8 +94,8 @@ def test_a_layers_products_together_are_the_same_bits() -> None:
     ]
     prepared = apply_all_(
         [
-            Application(W, out, *both, 0.1, 0.1, offset=1024 * i)
-            for i, (W, out, both) in enumerate(zip(weights, outs, pairs, strict=True))
+            Application(W, out, P, Q, 0.1, 0.1, offset=1024 * i)
+            for i, (W, out, (P, Q)) in enumerate(zip(weights, outs, pairs, strict=True))
         ],
         step=3,
     )
