@@ -209,7 +209,7 @@ CURVES = Grid(
     {
         "zo": Method(_zo(), lrs=(1e-5,), steps=10**6, batch_size=ZO_BATCH, eval_every=100),
         "lomo": Method(LOMO, lrs=(3e-2,), steps=10**6, eval_every=20),
-        "lsp": Method(LSP, lrs=(1e-4,), steps=10**6, eval_every=20),
+        "lsp": Method(_lsp(512, fit_steps=40), lrs=(1e-4,), steps=10**6, eval_every=20, lr_of="lsp-512"),
         "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(3e-5,), steps=10**6, eval_every=20, lr_of="adamw"),
     },
     tasks=("sst2", "alpaca"),
