@@ -314,6 +314,10 @@ class HostGroup:
         )
         for k in narrow:
             targets[k].copy_(to_encode[k])
+        if self._is_lossy:  # padding shares a scale with a matrix's last numbers, and may be another group's
+            for i in active[: len(active) - len(whole)]:
+                [(first, last)] = self._places.spans([i])
+                out[first + self.moments[i].mean.numel() : last].zero_()
         return norms
 
     def _place(self, i: int, flat: torch.Tensor) -> torch.Tensor:
