@@ -42,7 +42,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import log_dist
+from deepspeed.utils import log_dist, logger
 from deepspeed.utils.timer import ThroughputTimer
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
@@ -57,6 +57,8 @@ from ds_zo.engines import Backend, StepOutcome, backend_class
 from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.late import Late
 from ds_zo.engines.throughput import EventTimer
+from ds_zo.engines.weak import weakly
+from ds_zo.engines.zero_grads import ZeroGrads
 from ds_zo.logs import show
 from ds_zo.plugin_checkpoints import CheckpointingEngine, refuse_to_stock
 from ds_zo.streaming.blocks import find_blocks
@@ -219,6 +221,8 @@ class PluginEngine(CheckpointingEngine):
         bound["config_class"] = _without_zero(bound["config_class"])
         bound["dont_change_device"] = bound.get("dont_change_device", False) or self._places_parameters
         self._window_loss: torch.Tensor | None = None
+        self._window_has_sums = False
+        """A backward pass of this accumulation window waits for the step."""
         self._window_began: float | None = None
         """When the first forward of this accumulation window began, while a monitor wants to know."""
         self._background = Background()
@@ -232,6 +236,7 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
+        self._zero_grads = ZeroGrads(self.optimizer, self.module, forget=weakly(self.zero_grad))
         self._log_start()
         _living.add(self)
 
@@ -409,6 +414,7 @@ class PluginEngine(CheckpointingEngine):
         except BaseException:
             interrupts.release()
             raise
+        self._window_has_sums = True
         return scaled
 
     @contextmanager
@@ -433,6 +439,13 @@ class PluginEngine(CheckpointingEngine):
         """Clipping is the backend's: it alone knows what the norm of an update is."""
 
     def zero_grad(self) -> None:
+        """Also called by `zero_grad` of the optimizer and of the module."""
+        if self._window_has_sums and self.gradient_accumulation_steps() > 1 and self.backend.accumulates:
+            logger.warning_once(
+                "ds_zo: zero_grad() inside an accumulation window drops the micro-batches before it: engine.step() "
+                "zeroes by itself at the window's end, so loops need not call it"
+            )
+        self._window_has_sums = False
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -445,6 +458,7 @@ class PluginEngine(CheckpointingEngine):
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         outcome = self.backend.step()
+        self._window_has_sums = False
         self._global_grad_norm = outcome.grad_norm
         self._outcome = outcome
         if isinstance(outcome.applied, bool):
@@ -605,6 +619,8 @@ class PluginEngine(CheckpointingEngine):
             if backend is not None:
                 backend.close()
         finally:
+            if "_zero_grads" in self.__dict__:
+                self._zero_grads.close()
             super().destroy()
             interrupts.release()
         self._background.raise_error()

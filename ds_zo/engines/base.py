@@ -74,6 +74,8 @@ class Backend(ABC):
     name: ClassVar[str]
     recorder: Recorder | None = None
     """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
+    accumulates: ClassVar[bool] = True
+    """Whether what `backward` adds waits for `step`, so that `zero_grad` can drop it."""
     is_last_micro_batch: bool = False
     """Whether the engine expects `step` after the `backward` that it is calling. It may be wrong: two losses a step."""
 

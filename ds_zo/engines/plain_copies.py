@@ -36,7 +36,7 @@ def _nothing(*args: Any) -> None:
 
 
 class StandIn:
-    """Is called in place of a module's method; a copy of the module has that method again."""
+    """Is called in place of a module's method; a copy of the module, or a pickled one, has that method again."""
 
     def __init__(self, call: Callable[..., Any], method: Callable[..., Any]) -> None:
         update_wrapper(self, method)
@@ -49,3 +49,6 @@ class StandIn:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = copy.deepcopy(self._method, memo)
         return found
+
+    def __reduce__(self) -> Any:
+        return self._method.__reduce__()

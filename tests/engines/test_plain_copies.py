@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,15 @@ def test_a_copy_is_a_plain_module_of_this_step(
         loss.backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     assert_same(weights(reference), weights(plain))
+
+
+def test_a_pickled_module_under_lomo_is_plain(single_process: None) -> None:
+    engine = engine_for("lomo", stream=False)
+    train(engine, BATCHES[:1])
+    copied = pickle.loads(pickle.dumps(engine.module))
+    assert_same(weights(copied), weights(engine.module))
+    copied.zero_grad()
+    assert copied.zero_grad.__self__ is copied
 
 
 def test_a_copy_of_gathered_parameters_has_what_they_show(single_process: None) -> None:

@@ -71,18 +71,21 @@ def grad_norm(engine: Any, folder: Path) -> None:
 
 
 def zero_grad(engine: Any, folder: Path) -> None:
-    """Trainer calls it after each step; what was accumulated is forgotten, as with DeepSpeed's own engine. LOMO
-    accumulates nothing: its backward was the update."""
-    _backward(engine)
-    engine.zero_grad()
+    """Trainer calls it after each step; what was accumulated is forgotten, as with DeepSpeed's own engine, whomever a
+    script asks. LOMO accumulates nothing: its backward was the update."""
     reference = start(config_for(engine.resolved.backend))
-    if "lomo" in engine.resolved.backend:
-        _backward(reference)
-        reference.step()  # a second backward before it would be accumulation, which is refused
-        assert all(p.grad is None for p in engine.module.parameters())
-    for one in (engine, reference):
-        train(one, batches(2)[1:])
-    assert_same(weights_of(engine), weights_of(reference))
+    for who in (engine, engine.optimizer, engine.module):
+        _backward(engine)
+        who.zero_grad()
+        if "lomo" in engine.resolved.backend:
+            _backward(reference)
+            reference.step()  # a second backward before it would be accumulation, which is refused
+            assert all(p.grad is None for p in engine.module.parameters())
+        for one in (engine, reference):
+            train(one, batches(2)[1:])
+        assert_same(weights_of(engine), weights_of(reference))
+    engine.destroy()
+    assert not any("zero_grad" in vars(owner) for owner in (engine.optimizer, engine.module))
 
 
 def modes(engine: Any, folder: Path) -> None:

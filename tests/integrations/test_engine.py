@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import logger
 from library_runs import (
     LEARNING_RATE,
     Run,
@@ -77,6 +78,30 @@ def test_the_boundary_falls_where_the_json_says_and_moves_weights_only_there(bac
     assert steps == [0, 0, 1, 1, 1, 2]
     if backend == "zo":
         assert moved == boundaries
+
+
+def test_zero_grad_inside_a_window_drops_what_came_before_and_says_so(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSpeed's stages 0 and 1 do; its stage 2 keeps it, so that scripts may call it before each micro-batch."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", said.append)
+    runs = []
+    for share in (1.0, 0.0):
+        engine = start(config_for(backend, accumulation=2))
+        for batch, share_of_loss in zip(batches(4), (1.0, 1.0, share, 1.0), strict=True):
+            engine.backward(engine(**on_device(engine, batch)).loss * share_of_loss)
+            if share_of_loss == share and engine.micro_steps == 2:
+                assert not said
+                engine.optimizer.zero_grad()
+            engine.step()
+            if engine.micro_steps % 2 == 0:
+                engine.zero_grad()  # Trainer's
+        runs.append(weights_of(engine))
+        assert len(said) == ("lomo" not in backend), said
+        said.clear()
+    if backend == "zo":  # LOMO has made the update, and LSP's projectors are fitted to the gradient that is dropped
+        assert_same(*runs)
 
 
 def test_no_sync_over_a_window_is_the_window(backend: str) -> None:
