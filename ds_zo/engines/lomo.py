@@ -71,6 +71,7 @@ _hooks: Any = WeakTensorKeyDictionary()
 
 class LOMOBackend(Backend):
     name: ClassVar[str] = "lomo"
+    accumulates: ClassVar[bool] = False
     updates_pieces: ClassVar[bool] = True
     """Its rule needs no more of a parameter than the elements that it changes."""
     settings: LOMOParams
@@ -346,9 +347,11 @@ class LOMOBackend(Backend):
         self._num_updates += finite
         self._settle(norm, applied=finite)
 
-    def _refuse_accumulation(self) -> None:
+    def _refuse_accumulation(self, *arrived: nn.Parameter) -> None:
         """By hand, as the JSON's is refused: the boundary moved, or several losses a step."""
         if self._has_updated and self.settings.accumulation == "refuse":
+            for p in arrived:
+                p.grad = None
             raise RuntimeError(
                 "a step has one backward, because a gradient is gone once its update is made, got a second one before "
                 "engine.step(): call that after each, add losses up, or set "
@@ -566,6 +569,7 @@ class LOMOBackend(Backend):
                 '"gradient_clipping" to 0 and use bf16'
             )
         if not self._in_bare:
+            self._refuse_accumulation(p)
             self._membership.follow(self.param_groups)
             self._pass += 1
             self._bare = self._in_bare = self._has_updated = True

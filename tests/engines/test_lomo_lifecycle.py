@@ -110,6 +110,28 @@ def test_a_bare_backward_is_refused_where_two_are_needed() -> None:
     assert_equal(before, weights_of(model))
 
 
+@pytest.mark.parametrize("first", ["bare", "engine"])
+def test_a_second_bare_backward_before_a_step_is_refused_as_the_engines_is(first: str) -> None:
+    engine, reference = start(config_for(), lively("opt")), lively("opt")
+    data = list(batches("opt", 3))
+    loss = engine(**data[0]).loss
+    loss.backward() if first == "bare" else engine.backward(loss)
+    with pytest.raises(RuntimeError, match=r"one backward.*engine\.step\(\).*accumulation"):
+        engine(**data[1]).loss.backward()
+    engine.step()
+    engine(**data[2]).loss.backward()
+    engine.optimizer.zero_grad()  # there is nothing to forget, and what follows adds nothing to it
+    engine(**data[0]).loss.backward()
+    engine.step()
+    train_plain(reference, [data[0], data[2], data[0]], torch.optim.SGD(reference.parameters(), lr=0.1))
+    assert_equal(weights_of(engine.module), weights_of(reference))
+    sequential = start(config_for(params={"accumulation": "sequential"}), lively("opt"))
+    for batch in (data[0], data[2], data[0]):
+        sequential(**batch).loss.backward()
+    sequential.step()
+    assert_equal(weights_of(sequential.module), weights_of(reference))
+
+
 def test_a_second_backward_through_updated_weights_is_an_error_not_garbage() -> None:
     engine = start(config_for(), lively("opt"))
     loss = engine(**next(batches("opt", 1))).loss
