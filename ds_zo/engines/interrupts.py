@@ -4,7 +4,8 @@
 pass has added (LOMO: to the weights) is not counted before `engine.step()`. KeyboardInterrupt in between would leave a
 state that nothing can tell from a good one: saved and resumed, an update would be made twice, or by half. Where that
 could happen SIGINT waits: for the lines of a fold, and from the start of `engine.backward()` to the end of
-`engine.step()`. A second one does not wait. Not held: a bare `loss.backward()`.
+`engine.step()`. A second one does not wait, unless it is the same one: programs that start others (`timeout`) hand
+Ctrl-C on that the terminal has sent to both. Not held: a bare `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -23,6 +25,9 @@ _signal: Any = importlib.import_module("_signal")
 """What `signal` wraps. It is asked at every block, and turning handlers into enums and back takes twenty times longer
 than setting them."""
 
+_ECHO_S = 0.5
+"""What comes so soon after the first is the same Ctrl-C."""
+
 
 class Interrupts:
     """SIGINT of this process. Python delivers signals to the main thread; elsewhere there is nothing to hold."""
@@ -30,6 +35,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._depth = 0
         self._is_held = self._came = False
+        self._came_s = 0.0
         self._previous: Any = None
 
     # Every method is right if KeyboardInterrupt is raised at any of its lines: ours is set before anything counts on
@@ -82,12 +88,15 @@ class Interrupts:
             _signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
         if self._came:
+            if now_s - self._came_s < _ECHO_S:
+                return
             self._came = False
             self._put_back()
             signal.raise_signal(signal.SIGINT)
             return
-        self._came = True
+        self._came, self._came_s = True, now_s
         logger.warning("ds_zo: Ctrl-C waits for the update that is being made; another one does not")
 
 

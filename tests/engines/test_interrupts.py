@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -113,15 +114,26 @@ def test_a_thread_that_is_main_by_name_alone_trains(monkeypatch: pytest.MonkeyPa
     assert reached == ["inside", "after"]
 
 
-def test_a_second_one_does_not_wait_and_nobody_elses_handler_is_touched() -> None:
+def test_a_second_one_does_not_wait_and_nobody_elses_handler_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Interrupts()
     reached = []
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     with pytest.raises(KeyboardInterrupt), ours.whole():
         signal.raise_signal(signal.SIGINT)
         reached.append("after the first")
+        now_s += 0.1
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after its echo")
+        now_s += 0.6
         signal.raise_signal(signal.SIGINT)
         reached.append("after the second")
-    assert reached == ["after the first"]
+    assert reached == ["after the first", "after its echo"]
+    with pytest.raises(KeyboardInterrupt), ours.whole():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached.append("an echo is not delivered on its own")
+    assert reached[2:] == ["an echo is not delivered on its own"]
     ours.hold()
     with ours.whole():
         signal.raise_signal(signal.SIGINT)
