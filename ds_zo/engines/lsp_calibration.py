@@ -180,7 +180,8 @@ class Calibration:
 @torch.no_grad()
 def adopt(slot: Slot, moments: Moments | None, carries: list[tuple[Carry, int]]) -> None:
     """The refitted projectors take the place of the present ones; what lives in the subspace moves to the new one.
-    `moments`: None where another rank has them."""
+    `moments`: None where another rank has them. Errors of directions need no factor of `update_rms`: it is the same
+    before and after as far as columns have length 1, as the formula for gradients assumes too."""
     old, new = slot.subspace, slot.refitted
     assert old is not None and new is not None
     if moments is not None:

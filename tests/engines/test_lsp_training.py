@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from ds_zo.config import ConfigError
 from ds_zo.engines import lsp, lsp_calibration, lsp_matrices
 from ds_zo.engines.lsp_payload import Carry, Places, Wire
-from ds_zo.projectors import relative_bias
+from ds_zo.projectors import SparseProjector, apply_, relative_bias
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -164,6 +164,41 @@ def test_a_refit_carries_the_moments_over() -> None:
     assert_close(run(refits=True), expected, atol=1e-6)
     zeroed = run(refits=True, zeroed=True)
     assert max(float((zeroed[name] - expected[name]).abs().max()) for name in expected) > 1e-3
+
+
+def orthonormal(num_rows: int, dim: int, *, seed: int) -> SparseProjector:
+    random = torch.Generator().manual_seed(seed)
+    indices = (torch.randperm(num_rows, generator=random) % dim)[:, None].to(torch.int32)
+    signs = torch.randint(0, 2, (num_rows, 1), generator=random) * 2.0 - 1.0
+    return SparseProjector(indices, signs * (dim / num_rows) ** 0.5, dim)
+
+
+@pytest.mark.parametrize("update_rms", ["adamw", "projected"])
+def test_a_refit_carries_what_a_payload_lost_of_an_update(update_rms: Any) -> None:
+    """As much of it as the new subspace has: the update that was lost, projected."""
+    (m, n), dim = (24, 36), 12
+    old, new = (
+        lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2), update_rms=update_rms)
+        for i in (0, 1)
+    )
+    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, refitted=new)
+    places = Places([slot.shape], [torch.float32])
+    carry = Carry(Wire(places.end // 4, torch.bfloat16), places, torch.device("cpu"))
+    carry.set_error(0, torch.randn(slot.shape, generator=torch.Generator().manual_seed(0)))
+
+    def update(subspace: lsp_matrices.Subspace) -> torch.Tensor:
+        error = carry.error_of(0)
+        assert error is not None
+        weights = torch.zeros(m, n)
+        apply_(weights, error.t(), subspace.P, subspace.Q_update, lr=1.0, rounding="nearest")
+        return weights
+
+    lost = update(old)
+    lsp_calibration.adopt(slot, None, [(carry, 0)])
+    P, Q = new.P.dense(), new.Q.dense()
+    expected = P @ P.t() @ lost @ Q @ Q.t()
+    assert 0.1 < expected.norm() / lost.norm() < 0.9
+    torch.testing.assert_close(update(new), expected)
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan")])
