@@ -46,9 +46,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
 from ds_zo.bench.galore import TYPE as GALORE
 from ds_zo.bench.galore import galore_engine
-from ds_zo.bench.measure import commit
+from ds_zo.bench.measure import commit, versions
 from ds_zo.bench.mezo_engine import MeZOEngine
-from ds_zo.bench.run_summary import Best, Point, Summary, append_row, versions
+from ds_zo.bench.rows import append_row
+from ds_zo.bench.run_summary import Best, Point, Summary
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
 from ds_zo.checkpoint.adapters import Adapters, description

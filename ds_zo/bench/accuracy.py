@@ -22,7 +22,8 @@ from pathlib import Path
 from ds_zo.bench.accuracy_claims import CLAIMS, claims_table
 from ds_zo.bench.grid import Case, Grid
 from ds_zo.bench.grids import read_grid
-from ds_zo.bench.sweep import Row, remaining, rows_of
+from ds_zo.bench.rows import Row, table_lines
+from ds_zo.bench.sweep import remaining, rows_of
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 SELECT_TASKS = ("sst2", "rte")
@@ -107,10 +108,7 @@ def table(rows: Sequence[Row], *, grid: Grid | None = None) -> str:
     tasks += sorted({row["task"] for row in good} - set(tasks))
     metrics = {row["task"]: f" ({row['metric']})" for row in good}
     open_methods = unsettled(grid, rows) if grid is not None else set()
-    lines = [
-        "| method | lr | steps | " + " | ".join(task + metrics.get(task, "") for task in tasks) + " |",
-        "| --- | --- | --- | " + " | ".join("---" for _ in tasks) + " |",
-    ]
+    body = []
     for method in dict.fromkeys([*(grid.methods if grid is not None else ()), *by_method]):
         mine = by_method.get(method, [])
         known = grid.methods.get(method) if grid is not None else None
@@ -119,7 +117,8 @@ def table(rows: Sequence[Row], *, grid: Grid | None = None) -> str:
         rate = next((f"{row['lr']:g}" for row in mine if row["lr"] is not None), "")
         unsure = "?" if (known.lr_of if known and known.lr_of else method) in open_methods else ""
         most = max((row["steps"] for row in mine), default=0)
-        lines.append(f"| {method} | {rate}{unsure} | {most or ''} | " + " | ".join(cells) + " |")
+        body.append([method, f"{rate}{unsure}", str(most or ""), *cells])
+    lines = table_lines(["method", "lr", "steps", *(task + metrics.get(task, "") for task in tasks)], body)
     done = {row["key"] for row in rows if row["status"] == "ok"}
     failed = sorted({row["key"] for row in rows if row["status"] != "ok"} - done)
     if failed:

@@ -6,11 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from ds_zo.bench.rows import Row, table
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
-Row = dict[str, Any]
 Scores = Mapping[str, Mapping[str, Mapping[int, Row]]]
 """Rows by method, task and seed."""
 Rule = Literal["noise", "above", "2%"]
@@ -47,7 +47,7 @@ CLAIMS = (
 
 def claims_table(scores: Scores, tasks: Sequence[str], *, claims: Sequence[Claim] = CLAIMS) -> str:
     """Markdown: each task's difference (points of accuracy, or nats a token with the sign turned), and if it holds."""
-    lines = ["| claim | " + " | ".join(tasks) + " |", "| --- |" + " --- |" * len(tasks)]
+    lines = []
     for claim in claims:
         name = {
             "noise": f"{claim.method} = {claim.other} within seed noise",
@@ -57,8 +57,8 @@ def claims_table(scores: Scores, tasks: Sequence[str], *, claims: Sequence[Claim
         pairs = [
             (scores.get(claim.method, {}).get(task, {}), scores.get(claim.other, {}).get(task, {})) for task in tasks
         ]
-        lines.append(f"| {name} | " + " | ".join(verdict(claim.rule, *pair) for pair in pairs) + " |")
-    return "\n".join(lines)
+        lines.append([name, *(verdict(claim.rule, *pair) for pair in pairs)])
+    return table(["claim", *tasks], lines)
 
 
 def verdict(rule: Rule, mine: Mapping[int, Row], others: Mapping[int, Row]) -> str:

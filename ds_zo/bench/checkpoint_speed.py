@@ -26,9 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
-
-Row = dict[str, Any]
 
 METHODS = ("mezo", "mezo-torch-save", "zo", "zo-torch-save", "zo-async")
 SHAPES = ("opt-1.3b", "opt-2.7b", "opt-6.7b")
@@ -329,10 +328,8 @@ def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
     ]
     shapes = sorted({row["shape"] for row in good.values() if "shape" in row}, key=lambda s: _PARAMETERS_B.get(s, 0.0))
     lines += ["tokens/s, saves included (of the same method without saves)", ""]
-    lines += ["| model | " + " | ".join(METHODS) + " |", "|" + " --- |" * (len(METHODS) + 1)]
-    for shape in shapes:
-        cells = [_speed(good, shape, method) for method in METHODS]
-        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    speeds = [[shape, *(_speed(good, shape, method) for method in METHODS)] for shape in shapes]
+    lines += table_lines(["model", *METHODS], speeds)
     header = (
         "case",
         "checkpoint GB",
@@ -342,15 +339,15 @@ def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
         "after the last step s",
         "host GB",
     )
-    lines += ["", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    saves = []
     for name, row in good.items():
         if row.get("save_call_s"):
             mean_s = sum(row["save_call_s"]) / len(row["save_call_s"])
             waited, write_s = row.get("waited_s"), row.get("write_s")
             wrote = sum(write_s) / len(write_s) if write_s else None
             values = (row["checkpoint_gb"], mean_s, wrote, waited, row["left_after_last_step_s"], row["host_peak_gb"])
-            lines.append(f"| {name} | " + " | ".join("" if v is None else f"{v:.2f}" for v in values) + " |")
-    lines += ["", *_target_lines(good, shapes, disk)]
+            saves.append([name, *("" if v is None else f"{v:.2f}" for v in values)])
+    lines += ["", *table_lines(header, saves), "", *_target_lines(good, shapes, disk)]
     bad = [
         f"- {name}: {row['status']}, {row.get('error', '')}"[:300] for name, row in by_case.items() if name not in good
     ]

@@ -23,15 +23,8 @@ from pathlib import Path
 from ds_zo.bench.builds import Builds
 from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
-from ds_zo.bench.runner import (
-    Row,
-    import_warm,
-    new_run_id,
-    prepare_to_fork,
-    read_rows,
-    run_cases,
-    run_to_resume,
-)
+from ds_zo.bench.rows import Row
+from ds_zo.bench.runner import import_warm, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")

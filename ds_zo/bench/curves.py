@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_zo.bench.rows import Row
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
-Row = dict[str, Any]
 Points = list[tuple[float, float]]
 Axis = Literal["step", "train_s"]
 

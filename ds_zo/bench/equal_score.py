@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_zo.bench.curves import Points, Row, scored, series, with_curves
+from ds_zo.bench.curves import Points, scored, series, with_curves
+from ds_zo.bench.rows import Row, table
 from ds_zo.bench.sweep import first_step_s, rows_of
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
@@ -50,7 +51,7 @@ def times_table(rows: Sequence[Row], *, target: float | None = None, beside: str
     head = ["method", "lr", f"best dev {metric}", "at step", "test", "device, GB", "first step, s", "a later step, s"]
     head += [f"best in {shortest:.0f} s", f"s to {goal:.4g}", "less the first step"]
     head += [f"of {beside}'s", "less the first steps"] if other is not None else []
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines = []
     for row in best:
         first, later = begun_s(row), max(1, row["steps"] - 1)
         took = _times(row, goal)
@@ -62,8 +63,8 @@ def times_table(rows: Sequence[Row], *, target: float | None = None, beside: str
         if other is not None:
             pairs = zip(took, _times(other, goal), strict=True)
             cells += [_shown(a / b if a is not None and b else None, 2) for a, b in pairs]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(head, lines)
 
 
 def _times(row: Row, target: float) -> tuple[float | None, float | None]:

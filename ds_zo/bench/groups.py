@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_zo.bench.runner import NOT_RUN, Case, Row, read_rows
+from ds_zo.bench.rows import Row
+from ds_zo.bench.runner import NOT_RUN, Case, read_rows
 from ds_zo.bench.table_cases import MACHINE, likely_carried_over
 
 ELSEWHERE = "of another machine, left as it is"

@@ -8,12 +8,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
+from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import NOT_RUN, VOID
 
-Row = dict[str, Any]
 BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
 """What stands between them in a file is the headline's: `--into` replaces it."""
 PLOT = "headline.svg"

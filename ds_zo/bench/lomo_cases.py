@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, Batch, Row, Trainer, make_trainer
+from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, Batch, Trainer, make_trainer
 from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks
+from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of, materialise, random_model
 from ds_zo.streaming.allocator import expand_segments, num_retries
 from ds_zo.streaming.blocks import find_blocks

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.bench.rows import Row
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.compiled_blocks import BlockCompiler
 from ds_zo.streaming.blocks import find_blocks
 
 Batch = Mapping[str, torch.Tensor]
-Row = dict[str, Any]
 
 
 @dataclass

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-Row = dict[str, Any]
+from ds_zo.bench.rows import Row
 
 
 def planned(row: Row) -> Row | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Row = dict[str, Any]
+from ds_zo.bench.rows import Row, table
+
 Rows = Mapping[str, Row]
 """One run's, by case."""
 
@@ -30,8 +30,8 @@ def _ratio(of: str, to: str, key: str = "tokens_per_s") -> Callable[[Rows], floa
     return lambda rows: rows[of][key] / rows[to][key]
 
 
-def _gib(case: str, key: str = "peak_gb") -> Callable[[Rows], float]:
-    return lambda rows: rows[case][key] * _GIB_OF_GB
+def _gib(case: str) -> Callable[[Rows], float]:
+    return lambda rows: rows[case]["peak_gb"] * _GIB_OF_GB
 
 
 def _finite_steps(case: str) -> Callable[[Rows], float]:
@@ -93,7 +93,7 @@ def markdown(rows: Iterable[Row], *, plan: Callable[[Row], Row | None] | None = 
     parts = [_targets(runs)]
     for run_id, found in runs.items():
         parts.append(f"## Run {run_id}\n\n{_machine(next(iter(found.values())))}")
-        parts += [table(found.values()) for table in (_speeds, _bounds, _memory, _accumulation, _failures)]
+        parts += [part(found.values()) for part in (_speeds, _bounds, _memory, _accumulation, _failures)]
         if plan is not None:
             parts.append(_plans(found.values(), plan))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -113,7 +113,7 @@ def _targets(runs: Mapping[str, Rows]) -> str:
             sign, verdict = ("≥" if target.at_least else "≤"), ("yes" if target.met(value) else "NO")
             lines.append((target.what, f"{sign} {target.bound:g}", f"{value:.3g}", verdict, run_id))
             break
-    return _table(("target", "asked", "measured", "met", "run"), lines) if lines else ""
+    return table(("target", "asked", "measured", "met", "run"), lines) if lines else ""
 
 
 def _machine(row: Row) -> str:
@@ -149,7 +149,7 @@ def _speeds(rows: Iterable[Row]) -> str:
             )
         )
     heads = ("case", "tokens/s", "ms a step (range)", "peak GiB", "reserved GiB", "host GB", "loss", "settings")
-    return _table(heads, lines) if lines else ""
+    return table(heads, lines) if lines else ""
 
 
 def _bounds(rows: Iterable[Row]) -> str:
@@ -185,7 +185,7 @@ def _memory(rows: Iterable[Row]) -> str:
         if row["status"] == "ok" and row["target"].endswith(":memory")
     ]
     heads = ("GiB", "parameters", "gradients", "optimizer state", "activations", "total", "how")
-    return _table(heads, lines) if lines else ""
+    return table(heads, lines) if lines else ""
 
 
 def _accumulation(rows: Iterable[Row]) -> str:
@@ -213,18 +213,13 @@ def _plans(rows: Iterable[Row], plan: Callable[[Row], Row | None]) -> str:
         pairs = [(planned[key] * scale, row[key] * scale) for key, scale in (("peak_gb", _GIB_OF_GB), ("step_s", 1e3))]
         cells = [f"{wanted:.4g} / {got:.4g} ({got / wanted - 1:+.1%})" for wanted, got in pairs]
         lines.append((row["case"], *cells, planned["setting"]))
-    return _table(("planned / measured", "peak GiB", "ms a step", "plan"), lines) if lines else ""
+    return table(("planned / measured", "peak GiB", "ms a step", "plan"), lines) if lines else ""
 
 
 def _failures(rows: Iterable[Row]) -> str:
     lines = [
-        (row["case"], row["status"], str(row.get("error", "")).replace("|", "/").replace("\n", " ")[:300])
+        (row["case"], row["status"], str(row.get("error", "")).replace("\n", " ")[:300])
         for row in rows
         if row["status"] != "ok"
     ]
-    return _table(("case", "status", "why"), lines) if lines else ""
-
-
-def _table(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    rule = "| " + " | ".join("---" for _ in heads) + " |"
-    return "\n".join(["| " + " | ".join(heads) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)])
+    return table(("case", "status", "why"), lines) if lines else ""

@@ -24,12 +24,12 @@ from torch import nn
 
 from ds_zo.bench.contenders import ALL, config_of, shared_config
 from ds_zo.bench.measure import cap_device_memory, host_peak_gb, measure_steps, synchronize
+from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of as shape_config
 from ds_zo.bench.shapes import materialise, random_model
 from ds_zo.engines.compiled_blocks import BlockCompiler
 from ds_zo.streaming.blocks import find_blocks
 
-Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-Row = dict[str, Any]
+from ds_zo.bench.rows import Row, table_lines
 
 SHAPES = ("1.3b", "3b")
 BATCHES = (4, 1)
@@ -29,30 +28,30 @@ _WORDS = {"tokens_per_s": "tokens/s", "peak_gb": "GPU peak", "host_gb_added": "h
 def claims_table(rows: Sequence[Row]) -> str:
     """As Markdown. `rows` are a run's, one for each batch size ([Note: two batch sizes a case])."""
     by_case = {row["case"]: row for row in rows}
-    lines = ["## Claims", "", "| of | what | found | asked | |", "|" + " --- |" * 5]
+    lines: list[list[str]] = []
     for shape in SHAPES:
         for batch in BATCHES:
             ratios = [*_RATIOS, _LAYERWISE] if (shape, batch) == ("1.3b", 4) else _RATIOS
-            lines += [_ratio_line(f"{shape}/{batch}", by_case, *ratio) for ratio in ratios]
+            lines += [_ratio_cells(f"{shape}/{batch}", by_case, *ratio) for ratio in ratios]
     for name in _CAPPED:
         row = by_case.get(name)
         status = "not measured" if row is None else row["status"]
         verdict = "" if status in ("not measured", "not run") else "yes" if status == "ok" else "NO"
-        lines.append(f"| {name.rpartition('/')[0]} | lsp-512 within its cap | {status} | ok | {verdict} |")
-    return "\n".join(lines)
+        lines.append([name.rpartition("/")[0], "lsp-512 within its cap", status, "ok", verdict])
+    return "\n".join(["## Claims", "", *table_lines(["of", "what", "found", "asked", ""], lines)])
 
 
-def _ratio_line(
+def _ratio_cells(
     where: str, rows: Mapping[str, Row], who: str, beside: str, key: str, limit: float, is_least: bool
-) -> str:
+) -> list[str]:
     found = [rows.get(f"{where}/{name}", {}).get(key) for name in (who, beside)]
     asked = f"{'>=' if is_least else '<='} {limit:g}"
     what = f"{who} / {beside}, {_WORDS[key]}"
     if found[0] is None or not found[1]:
-        return f"| {where} | {what} | not measured | {asked} | |"
+        return [where, what, "not measured", asked, ""]
     ratio = found[0] / found[1]
     holds = ratio >= limit if is_least else ratio <= limit
-    return f"| {where} | {what} | {ratio:.3f} | {asked} | {'yes' if holds else 'NO'} |"
+    return [where, what, f"{ratio:.3f}", asked, "yes" if holds else "NO"]
 
 
 def by_batch(rows: Sequence[Row]) -> list[Row]:

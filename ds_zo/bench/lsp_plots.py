@@ -13,7 +13,6 @@ from AdamW.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -23,8 +22,9 @@ from typing import Any
 
 from ds_zo.bench import curves
 from ds_zo.bench.lsp_claims import by_batch
+from ds_zo.bench.rows import Row, read_objects, table
+from ds_zo.bench.sweep import first_step_s
 
-Row = dict[str, Any]
 Key = tuple[str, int, int]
 """Shape, d, r."""
 WITHIN = 0.02
@@ -79,18 +79,20 @@ def bias_by_setting(rows: Sequence[Row]) -> dict[Key, Row]:
 
 def bias_table(rows: Sequence[Row]) -> str:
     """As Markdown, one line for each shape, d and r."""
-    lines = [
-        "| shape | d | r | matrices | LSP: fit | LSP: test | GaLore, equal total: test (rank) | "
-        "GaLore, equal device: test (rank) | update |",
-        "|" + " --- |" * 9,
+    heads = (
+        *("shape", "d", "r", "matrices", "LSP: fit", "LSP: test"),
+        *("GaLore, equal total: test (rank)", "GaLore, equal device: test (rank)", "update"),
+    )
+    cells = [
+        [
+            *map(str, (*setting, row["matrices"])),
+            *(f"{row[key]:.3f}" for key in ("bias_fit", "bias_test")),
+            *(f"{row[f'{peer}bias_test']:.3f} ({row[f'{peer}rank']:.0f})" for peer, *_ in _BIASES[1:]),
+            f"{row['update_rms']:.2f}",
+        ]
+        for setting, row in bias_by_setting(rows).items()
     ]
-    for (shape, dim, r), row in bias_by_setting(rows).items():
-        peers = " | ".join(
-            f"{row[f'galore_{peer}_bias_test']:.3f} ({row[f'galore_{peer}_rank']:.0f})" for peer in ("total", "device")
-        )
-        ours = f"{row['bias_fit']:.3f} | {row['bias_test']:.3f}"
-        lines.append(f"| {shape} | {dim} | {r} | {row['matrices']} | {ours} | {peers} | {row['update_rms']:.2f} |")
-    return "\n".join(lines)
+    return table(heads, cells)
 
 
 def draw_bias(rows: Sequence[Row]) -> Any:
@@ -178,12 +180,12 @@ def curves_table(rows: Sequence[Row]) -> str:
         *("within 2%", "train s", "first step s", "s to ZeRO-Offload's lowest + 0.5%", "less first step"),
         *("GPU GB", "host GB"),
     )
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    lines: list[Sequence[str]] = []
     for row in good:
         losses = dev_losses(row, x="step")
         step, lowest = min(losses, key=lambda point: point[1])
         most = None if base is None else _most_above(losses, dev_losses(base, x="step"))
-        first_s = next((float(point["train_s"]) for point in row["curve"] if point["step"] == 1), None)
+        first_s = first_step_s(row["curve"])
         reached = None if target is None else _seconds_to(row, (1 + NEAR) * _lowest(target))
         later = None if reached is None or first_s is None else reached - first_s
         cells = (
@@ -193,9 +195,9 @@ def curves_table(rows: Sequence[Row]) -> str:
             *(_number(seconds, ".1f") for seconds in (first_s, reached, later)),
             *(f"{row['peak_device_gb']:.2f}", f"{row['peak_host_gb']:.1f}"),
         )
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     failed = [row for row in rows if row.get("status") != "ok"]
-    return "\n".join(lines + [f"| {row['method']} | failed: {row.get('last_words', '')[-80:]!r} |" for row in failed])
+    return table(titles, [*lines, *([row["method"], f"failed: {row.get('last_words', '')[-80:]!r}"] for row in failed)])
 
 
 def _lowest(row: Row) -> float:
@@ -303,10 +305,6 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
 _DRAW: dict[str, Callable[[Sequence[Row]], Any]] = {
     "bias": draw_bias,
     "rates": draw_rates,
@@ -321,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="picture; its suffix says which kind")
     args = parser.parse_args(arguments)
-    rows = _read(args.rows)
+    rows = read_objects(args.rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         if args.what == "curves":

@@ -14,9 +14,8 @@ from typing import Any
 from ds_zo.bench import presets
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.lsp_claims import BATCHES, by_batch, claims_table
+from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import Case
-
-Row = dict[str, Any]
 
 TINY = {**presets.TINY, "num_hidden_layers": 2}
 
@@ -202,32 +201,28 @@ _COLUMNS = (
 
 def _table(title: str, rows: Sequence[Row]) -> str:
     by_name = {row["case"].rpartition("/")[2]: row for row in rows}
-    lines = [f"## {title}", "", "| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
+    lines: list[Sequence[str]] = []
     for name, row in by_name.items():
         if row.get("status") != "ok":
-            lines.append(f"| {name} | {row.get('status')}: {str(row.get('error') or '')[:80]} |")
+            lines.append([name, f"{row.get('status')}: {str(row.get('error') or '')[:80]}"])
             continue
         speeds = [row["tokens_per_s"] / peer if (peer := _speed(by_name, who)) else None for who in _PEERS]
         lines.append(
-            "| "
-            + " | ".join(
-                (
-                    name,
-                    f"{row['tokens_per_s']:,.0f}",
-                    f"{1e3 * row['step_s']:.1f}",
-                    *(_number(ratio, "{:.2f} x") for ratio in speeds),
-                    f"{row['peak_gb']:.2f}",
-                    f"{row['host_gb_added']:.1f}",
-                    *(_ms(row.get(key)) for key in ("forward_s", "backward_s", "update_s")),
-                    *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s", "exposed_spread_s")),
-                    f"{row['first_step_s']:.1f}",
-                    _number(row.get("fit_s"), "{:.1f}"),
-                    _number(row.get("bias_median"), "{:.3f}"),
-                )
-            )
-            + " |"
+            [
+                name,
+                f"{row['tokens_per_s']:,.0f}",
+                f"{1e3 * row['step_s']:.1f}",
+                *(_number(ratio, "{:.2f} x") for ratio in speeds),
+                f"{row['peak_gb']:.2f}",
+                f"{row['host_gb_added']:.1f}",
+                *(_ms(row.get(key)) for key in ("forward_s", "backward_s", "update_s")),
+                *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s", "exposed_spread_s")),
+                f"{row['first_step_s']:.1f}",
+                _number(row.get("fit_s"), "{:.1f}"),
+                _number(row.get("bias_median"), "{:.3f}"),
+            ]
         )
-    return "\n".join(lines)
+    return "\n".join([f"## {title}", "", *table_lines(_COLUMNS, lines)])
 
 
 _PEERS = ("zero2-offload", "adamw")

@@ -19,7 +19,6 @@ together, `device` what it takes on the device alone.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -32,8 +31,8 @@ from torch import nn
 from tqdm import tqdm
 
 from ds_zo.bench.galore import biases_by_rank, rank_within
-from ds_zo.bench.measure import commit
-from ds_zo.bench.run_summary import append_row, versions
+from ds_zo.bench.measure import commit, versions
+from ds_zo.bench.rows import Row, append_row, read_objects
 from ds_zo.bench.shapes import RANDOM, config_of, config_of_model, materialise, random_model
 from ds_zo.config import LSPParams
 from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, fit, relative_bias
@@ -41,7 +40,6 @@ from ds_zo.tasks import DataSource, SeededOrder, make_task, pad_token_id
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 from ds_zo.tasks.encoding import IGNORED, Encoded, collate
 
-Row = dict[str, Any]
 DIMS = (64, 128, 256, 512)
 NONZEROS = (4, 16, 64)
 MATRICES = ("q_proj", "v_proj", "gate_proj", "down_proj")
@@ -397,7 +395,7 @@ def _done(out: Path, facts: Mapping[str, Any]) -> set[tuple[str, int, int]]:
     """(matrix, d, r) of rows with these facts, and no others: a trained model's are not those of an untrained one."""
     if not out.is_file():
         return set()
-    rows = [{"trained_steps": 0, **json.loads(line)} for line in out.read_text(encoding="utf-8").splitlines()]
+    rows = [{"trained_steps": 0, **row} for row in read_objects(out)]
     same = [row for row in rows if all(row.get(key) == facts.get(key) for key in (*facts, "tokenizer"))]
     return {(row["matrix"], row["d"], row["r"]) for row in same}
 

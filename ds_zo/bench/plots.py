@@ -6,7 +6,6 @@ import io
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -16,8 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.curves import SMOOTHED_STEPS, smoothed
-
-Row = dict[str, Any]
+from ds_zo.bench.rows import Row
 
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
 _COLOURS = (

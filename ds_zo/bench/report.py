@@ -13,9 +13,9 @@ from deepspeed.utils import logger
 
 from ds_zo.bench.contenders import EXACTLY
 from ds_zo.bench.curves import smoothed, time_to_loss
+from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import NOT_RUN, VOID
 
-Row = dict[str, Any]
 _ERROR_CHARACTERS = 110
 _GIB = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0}
 _LOADING = ("_engine", "_model", "_partitioned", "_peer")
@@ -71,18 +71,13 @@ def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     done, failed = by_speed(entrants), [row for row in entrants if row["status"] != "ok"]
     lines = [f"## {title_of(rows)}", "", facts_of(rows), ""]
     if done:
-        lines += _lines(list(columns), [[cell(row) for cell in columns.values()] for row in done])
+        lines += [*table_lines(list(columns), [[cell(row) for cell in columns.values()] for row in done]), ""]
     if failed:
-        lines += _lines(["without numbers", "why"], [[row["contender"], reason_of(row)] for row in failed])
+        why = [[row["contender"], reason_of(row)] for row in failed]
+        lines += [*table_lines(["without numbers", "why"], why), ""]
     lines += [*(f"- {note}" for note in notes_of(rows)), ""]
-    lines += _lines(["contender", "set up as"], [[row["contender"], row["settings"]] for row in entrants])
-    return "\n".join(lines[:-1])
-
-
-def _lines(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Of a Markdown table, and an empty one."""
-    table = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in cells)]
-    return [*("| " + " | ".join(row) + " |" for row in table), ""]
+    lines += table_lines(["contender", "set up as"], [[row["contender"], row["settings"]] for row in entrants])
+    return "\n".join(lines)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:

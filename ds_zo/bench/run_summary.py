@@ -1,18 +1,8 @@
-"""What a training run leaves behind: its summary, its learning curve, its row."""
+"""What a training run leaves behind: its summary and its learning curve."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import deepspeed
-import torch
-
-import ds_zo
 
 
 @dataclass
@@ -95,24 +85,3 @@ class Summary:
 
 def _percent(metric: str, value: float) -> str:
     return f"{value:.1%}" if metric == "accuracy" else f"{value:.3f}"
-
-
-def versions() -> dict[str, str]:
-    return {
-        "ds_zo": ds_zo.__version__,
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """One line by one write, so that runs that end together do not mix theirs; also after a line that a killed process
-    left unfinished."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        torn = False
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")

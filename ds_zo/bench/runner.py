@@ -37,13 +37,13 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-Row = dict[str, Any]
-"""One case's outcome: the harness's keys (`HARNESS_KEYS`) and, beside them, what its target returned."""
+from ds_zo.bench.rows import Row, append_row, read_objects
 
 HARNESS_KEYS = (
     *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "target_s"),
     *("host_drop_gb", "last_words", "error", "failed_in", "started", "gpu", "cpus", "machine", "commit", "versions"),
 )
+"""Of a case's row; beside them it has what its target returned."""
 _READ_AT_USE = ("DS_PIN_MEMORY_",)
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -215,27 +215,11 @@ def _has_rows_for(cases: Sequence[Case], rows: Sequence[Row]) -> bool:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a JSONL file. Dropped are lines that a killed run left half-written, and that a case was not run where
-    the same run made up for it later."""
-    rows: list[Row] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):
-            found = json.loads(line)
-            rows += [found] if isinstance(found, dict) else []  # a number may be all that is left of a line
+    """Of a file, but for those that say that a case was not run where the same run made up for it later."""
+    rows = read_objects(path)
     cases = [(row.get("run_id"), row.get("case")) for row in rows]
     last = {case: i for i, case in enumerate(cases)}
     return [row for i, row in enumerate(rows) if row.get("status") != NOT_RUN or last[cases[i]] == i]
-
-
-def append_row(out: Path, row: Row) -> None:
-    """On a line of its own, also after one that a killed run left half-written."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a+b") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        torn = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Bar(tqdm):

@@ -39,9 +39,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from ds_zo.bench.grid import Case
-from ds_zo.bench.run_summary import append_row
+from ds_zo.bench.rows import Row, append_row, read_objects
 
-Row = dict[str, Any]
 Listing = Callable[[Sequence[Row]], Sequence[Case]]
 """What is left to run, in order, given all rows so far: rates that rows decide bring new cases."""
 Expectation = Callable[[Case, Sequence[Row]], "float | None"]
@@ -49,7 +48,7 @@ Expectation = Callable[[Case, Sequence[Row]], "float | None"]
 Start = Literal["forkserver", "fork", "spawn"]
 """A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
 PRELOAD = (
-    *("ds_zo.bench.run_summary", "ds_zo.tasks", "deepspeed"),
+    *("ds_zo.tasks", "deepspeed"),
     *(
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
@@ -137,17 +136,8 @@ def safe_name(key: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every whole line; one that a killed process left half-written is passed over."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict) and "key" in row:
-                rows.append(row)
-    return rows
+    """Of a file that need not be there yet."""
+    return [row for row in read_objects(path) if "key" in row] if path.is_file() else []
 
 
 def rows_of(paths: Iterable[Path]) -> list[Row]:

@@ -14,6 +14,7 @@ factor of one and a half; rows of like runs replace the estimate as they come in
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import struct
 from collections.abc import Callable, Sequence
@@ -23,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.bench.grid import Case
+from ds_zo.bench.rows import Row, table_lines
 from ds_zo.config import backend_of
 from ds_zo.planner.rates import Rates
 from ds_zo.tasks.data import read_jsonl
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 from ds_zo.tasks.errors import TaskError
 
-Row = dict[str, Any]
 RATES = Rates()
 FLOPS = {"fp32": 35e12, "tf32": 75e12, "bf16": 120e12, "fp16": 120e12}
 """Of forward passes over a few thousand tokens on an H200: products, and what is done element by element between."""
@@ -90,15 +91,7 @@ def _numel(path: Path) -> int:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-    return sum(_product(shape) for shape in shapes)
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for side in shape:
-        total *= side
-    return total
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 @cache
@@ -183,19 +176,16 @@ def plan_table(cases: Sequence[Case], *, model: str, data_root: Path, jobs: int,
             raise ValueError(f"a plan needs the texts' lengths: looked for {data_root / case.task / 'train.jsonl'}")
         costs.setdefault(case.method, []).append(found)
     whole = [found for mine in costs.values() for found in mine]
-    lines = ["| method | runs | start, s | host, s | device, s |", "| --- | --- | --- | --- | --- |"]
+    cells = []
     for name, mine in [*costs.items(), ("all", whole)]:
         sums = [sum(getattr(found, part) for found in mine) for part in ("start_s", "host_s", "device_s")]
-        lines.append(f"| {name} | {len(mine)} | " + " | ".join(f"{value:.0f}" for value in sums) + " |")
+        cells.append([name, str(len(mine)), *(f"{value:.0f}" for value in sums)])
     host_s = sum(found.start_s + found.host_s for found in whole) / jobs
     device_s = sum(found.device_s for found in whole)
     bound = "device" if device_s > host_s else "host"
     longest_s = max((found.start_s + found.host_s for found in whole), default=0.0)
-    lines += [
-        "",
-        f"{jobs} at once: about {max(host_s, device_s):.0f} s, bound by the {bound}; the longest {longest_s:.0f} s",
-    ]
-    return "\n".join(lines)
+    total = f"{jobs} at once: about {max(host_s, device_s):.0f} s, bound by the {bound}; the longest {longest_s:.0f} s"
+    return "\n".join([*table_lines(["method", "runs", "start, s", "host, s", "device, s"], cells), "", total])
 
 
 def expectation(

@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.runner import Case, Row, append_row, read_rows
+from ds_zo.bench.rows import Row, append_row
+from ds_zo.bench.runner import Case, read_rows
 
 MACHINE = "machine"
 """The case that measures link and CPU-Adam bandwidth."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ds_zo.bench.measure import environment
+from ds_zo.bench.rows import append_row
+from ds_zo.bench.runner import single_process
 
 WIRES = ("fp32", "bf16", "fp16", "bf12", "fp8")
 
@@ -72,9 +74,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a text to keep")
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+    os.environ.update(single_process() | os.environ)
     texts = read_texts(args.text, limit=args.limit)
     clean = None
     for wire in WIRES:
@@ -90,8 +90,7 @@ def main() -> None:
         }
         print(json.dumps(row), flush=True)
         if args.out is not None:
-            with args.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(row | environment()) + "\n")
+            append_row(args.out, row | environment())
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ds_zo.bench.measure import cap_device_memory, link_gbps, measure_steps, synchronize
+from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of, materialise, random_model
 
-Row = dict[str, Any]
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_zo.bench.rows import Row
 from ds_zo.bench.zo_report import points_of
 
-Row = dict[str, Any]
 _STYLES = {
     "mezo": ("#444444", "s"),
     "resident": ("#d08a3c", "^"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ds_zo.bench.rows import Row, table
 from ds_zo.bench.zo_presets import CAP_GB, TARGETS, Target
 
-Row = dict[str, Any]
 Rows = Mapping[str, Row]
 """One run's rows by case."""
 
@@ -41,9 +41,9 @@ def _run_parts(run_id: str, rows: Rows) -> list[str]:
     )
     parts = [_machine(run_id, rows)]
     for title, make in tables:
-        table = make(rows)
-        if table is not None:
-            parts.append(f"### {title}\n\n{table}")
+        made = make(rows)
+        if made is not None:
+            parts.append(f"### {title}\n\n{made}")
     return parts
 
 
@@ -64,7 +64,7 @@ def _machine(run_id: str, rows: Rows) -> str:
         for name, rate in rates.items():
             least, stretch = _KERNEL_TARGETS.get(name, (None, None))
             body.append([name, _number(rate), _number(least), _number(stretch)])
-        lines.append(_table(["kernel", "G parameters/s", "at least", "stretch"], body))
+        lines.append(table(["kernel", "G parameters/s", "at least", "stretch"], body))
     return "\n\n".join(lines)
 
 
@@ -100,7 +100,7 @@ def targets_table(rows: Rows) -> str | None:
             continue
         for target in wanted:
             body.append([name, *_judged(target, rows[name], rows)])
-    return _table(["case", "what", "measured", "wanted", "stretch", "reached"], body) if body else None
+    return table(["case", "what", "measured", "wanted", "stretch", "reached"], body) if body else None
 
 
 def _judged(target: Target, row: Row, rows: Rows) -> list[str]:
@@ -207,7 +207,7 @@ def all_rows(rows: Rows) -> str | None:
             body.append([name, *_cells(point, rows)])
         if row.get("filled"):
             body.append([f"{name}, device filled", *_cells(row | row["filled"], rows)])
-    return _table(heads, body) if body else None
+    return table(heads, body) if body else None
 
 
 def _cells(row: Row, rows: Rows) -> list[str]:
@@ -270,7 +270,7 @@ def table_1(rows: Rows) -> str | None:
                     )
                     body.append([size, dtype, f"all, {kind}: {reason}", *[""] * 4])
     heads = ["size", "dtype", "layers", "MeZO GB", "ZO GB (x)", "MeZO tokens/s", "ZO tokens/s (x)"]
-    return _table(heads, body) if body else None
+    return table(heads, body) if body else None
 
 
 def ablation_table(rows: Rows) -> str | None:
@@ -284,7 +284,7 @@ def ablation_table(rows: Rows) -> str | None:
         ratio = ratio_to_mezo(row, rows) if row.get("tokens_per_s") else None
         body.append([*cells, _number(row.get("tokens_per_s")), _over(row, whole, "tokens_per_s"), _number(ratio)])
     heads = ["features", "interval asked", "used", "layers", "tokens/s", "x all features", "x MeZO"]
-    return _table(heads, body) if body else None
+    return table(heads, body) if body else None
 
 
 def amp_table(rows: Rows) -> str | None:
@@ -298,7 +298,7 @@ def amp_table(rows: Rows) -> str | None:
         up, part = row.get("up_gb_a_step"), _over(row, plain, "up_gb_a_step")
         body.append([parts[1], parts[2], tokens, over, _number(up), part, _number(row.get("peak_gb"))])
     heads = ["compute", "wire", "tokens/s", "x fp32 wire", "up GB a step", "x fp32 wire", "GPU GB"]
-    return _table(heads, body) if body else None
+    return table(heads, body) if body else None
 
 
 def sweep_table(rows: Rows) -> str | None:
@@ -311,7 +311,7 @@ def sweep_table(rows: Rows) -> str | None:
             cells = [row["shape"], _depth(row), str(point["batch"]), str(point["length"])]
             body.append([*cells, *_pair(mezo, point, "peak_gb"), *_pair(mezo, point, "tokens_per_s")])
     heads = ["model", "layers", "B", "T", "MeZO GB", "ZO GB (x)", "MeZO tokens/s", "ZO tokens/s (x)"]
-    return _table(heads, body) if body else None
+    return table(heads, body) if body else None
 
 
 def table_10(rows: Rows) -> str | None:
@@ -324,7 +324,7 @@ def table_10(rows: Rows) -> str | None:
         layer_ms = 1e3 * row["step_s"] / row["layers"] if row.get("step_s") else None
         body.append([*cells, _number(row.get("tokens_per_s")), _number(layer_ms), str(row.get("status", "ok"))])
     heads = ["model", "layers", "wire", "cap GB", "GPU GB", "tokens/s at this depth", "ms a layer", "status"]
-    return _table(heads, body) if body else None
+    return table(heads, body) if body else None
 
 
 def figure_1(rows: Rows) -> str | None:
@@ -342,7 +342,7 @@ def figure_1(rows: Rows) -> str | None:
                 text += f" ({_depth(row)} layers)"
             cells.append(text or str(row.get("status", "")))
         body.append(cells)
-    return _table(["size", "AdamW", "SGD", "MeZO", "ZO"], body)
+    return table(["size", "AdamW", "SGD", "MeZO", "ZO"], body)
 
 
 def _sizes(rows: Rows, prefix: str) -> list[str]:
@@ -372,8 +372,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *body]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)

@@ -19,12 +19,11 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ds_zo.bench import presets
-from ds_zo.bench.runner import WARM, Case, is_named_like, prepare_to_fork, read_rows, run_cases
+from ds_zo.bench.rows import Row
+from ds_zo.bench.runner import WARM, Case, is_named_like, prepare_to_fork, read_rows, run_cases, single_process
 
-Row = dict[str, Any]
 _WARM = (*WARM, "ds_zo.bench.zo_case")
 
 
@@ -144,9 +143,7 @@ def _brief(row: Row) -> Row:
 def _case(args: argparse.Namespace) -> None:
     from ds_zo.bench.zo_case import run_case
 
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+    os.environ.update(single_process() | os.environ)
     params = {key: value for key, value in vars(args).items() if key not in ("command", "run", "forks")}
     print("ROW " + json.dumps(run_case(**params) | environment()), flush=True)
 

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_zo.bench.measure import commit
-from ds_zo.bench.run_summary import append_row, versions
-from ds_zo.bench.sweep import Row, read_rows, rows_of
+from ds_zo.bench.measure import commit, versions
+from ds_zo.bench.rows import Row, append_row, table_lines
+from ds_zo.bench.sweep import read_rows, rows_of
 
 Noise = Literal["normal", "rademacher", "low-rank", "sparse"]
 SEEDS = (0, 1, 2)
@@ -406,16 +406,16 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for budget in budgets(rows):
         what = f"{budget.passes} passes" if budget.passes is not None else f"{budget.steps} steps"
-        lines += [f"After {what}:", "", "| variant | passes a step | rate | loss on dev | test accuracy | seeds |"]
-        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        cells = []
         for name in dict.fromkeys(row["variant"] for row in rows):
             lr = best_rate(rows, name, budget)
             mine = [row for row in rows if row["variant"] == name and row["lr"] == lr]
             points = [point for row in mine if (point := budget.point(row)) is not None]
             if points:
                 loss, accuracy = (_spread([point[key] for point in points]) for key in ("dev_loss", "test"))
-                lines.append(f"| {name} | {VARIANTS[name].passes} | {lr:.3g} | {loss} | {accuracy} | {len(points)} |")
-        lines.append("")
+                cells.append([name, str(VARIANTS[name].passes), f"{lr:.3g}", loss, accuracy, str(len(points))])
+        heads = ["variant", "passes a step", "rate", "loss on dev", "test accuracy", "seeds"]
+        lines += [f"After {what}:", "", *table_lines(heads, cells), ""]
     return "\n".join(lines)
 
 

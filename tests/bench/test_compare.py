@@ -18,7 +18,8 @@ import transformers as hf
 from ds_zo.bench import measure
 from ds_zo.bench.compare import add_arguments, main
 from ds_zo.bench.contenders import ALL, DIFFERING, EXACT_PINNING, TIERS
-from ds_zo.bench.runner import Case, Row, read_rows
+from ds_zo.bench.rows import Row
+from ds_zo.bench.runner import Case, read_rows
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 from ds_zo.bench.workload import text_batches
 from ds_zo.cli import main as cli

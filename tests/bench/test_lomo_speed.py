@@ -15,7 +15,8 @@ from ds_zo.bench.lomo_peers import MasterWeights
 from ds_zo.bench.lomo_plans import planned
 from ds_zo.bench.lomo_report import TARGETS, markdown
 from ds_zo.bench.lomo_speed import PRESETS, WARM, cases_of
-from ds_zo.bench.runner import Case, Row, run_cases
+from ds_zo.bench.rows import Row
+from ds_zo.bench.runner import Case, run_cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_PEER = importlib.util.find_spec("lomo_optim") is not None
@@ -118,7 +119,7 @@ def test_failures_and_misses_are_shown() -> None:
     slow = [_row("speed/adalomo", "a", tokens_per_s=1.0), _row("speed/peer_adalomo", "a", tokens_per_s=1.0)]
     large = _row("paper/speed-65b-sgd", "a", fits=False, needed_gb=261.0)
     text = markdown([lost, *slow, large])
-    assert "| speed/adamw | oom | a / b |" in text
+    assert "| speed/adamw | oom | a \\| b |" in text
     assert "| ≥ 1.7 | 1 | NO | a |" in text
     assert "does not fit: weights, gradients, state 261 GB" in text
     assert "AdamW" not in text.partition("##")[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ds_zo.bench.runner import Case, Row, read_rows, run_cases
+from ds_zo.bench.rows import Row
+from ds_zo.bench.runner import Case, read_rows, run_cases
 
 HERE = "bench_targets"
 
