@@ -98,6 +98,9 @@ class ZOBackend(Backend):
         self._structure: Structure | None = None
         """As it was when it was last checked."""
         self._signature = self._groups_and_flags()
+        self._regrouped = False
+        """Groups or flags changed since the last step: what is trained when it is made counts, not what the last
+        forward saw (a reference pass under PEFT's `disable_adapter` freezes adapters while it lasts)."""
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
         }
@@ -292,6 +295,9 @@ class ZOBackend(Backend):
         self._projected.zero_()
 
     def step(self) -> StepOutcome:
+        if self._regrouped:
+            self._check_model()
+            self._regrouped = False
         g = self.ranks.average(self._projected)
         norm = g.norm()
         if self.settings.clip_projected_grad is not None:
@@ -366,7 +372,7 @@ class ZOBackend(Backend):
             part.forget_tables()
         for unit in self.homes.placement.units:
             unit.version = self.homes.log.length
-        self._signature = signature
+        self._signature, self._regrouped = signature, True
         if self.homes.log.length:
             self._break_trajectory()
 

@@ -122,3 +122,29 @@ def test_merging_after_training_keeps_what_was_learnt(backend: str) -> None:
     merged = model.merge_and_unload().to(engine.device)  # blocks were left on the host
     with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["before", "before, with gradients", "after", "after, with gradients"])
+def test_the_base_is_its_own_reference_inside_a_step(backend: str, stream: bool, when: str) -> None:
+    """As in DPO without a reference model: `disable_adapter` freezes the adapters, and thaws them on leaving."""
+    plain = tiny_model("llama").eval()
+    runs = []
+    for is_own in (True, False):
+        engine = start(config_for(backend, stream=stream), lora_model())
+
+        def reference(batch: Any, engine: Any = engine, is_own: bool = is_own) -> torch.Tensor:
+            if not is_own:
+                return plain(batch).logits.detach().to(engine.device)
+            with torch.set_grad_enabled("with gradients" in when), engine.module.disable_adapter():
+                return engine(batch.to(engine.device)).logits.detach()
+
+        for batch in batches(4):
+            first = reference(batch["input_ids"]) if "before" in when else None
+            logits = engine(batch["input_ids"].to(engine.device)).logits
+            against = reference(batch["input_ids"]) if first is None else first
+            engine.backward(-torch.nn.functional.logsigmoid((logits - against)[..., :7].sum(-1)).mean())
+            engine.step()
+        runs.append(weights_of(engine))
+    assert_moved(adapters(lora_model().state_dict()), adapters(runs[0]))
+    assert_same(*runs, atol=1e-6)
