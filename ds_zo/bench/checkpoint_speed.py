@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ TARGET = 0.95
 _PARAMETERS_B = {"opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66}
 _EXPECTED_GB = 2.2
 """Host memory a billion parameters in 16 bits, times the copies a case has of them."""
-_ZO_EPS = 1e-3
 _SCRATCH = "checkpoint_speed-"
 _STEPS, _EVERY, _WARMUP = 30, 10, 8
 _PERIODS = {"mezo": 2, "zo": 2, "mezo-torch-save": 1, "zo-torch-save": 1}
@@ -117,11 +117,11 @@ def run_case(
     """The row of one case, in this process; what it writes below `folder` is gone when this returns."""
     import torch
 
-    from ds_zo.bench.measure import memory_peaks, synchronize
+    from ds_zo.bench.measure import memory_peaks, start_device, synchronize
     from ds_zo.bench.shapes import config_of, random_model
     from ds_zo.bench.zo_case import token_ids
 
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    where = start_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     config = config_of(shape, num_layers=layers, max_length=length)
     model = random_model(config, dtype=dtype, device=where)
@@ -202,47 +202,23 @@ def _remove_leftovers(folder: Path) -> None:
 def _mezo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str, Any], lr: float) -> _Contender:
     import torch
 
-    from ds_zo.bench.mezo import MeZO
-    from ds_zo.bench.shapes import materialise
+    from ds_zo.bench.zo_case import in_memory
 
-    model = materialise(model).eval()
-    trainer = MeZO(model, lr=lr, zo_eps=_ZO_EPS)
-
-    def step() -> torch.Tensor:
-        return trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss)
-
+    step = partial(in_memory(model, method="mezo", lr=lr).step, ids)
     if method == "mezo":
         return _Contender(step)
     return _Contender(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))
 
 
 def _zo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str, Any], lr: float) -> _Contender:
-    import deepspeed
     import torch
 
-    import ds_zo  # noqa: F401
+    from ds_zo.bench.zo_case import zo
 
-    json: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ids.shape[0],
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "ZO", "params": {"lr": lr, "zo_eps": _ZO_EPS}},
-        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
-        "ds_zo": {
-            "stream": dict(stream),
-            "checkpoint": {"asynchronous": method == "zo-async", "keep_last": 1},
-        },
-    }
-    if ids.is_cuda:
-        json["bf16"] = {"enabled": True}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=json)[0]
-    engine.train()
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
+    checkpoint = {"asynchronous": method == "zo-async", "keep_last": 1}
+    dtype = "bf16" if ids.is_cuda else "fp32"
+    made = zo(model, dtype=dtype, batch=ids.shape[0], lr=lr, stream=stream, checkpoint=checkpoint)
+    step, engine = partial(made.step, ids), made.engine
     if method == "zo":
         return _Contender(step, engine=engine)
     if method == "zo-torch-save":

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,15 @@ from torch import nn
 
 from ds_zo.bench.builds import load_extensions
 from ds_zo.bench.contenders import ALL, Contender, settings_of
-from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps, synchronize
+from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps
 from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
+from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing
 from ds_zo.bench.workload import batches_of
+from ds_zo.planner.models import DTYPES
 from ds_zo.streaming.allocator import expand_segments
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXTRA_STEPS = ((0.2, 4), (3.0, 2), (math.inf, 1))
 """(longest step, how many are taken apart): as many more are profiled."""
 _LONGEST_AGEING = 16
@@ -67,22 +66,6 @@ class Spec:
         )
 
 
-@dataclass
-class Trainer:
-    """A step in its three parts, so that each can be timed."""
-
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], Any]
-    update: Callable[[], Any]
-    num_parameters: int
-    running: str
-    """The classes that do the work: a setting that DeepSpeed passed over would show here."""
-    starts_as_given: bool | None = None
-    """Whether the weights are those it was given, where they can be looked at."""
-    ages_after: Callable[[], int] | None = None
-    """Steps until each costs what it costs in the middle of a run."""
-
-
 def measure_machine(*, device: str) -> Row:
     """Link and CPU-Adam bandwidth, in the same run as the cases they explain."""
     if device == "cuda":
@@ -120,16 +103,15 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
     num_done = 0
     losses: list[torch.Tensor] = []
 
-    def batch() -> torch.Tensor:
+    def batch() -> Batch:
         nonlocal num_done
         num_done += 1
-        return batches(num_done - 1).to(wanted.where, non_blocking=True)
+        ids = batches(num_done - 1).to(wanted.where, non_blocking=True)
+        return {"input_ids": ids, "labels": ids}
 
     def step() -> torch.Tensor:
-        loss = trainer.forward(batch())
-        trainer.backward(loss)
-        trainer.update()
-        losses.append(loss.detach().clone())
+        loss = trainer.step(batch())
+        losses.append(loss.clone())
         return loss
 
     measured = measure_steps(
@@ -139,7 +121,7 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         device=wanted.where,
         max_s=wanted.max_s,
         period=entrant.period,
-        ages_after=trainer.ages_after,
+        ages_after=_ageing(entrant, config, trainer.engine),
     )
     clock.lap("steps")
     measured["losses"] = [round(float(loss), 5) for loss in losses]
@@ -148,9 +130,7 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
         "contender": contender,
         "title": entrant.title,
         "settings": settings_of(entrant, os.environ),
-        "running": trainer.running,
-        "starts_as_given": trainer.starts_as_given,
-        "parameters": trainer.num_parameters,
+        **trainer.facts,
         "tokens_per_s": tokens / measured["step_s"],
         "tokens_per_s_mean": tokens / measured["step_wall_s"],
         "load_s": clock.laps["load"],
@@ -158,7 +138,7 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
     }
     few = next(number for longest_s, number in EXTRA_STEPS if measured["step_s"] < longest_s)
     num_extra = max(entrant.period, few)
-    row |= _parts(trainer, batch, wanted.where, steps=num_extra)
+    row |= part_seconds(trainer, batch, wanted.where, steps=num_extra)
     clock.lap("parts")
     if wanted.profile and wanted.device == "cuda":
         try:
@@ -182,24 +162,6 @@ class _Clock:
         self._last = now
 
 
-def _parts(trainer: Trainer, batch: Callable[[], torch.Tensor], device: torch.device, *, steps: int) -> Row:
-    """Median seconds of forward, backward and update, each waited for: what overlaps across them is not seen here."""
-    seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
-    for _ in range(steps):
-        ids = batch()
-        synchronize(device)
-        stamps = [time.perf_counter()]
-        loss = trainer.forward(ids)
-        for part in (lambda loss=loss: trainer.backward(loss), trainer.update, None):
-            synchronize(device)
-            stamps.append(time.perf_counter())
-            if part is not None:
-                part()
-        for values, (before, after) in zip(seconds.values(), pairwise(stamps), strict=True):
-            values.append(after - before)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
 def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
     import deepspeed
 
@@ -207,18 +169,18 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
 
     model = _model(entrant, config, spec)
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    _set_checkpointing(model, spec.checkpointing)
+    set_checkpointing(model, spec.checkpointing)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
-    return Trainer(
-        forward=lambda ids: engine(input_ids=ids, labels=ids, use_cache=False).loss,
-        backward=engine.backward,
-        update=engine.step,
-        num_parameters=num_parameters,
-        running=_classes(engine.optimizer),
-        starts_as_given=_starts_as_given(model) if entrant.backend is None else None,
-        ages_after=_ageing(entrant, config, engine),
-    )
+    as_given = _starts_as_given(model) if entrant.backend is None else None
+    facts = _facts(_classes(engine.optimizer), starts_as_given=as_given, parameters=num_parameters)
+    return Trainer(loss_of(engine), engine.backward, engine.step, entrant.settings, engine, facts=facts)
+
+
+def _facts(running: str, *, starts_as_given: bool | None, parameters: int) -> Row:
+    """`running` names the classes that do the work: a setting that DeepSpeed passed over would show there.
+    `starts_as_given`: whether the weights are those it was given, where they can be looked at."""
+    return {"running": running, "starts_as_given": starts_as_given, "parameters": parameters}
 
 
 def _ageing(entrant: Contender, config: Row, engine: Any) -> Callable[[], int] | None:
@@ -293,19 +255,10 @@ def _peer(entrant: Contender, config: Row, spec: Spec) -> Trainer:
     from ds_zo.bench.lomo_peers import make_trainer
 
     model = materialise(spec.lazy_model(), spec.where)
-    _set_checkpointing(model, spec.checkpointing)
+    set_checkpointing(model, spec.checkpointing)
     model.train()
     lr = config["optimizer"]["params"]["lr"]
-    peer = make_trainer("peer_lomo", model, batch_size=spec.batch, lr=lr)
-    return Trainer(
-        forward=lambda ids: peer.forward({"input_ids": ids, "labels": ids}),
-        backward=peer.backward,
-        update=peer.update,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        running=entrant.peer or "",
-    )
-
-
-def _set_checkpointing(model: Any, enabled: bool) -> None:
-    if enabled:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainer = make_trainer("peer_lomo", model, batch_size=spec.batch, lr=lr)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    trainer.facts |= _facts(entrant.peer or "", starts_as_given=None, parameters=num_parameters)
+    return trainer

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, Batch, Trainer, make_trainer
-from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks
+from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
+from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks, start_device
 from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of, materialise, random_model
+from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
 from ds_zo.streaming.allocator import expand_segments, num_retries
 from ds_zo.streaming.blocks import find_blocks
 
@@ -40,7 +41,10 @@ def speed(
     device: str = "cuda",
 ) -> Row:
     """Tokens a second of one method on random weights and one random batch; `cap_gb` makes the card smaller."""
-    where = _device(device, cap_gb=cap_gb)
+    where = start_device(device)
+    if cap_gb is not None and where.type == "cuda":
+        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: the engine advises it where memory is short
+        cap_device_memory(cap_gb, where)
     model = _model(shape, length=length, attention=attention, overrides=overrides, device=where)
     numel = _numel(model)
     needed_gb = _least_nbytes(method, numel, streamed=stream is not None or method == "zero3_offload") / 1e9
@@ -49,11 +53,12 @@ def speed(
         return {**about, "fits": False, "needed_gb": needed_gb}
     if stream is None:
         model = materialise(model).to(where)  # buffers
-    _set_checkpointing(model, checkpointing)
+    set_checkpointing(model, checkpointing)
+    model.train()
     said = _Progress(where)
     trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream, compiled=compiled)
     load_s = said("weights are in place")
-    ids = _batch(model, batch, length, where)
+    ids = random_batch(model, batch, length, where)
     first = [float(trainer.step(ids))]
     first_step_s = said("step 1 done")
     for number in range(2, warmup + 1):
@@ -102,14 +107,14 @@ def memory(
     """Device memory by part, as the LOMO paper's table lists it. What does not fit is computed from its parts:
     activations are measured with the weights alone, the rest are counted. A compiled block hands over the gradients of
     its parameters together."""
-    where = _device(device)
+    where = start_device(device)
     _warm_libraries(where)
     model = materialise(_model(shape, length=length, attention=attention, overrides=overrides, device=where)).to(where)
     model.train()
-    _set_checkpointing(model, checkpointing)
+    set_checkpointing(model, checkpointing)
     numel = _numel(model)
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    ids = _batch(model, batch, length, where)
+    ids = random_batch(model, batch, length, where)
     before = _allocated(where)
     loss = model(**ids, use_cache=False).loss
     activations = _allocated(where) - before
@@ -187,7 +192,7 @@ def accumulation(
     """`accumulation: sequential` beside the true batch: the embedded model reads held-out Python, the same rows in the
     same order, once a whole batch a step and once a micro-batch an update. A third run has the true batch's exact
     gradient from torch's SGD with accumulation, which LOMO cannot have."""
-    where = _device(device)
+    where = start_device(device)
     rows = _text_rows(batch * steps, length).to(where)
     true = _curve(rows, where, micro=batch, micro_batches=1, lr=lr)
     sequential = _curve(rows, where, micro=batch // micro_batches, micro_batches=micro_batches, lr=lr)
@@ -284,17 +289,6 @@ def _text_rows(num_rows: int, length: int) -> torch.Tensor:
 # What cases share
 
 
-def _device(device: str, *, cap_gb: float | None = None) -> torch.device:
-    where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where.index or 0)
-        where = torch.device("cuda", where.index or 0)
-        if cap_gb is not None:
-            expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: the engine advises it where memory is short
-            cap_device_memory(cap_gb, where)
-    return where
-
-
 def _model(
     shape: str, *, length: int, attention: str, overrides: Mapping[str, Any] | None, device: torch.device
 ) -> nn.Module:
@@ -304,18 +298,6 @@ def _model(
         setattr(config, name, value)
     config._attn_implementation = attention
     return random_model(config, dtype=torch.bfloat16, device=device)
-
-
-def _set_checkpointing(model: Any, enabled: bool) -> None:
-    if enabled:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-
-
-def _batch(model: Any, batch: int, length: int, where: torch.device) -> Batch:
-    generator = torch.Generator(device=where).manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=where, generator=generator)
-    return {"input_ids": ids, "labels": ids}
 
 
 class _Progress:

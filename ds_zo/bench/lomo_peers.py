@@ -1,13 +1,9 @@
-"""Ways of training one causal language model with first-order updates, each cut into forward, backward and update.
-
-The three parts are what memory is measured between. A method that updates inside its backward has an empty third part.
-"""
+"""Ways of training one causal language model with first-order updates."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -15,33 +11,8 @@ import torch
 from torch import nn
 
 from ds_zo.bench.rows import Row
+from ds_zo.bench.trainer import Batch, Trainer, drop_gradients, loss_of
 from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.engines.compiled_blocks import BlockCompiler
-from ds_zo.streaming.blocks import find_blocks
-
-Batch = Mapping[str, torch.Tensor]
-
-
-@dataclass
-class Trainer:
-    forward: Callable[[Batch], torch.Tensor]
-    backward: Callable[[torch.Tensor], None]
-    update: Callable[[], None]
-    settings: str
-    """How the method is set up, in words, for the table."""
-    engine: Any = None
-    """DeepSpeed's, where there is one."""
-    compiler: BlockCompiler | None = None
-    facts: Row = field(default_factory=dict)
-
-    def step(self, batch: Batch) -> torch.Tensor:
-        loss = self.forward(batch)
-        self.backward(loss)
-        self.update()
-        if self.compiler is not None and self.compiler.failure is not None:
-            raise RuntimeError(f"blocks were to be compiled: {self.compiler.failure}")
-        return loss.detach()
-
 
 STATE_BYTES = {
     "lomo": 0,
@@ -89,21 +60,12 @@ def make_trainer(
     if method == "zero3_offload":
         return _zero3_offload(model, batch_size=batch_size, lr=lr)
     if method in OURS:
-        return _ours(method, model, batch_size=batch_size, lr=lr, stream=stream, compiled=compiled)
-    trainer = _torch(method, model, lr=lr) if method in KEEPS_GRADIENTS else _no_update(model)
+        trainer = _ours(method, model, batch_size=batch_size, lr=lr, stream=stream, compiled=compiled)
+    else:
+        trainer = _torch(method, model, lr=lr) if method in KEEPS_GRADIENTS else _no_update(model)
     if compiled:
-        trainer.compiler = BlockCompiler()
-        trainer.compiler.install(find_blocks(model, None).values())
-        trainer.settings += ", blocks compiled"
+        trainer.compile(model)
     return trainer
-
-
-def _loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
-    def forward(batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch, use_cache=False).loss
-        return loss
-
-    return forward
 
 
 def _nothing() -> None: ...
@@ -116,9 +78,7 @@ def _engine(model: nn.Module, config: Row, *, settings: str) -> Trainer:
 
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     engine.train()
-    return Trainer(
-        forward=_loss_of(engine), backward=engine.backward, update=engine.step, settings=settings, engine=engine
-    )
+    return Trainer(loss_of(engine), engine.backward, engine.step, settings, engine, facts={"config": config})
 
 
 def dtype_section(model: nn.Module) -> Row:
@@ -128,20 +88,15 @@ def dtype_section(model: nn.Module) -> Row:
 
 def _no_update(model: nn.Module) -> Trainer:
     """Forward and backward alone, with gradients dropped as they come and LOMO's loss: what bounds LOMO from below."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(drop)
-    models, plain = models_with_causal_loss(model), _loss_of(model)
+    drop_gradients(model)
+    models, plain = models_with_causal_loss(model), loss_of(model)
 
     def forward(batch: Batch) -> torch.Tensor:
         with losses_in_chunks(models):
             return plain(batch)
 
     words = "forward and backward, gradients dropped, no update"
-    return Trainer(forward=forward, backward=torch.Tensor.backward, update=_nothing, settings=words)
+    return Trainer(forward, torch.Tensor.backward, _nothing, words)
 
 
 def _ours(
@@ -167,10 +122,7 @@ def _ours(
         config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         config["ds_zo"]["stream"] = dict(stream)
         words += f", streamed {dict(stream)}"
-    trainer = _engine(model, config, settings=words + (", blocks compiled" if compiled else ""))
-    trainer.facts["config"] = config
-    trainer.compiler = trainer.engine.backend._compiler
-    return trainer
+    return _engine(model, config, settings=words)
 
 
 def _zero3_offload(model: nn.Module, *, batch_size: int, lr: float | None) -> Trainer:
@@ -197,9 +149,7 @@ def _zero3_offload(model: nn.Module, *, batch_size: int, lr: float | None) -> Tr
         **dtype_section(model),
     }
     words = "DeepSpeed ZeRO-3, parameters and optimizer on the host (pinned), DeepSpeedCPUAdam, overlap_comm"
-    trainer = _engine(model, config, settings=words)
-    trainer.facts["config"] = config
-    return trainer
+    return _engine(model, config, settings=words)
 
 
 def _lomo_optim(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
@@ -223,7 +173,7 @@ def _lomo_optim(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
     words = f"lomo-optim {_version('lomo-optim')} {make.__name__}" + (
         ", clip_grad_norm 1, two backwards on one forward" if clipped else ""
     )
-    return Trainer(forward=_loss_of(model), backward=backward, update=_nothing, settings=words)
+    return Trainer(loss_of(model), backward, _nothing, words)
 
 
 def _version(package: str) -> str:
@@ -256,7 +206,7 @@ def _torch(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
         optimizer.step()
         model.zero_grad(set_to_none=True)
 
-    return Trainer(forward=_loss_of(model), backward=torch.Tensor.backward, update=update, settings=words)
+    return Trainer(loss_of(model), torch.Tensor.backward, update, words)
 
 
 class MasterWeights:

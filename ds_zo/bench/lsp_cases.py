@@ -13,8 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -22,34 +21,20 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ds_zo.bench.contenders import ALL, config_of, shared_config
-from ds_zo.bench.measure import cap_device_memory, host_peak_gb, measure_steps, synchronize
+from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
+from ds_zo.bench.measure import host_peak_gb, measure_steps, start_device, synchronize
 from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of as shape_config
 from ds_zo.bench.shapes import materialise, random_model
-from ds_zo.engines.compiled_blocks import BlockCompiler
-from ds_zo.streaming.blocks import find_blocks
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass
-class Trainer:
-    """A step in its three parts."""
-
-    forward: Callable[[Batch], torch.Tensor]
-    backward: Callable[[torch.Tensor], Any]
-    update: Callable[[], Any]
-    settings: str
-    engine: Any = None
-    compiler: BlockCompiler | None = None
-    facts: Row = field(default_factory=dict)
-
-    def step(self, batch: Batch) -> torch.Tensor:
-        loss = self.forward(batch)
-        self.backward(loss)
-        self.update()
-        return loss
+from ds_zo.bench.trainer import (
+    Batch,
+    Trainer,
+    drop_gradients,
+    loss_of,
+    part_seconds,
+    random_batch,
+    set_checkpointing,
+)
 
 
 def speed(
@@ -76,7 +61,7 @@ def speed(
     `compiled`: blocks are, as `ds_zo.compile_blocks` has them; a compiler that fails ends the case. `max_s`: of timed
     steps, of which there are then fewer. `then_batch`: the same engine goes on with batches of that size, whose row is
     under `then`: to set up is what some cases take longest for."""
-    where = _device(device, cap_gb)
+    where = start_device(device, cap_gb=cap_gb)
     model = _model(shape, length=length, overrides=overrides, device=where, lazy=streams)
     numel = sum(p.numel() for p in model.parameters())
     host_before_gb = host_peak_gb()
@@ -85,14 +70,14 @@ def speed(
     trainer = _trainer(
         method, model, batch=batch, params=params or {}, clipping=clipping, stream=stream, compiled=compiled
     )
-    ids = _batch(model, batch, length, where)
+    ids = random_batch(model, batch, length, where)
     synchronize(where)
     load_s = time.perf_counter() - begin
-    first = _timed(lambda: trainer.step(ids), where)
+    trainer.step(ids)
+    synchronize(where)
+    first_step_s = time.perf_counter() - begin - load_s
     counts = _Counts(warmup, steps, max_s, period=ALL[method].period if method in ALL else 1)
     measured = _measured(trainer, ids, counts, where)
-    if trainer.compiler is not None and trainer.compiler.failure is not None:
-        raise RuntimeError(f"blocks were not compiled: {trainer.compiler.failure}")
     row: Row = {
         "method": method,
         "shape": shape,
@@ -102,7 +87,7 @@ def speed(
         "compiled": compiled,
         "cap_gb": cap_gb,
         "load_s": load_s,
-        "first_step_s": first,
+        "first_step_s": first_step_s,
         **measured,
         "host_gb_added": measured["host_peak_gb"] - host_before_gb,
         **trainer.facts,
@@ -110,7 +95,7 @@ def speed(
     if take_apart:
         row |= _taken_apart(trainer, ids, counts, where)
     if then_batch is not None:
-        row["then"] = _measured(trainer, _batch(model, then_batch, length, where), counts, where)
+        row["then"] = _measured(trainer, random_batch(model, then_batch, length, where), counts, where)
         row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
     biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
     if biases:
@@ -142,32 +127,9 @@ def _measured(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.device
         measured["step_s"] = measured["step_wall_s"]
     batch, length = ids["input_ids"].shape
     repeats = 4 if counts.max_s is None or 4 * measured["step_s"] < counts.max_s else 2
-    parts = _parts(trainer, ids, where, repeats=-(-repeats // counts.period) * counts.period)
+    parts = part_seconds(trainer, lambda: ids, where, steps=-(-repeats // counts.period) * counts.period)
     rates = {"batch": batch, "length": length, "tokens_per_s": batch * length / measured["step_s"]}
     return {**rates, **measured, **parts}
-
-
-def _parts(trainer: Trainer, ids: Batch, where: torch.device, *, repeats: int) -> Row:
-    """Median seconds of each part when it is waited for."""
-    seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
-    for _ in range(repeats):
-        losses: list[torch.Tensor] = []
-        seconds["forward_s"].append(_timed(partial(_keep, losses, trainer.forward, ids), where))
-        seconds["backward_s"].append(_timed(partial(trainer.backward, losses.pop()), where))
-        seconds["update_s"].append(_timed(trainer.update, where))
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _keep(losses: list[torch.Tensor], forward: Callable[[Batch], torch.Tensor], ids: Batch) -> None:
-    losses.append(forward(ids))
-
-
-def _timed(work: Callable[[], Any], where: torch.device) -> float:
-    synchronize(where)
-    begin = time.perf_counter()
-    work()
-    synchronize(where)
-    return time.perf_counter() - begin
 
 
 # [Note: taken apart by switching off]
@@ -242,19 +204,35 @@ def _trainer(
     batch: int,
     params: Mapping[str, Any],
     clipping: float,
-    stream: dict[str, Any] | None = None,
-    compiled: bool = False,
+    stream: dict[str, Any] | None,
+    compiled: bool,
 ) -> Trainer:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_checkpointing(model, True)
     model.train()
     if method in _WITHOUT_DEEPSPEED:
         trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
-        return _compile(trainer, model) if compiled else trainer
+    else:
+        options: Row = {"batch": batch, "params": params, "stream": stream, "compiled": compiled}
+        trainer = _engine(ALL[method], model, clipping=clipping, **options)
+    if compiled:
+        trainer.compile(model)
+    return trainer
+
+
+def _engine(
+    contender: Contender,
+    model: Any,
+    *,
+    batch: int,
+    params: Mapping[str, Any],
+    clipping: float,
+    stream: dict[str, Any] | None,
+    compiled: bool,
+) -> Trainer:
     import deepspeed
 
     import ds_zo  # noqa: F401
 
-    contender = ALL[method]
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[next(model.parameters()).dtype]
     config = config_of(contender, shared_config(batch=batch, dtype=dtype, gradient_clipping=clipping))
     config["optimizer"]["params"] |= params
@@ -269,29 +247,13 @@ def _trainer(
     facts: Row = {"config": config}
     if is_lsp:
         facts |= {"described": engine.backend.describe(), **engine.backend.footprint()}
-    trainer = Trainer(_loss_of(engine), engine.backward, engine.step, contender.settings, engine, facts=facts)
-    return _compile(trainer, model) if compiled else trainer
-
-
-def _compile(trainer: Trainer, model: nn.Module) -> Trainer:
-    """The same for everybody: LSP has done so by itself."""
-    trainer.compiler = getattr(getattr(trainer.engine, "backend", None), "_compiler", None)
-    if trainer.compiler is None:
-        trainer.compiler = BlockCompiler()
-        trainer.compiler.install(find_blocks(model).values())
-    trainer.settings += ", blocks compiled"
-    return trainer
+    return Trainer(loss_of(engine), engine.backward, engine.step, contender.settings, engine, facts=facts)
 
 
 def _forward_backward(model: nn.Module, clipping: float) -> Trainer:
-    """The ceiling: every gradient is dropped as it comes, nothing is updated."""
-
-    def drop(p: torch.Tensor) -> None:
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(drop)
-    return Trainer(_loss_of(model), lambda loss: loss.backward(), lambda: None, "gradients dropped, no update")
+    """The ceiling: nothing is updated."""
+    drop_gradients(model)
+    return Trainer(loss_of(model), torch.Tensor.backward, lambda: None, "gradients dropped, no update")
 
 
 def _torch_adamw(model: nn.Module, clipping: float) -> Trainer:
@@ -308,7 +270,7 @@ def _torch_adamw(model: nn.Module, clipping: float) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
 
     settings = "torch alone, fused kernel, weights and moments in bf16, no master weights"
-    return Trainer(_loss_of(model), lambda loss: loss.backward(), update, settings)
+    return Trainer(loss_of(model), torch.Tensor.backward, update, settings)
 
 
 _WITHOUT_DEEPSPEED: dict[str, Callable[[nn.Module, float], Trainer]] = {
@@ -317,26 +279,8 @@ _WITHOUT_DEEPSPEED: dict[str, Callable[[nn.Module, float], Trainer]] = {
 }
 
 
-def _loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
-    def forward(batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch, use_cache=False).loss
-        return loss
-
-    return forward
-
-
-def _device(device: str, cap_gb: float | None) -> torch.device:
-    where = torch.device(device)
-    if where.type == "cuda":
-        where = torch.device("cuda", where.index or 0)
-        torch.cuda.set_device(where)
-        if cap_gb is not None:
-            cap_device_memory(cap_gb, where)
-    return where
-
-
 def _model(
-    shape: str, *, length: int, overrides: Mapping[str, Any] | None, device: torch.device, lazy: bool = False
+    shape: str, *, length: int, overrides: Mapping[str, Any] | None, device: torch.device, lazy: bool
 ) -> nn.Module:
     """`lazy`: on the meta device, drawn block by block when a streaming engine reads it."""
     config = shape_config(shape, max_length=max(length, 2048))
@@ -346,9 +290,3 @@ def _model(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(config, dtype=dtype, device=device)
     return model if lazy else materialise(model, device)
-
-
-def _batch(model: Any, batch: int, length: int, where: torch.device) -> Batch:
-    generator = torch.Generator(device=where).manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=where, generator=generator)
-    return {"input_ids": ids, "labels": ids}

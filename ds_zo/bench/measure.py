@@ -171,6 +171,17 @@ def _file_cache_bytes(stat: Path) -> int:
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
+def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
+    """The device that a case runs on, made the current one; `cap_gb` makes it smaller."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+        if cap_gb is not None:
+            cap_device_memory(cap_gb, device)
+    return device
+
+
 def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
     """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card, and DeepSpeed see such a card.
 

@@ -6,8 +6,6 @@ the profiler's trace, `planned` from a schedule priced on paper, and `draw` need
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,25 +17,27 @@ LANES = ("upload", "compute", "download")
 _COLOURS = {"upload": "#4878a8", "forward": "#8a8a8a", "noise": "#d08a3c", "download": "#6aa06a"}
 _GAP_S = 20e-6
 """Kernels closer than this are one span: a block's forward is dozens of them."""
+_NUM_WARMUPS, _LENGTH = 12, 2048
 _NOISE_KERNELS = ("replay", "perturb", "fold", "noise")
 
 
-def record(
-    *, shape: str, layers: int | None, dtype: str, stream: Mapping[str, Any], warmup: int = 12, length: int = 2048
-) -> Recording:
+def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, Any]) -> Recording:
     """The last but one of a few profiled steps, whose uploads began in the step before and go on into the next."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from ds_zo.bench import zo_case
+    from ds_zo.bench.measure import start_device
+    from ds_zo.bench.shapes import config_of, random_model
+    from ds_zo.bench.traces import trace_events
+    from ds_zo.bench.zo_case import token_ids, zo
+    from ds_zo.planner.models import DTYPES
 
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    config = zo_case.config_of(shape, num_layers=layers, max_length=length)
-    model = zo_case.random_model(config, dtype=zo_case.DTYPES[dtype], device=device)
-    contender = zo_case.zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream, params=None, resident=False)
-    ids = zo_case.token_ids(config, 1, length, device)
-    for _ in range(warmup):
+    device = start_device("cuda")
+    config = config_of(shape, num_layers=layers, max_length=_LENGTH)
+    model = random_model(config, dtype=DTYPES[dtype], device=device)
+    contender = zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream)
+    ids = token_ids(config, 1, _LENGTH, device)
+    for _ in range(_NUM_WARMUPS):
         contender.step(ids)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -45,12 +45,8 @@ def record(
             with torch.profiler.record_function(f"ds_zo step {i}"):
                 contender.step(ids)
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8"))
     about = {"shape": shape, "layers": layers, "dtype": dtype, "stream": dict(stream), "method": "timeline"}
-    return about | from_trace(trace["traceEvents"], num_steps=3)
+    return about | from_trace(trace_events(profiler), num_steps=3)
 
 
 def from_trace(events: Iterable[Mapping[str, Any]], *, num_steps: int) -> Recording:
@@ -115,13 +111,10 @@ def merged(spans: Iterable[Sequence[Any]], *, gap_s: float = _GAP_S) -> list[lis
 
 def busy(recording: Mapping[str, Any]) -> dict[str, float]:
     """The part of the step in which each lane was at work."""
-    totals = dict.fromkeys(LANES, 0.0)
-    for lane in LANES:
-        reached = 0.0
-        for start, end in sorted((s[2], s[3]) for s in recording["spans"] if s[0] == lane):
-            totals[lane] += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
-    return {lane: total / recording["step_s"] for lane, total in totals.items()}
+    from ds_zo.bench.traces import union_length
+
+    spans = {lane: [(start, end) for on, _, start, end in recording["spans"] if on == lane] for lane in LANES}
+    return {lane: union_length(found) / recording["step_s"] for lane, found in spans.items()}
 
 
 def draw(recording: Mapping[str, Any], path: Path) -> None:

@@ -23,11 +23,16 @@ def profile_steps(step: Callable[[], Any], *, steps: int) -> dict[str, float]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
+    return read_trace(trace_events(profiler), steps=steps)
+
+
+def trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
+    """Chrome's."""
     with tempfile.TemporaryDirectory(prefix="ds_zo_trace_") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return read_trace(events, steps=steps)
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
 
 
 def read_trace(events: Iterable[Mapping[str, Any]], *, steps: int) -> dict[str, float]:
@@ -47,8 +52,8 @@ def read_trace(events: Iterable[Mapping[str, Any]], *, steps: int) -> dict[str, 
         nbytes[way] += float(event.get("args", {}).get("bytes", 0))
     if not computing:
         return {}
-    either = union_length([*computing, *copying])
     everything = [*computing, *copying]
+    either = union_length(everything)
     span = max(end for _, end in everything) - min(start for start, _ in everything)
     return {
         "up_gb": nbytes["HtoD"] / steps / 1e9,

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.bench.measure import cap_device_memory, link_gbps, measure_steps, synchronize
+from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
 from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of, materialise, random_model
+from ds_zo.planner.models import DTYPES
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 METHODS = ("zo", "mezo", "adamw", "sgd")
 COPIES_HELD = {"mezo": 1, "sgd": 2, "adamw": 4}
 """Of the parameters, by a method that keeps them on the device: weights, gradients, two moments."""
@@ -66,7 +66,7 @@ def run_case(
     ZO warms up for at least one write-back interval (`age`): before that fewer updates are pending, and replay is
     cheaper.
     """
-    where = _start_device(device, cap_gb)
+    where = start_device(device, cap_gb=cap_gb)
     pairs = [(int(b), int(t)) for b, t in inputs] if inputs else [(batch, length)]
     config = config_of(shape, num_layers=layers, max_length=max(t for _, t in pairs))
     model = random_model(config, dtype=DTYPES[dtype], device=where)
@@ -88,7 +88,7 @@ def run_case(
     if method == "zo":
         contender = zo(model, dtype=dtype, batch=pairs[0][0], lr=lr, stream=stream, params=params, resident=resident)
     else:
-        contender = _in_memory(model, method=method, lr=lr)
+        contender = in_memory(model, method=method, lr=lr)
     row |= {"load_s": time.perf_counter() - start, **contender.facts}
     points = [
         _measure(contender, token_ids(config, b, t, where), warmup=warmup, steps=steps, age=age and i == 0)
@@ -100,16 +100,6 @@ def run_case(
         ids = token_ids(config, *pairs[0], where)
         row["filled"] = _measure(contender, ids, warmup=_SETTLING_STEPS, steps=fill_steps - _SETTLING_STEPS, age=False)
     return row
-
-
-def _start_device(name: str, cap_gb: float | None = None) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-        if cap_gb is not None:
-            cap_device_memory(cap_gb, device)
-    return device
 
 
 def _lacking_memory(row: Row, device: torch.device, cap_gb: float | None) -> Row | None:
@@ -134,8 +124,9 @@ def zo(
     batch: int,
     lr: float,
     stream: Mapping[str, Any] | None,
-    params: Mapping[str, Any] | None,
-    resident: bool,
+    params: Mapping[str, Any] | None = None,
+    resident: bool = False,
+    checkpoint: Mapping[str, Any] | None = None,
 ) -> Contender:
     import deepspeed
 
@@ -147,7 +138,7 @@ def zo(
         "steps_per_print": 10**9,
         "optimizer": {"type": "ZO", "params": {"lr": lr, "zo_eps": _ZO_EPS, **(params or {})}},
         "zero_optimization": zero,
-        "ds_zo": {"stream": dict(stream or {})},
+        "ds_zo": {"stream": dict(stream or {}), "checkpoint": dict(checkpoint or {})},
     }
     if dtype != "fp32":
         json[dtype] = {"enabled": True}
@@ -164,7 +155,7 @@ def zo(
     return Contender(step, engine, facts)
 
 
-def _in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
+def in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
     """MeZO with plain SDPA and no KV cache, or a first-order optimizer as PyTorch ships it."""
     model = materialise(model)
     if method == "mezo":
@@ -186,7 +177,7 @@ def _in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
     return Contender(step)
 
 
-def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int, age: bool = True) -> Row:
+def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int, age: bool) -> Row:
     """`age`: warm up until every block has been written back once, as in the middle of a run."""
     homes = contender.engine.backend.homes if contender.engine is not None else None
     step = partial(contender.step, ids)
@@ -230,7 +221,7 @@ def run_machine(*, numel: int = 200_000_000, device: str = "cuda") -> Row:
     """What the speed rows of the same run rest on: the link both ways, and the fused kernels' rates."""
     from ds_zo.bench import kernels
 
-    where = _start_device(device)
+    where = start_device(device)
     found = list(kernels.measured(numel))
     rates = {row["case"]: row["gparameters_per_s"] for row in found}
     return {

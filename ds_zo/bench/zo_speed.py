@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ds_zo.bench.zo_case import DTYPES, METHODS
+    from ds_zo.bench.zo_case import METHODS
     from ds_zo.bench.zo_presets import PRESETS
+    from ds_zo.planner.models import DTYPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(forks=False)

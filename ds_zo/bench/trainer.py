@@ -1,0 +1,102 @@
+"""A way of training one causal language model, cut into the parts that time and memory are measured between."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.bench.measure import synchronize
+from ds_zo.bench.rows import Row
+from ds_zo.engines.compiled_blocks import BlockCompiler
+from ds_zo.streaming.blocks import find_blocks
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Trainer:
+    """A step in its three parts; a method that updates inside its backward has an empty third."""
+
+    forward: Callable[[Batch], torch.Tensor]
+    backward: Callable[[torch.Tensor], Any]
+    update: Callable[[], Any]
+    settings: str
+    """How the method is set up, in words, for the table."""
+    engine: Any = None
+    """DeepSpeed's, where there is one."""
+    compiler: BlockCompiler | None = None
+    facts: Row = field(default_factory=dict)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        if self.compiler is not None and self.compiler.failure is not None:
+            raise RuntimeError(f"blocks were to be compiled: {self.compiler.failure}")
+        return loss.detach()
+
+    def compile(self, model: nn.Module) -> None:
+        """The model's blocks, by the same code for everybody; our engines have done so by themselves."""
+        self.compiler = getattr(getattr(self.engine, "backend", None), "_compiler", None)
+        if self.compiler is None:
+            self.compiler = BlockCompiler()
+            self.compiler.install(find_blocks(model).values())
+        self.settings += ", blocks compiled"
+
+
+def loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
+    def forward(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
+        return loss
+
+    return forward
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Each as it comes."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(drop)
+
+
+def set_checkpointing(model: Any, enabled: bool) -> None:
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def random_batch(model: Any, batch: int, length: int, device: torch.device) -> Batch:
+    generator = torch.Generator(device=device).manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def part_seconds(trainer: Trainer, batch: Callable[[], Batch], device: torch.device, *, steps: int) -> Row:
+    """Median seconds of forward, backward and update, each waited for: what overlaps across them is not seen here."""
+    seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
+    for _ in range(steps):
+        inputs = batch()
+        stamps = [_now(device)]
+        loss = trainer.forward(inputs)
+        stamps.append(_now(device))
+        trainer.backward(loss)
+        stamps.append(_now(device))
+        trainer.update()
+        stamps.append(_now(device))
+        for values, (before, after) in zip(seconds.values(), pairwise(stamps), strict=True):
+            values.append(after - before)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _now(device: torch.device) -> float:
+    synchronize(device)
+    return time.perf_counter()
