@@ -50,7 +50,7 @@ def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
     assert "| method | lr | steps | sst2 (accuracy) | rte (accuracy) | copa | boolq | alpaca (perplexity) |" in text
     assert "| zo | 0.001? | 10 | 60.0 ± 14.1 (2 of 3) | 50.0 (1 of 3) | – | – | – |" in text
     assert "| mezo | 0.001? | 10 | 25.0 | – | – | – | 8.00 |" in text, "one seed is all that it wants"
-    assert "| lsp | ? |  | – |" in text and "\nNot run yet, 236: adamw 21, lora 19, zo 21, " in text
+    assert "| lsp | ? |  | – |" in text and "\nNot run yet, 232: adamw 21, lora 19, zo 21, " in text
     assert table(rows).splitlines()[-1] == "| zo | 0.001 | 10 | – | 50.0 | 60.0 ± 14.1 (2) |"
 
 
