@@ -47,23 +47,32 @@ def _init(
 
 def _enter(self: Any) -> Any:
     entered = _stock_enter(self)
-    # All values first, here and below: to read or write one binds its whole unit to where it is stored.
-    values = [parameter._hp_mapping.read(parameter).clone() for parameter in self._ds_zo_lent]
-    for parameter, value in zip(self._ds_zo_lent, values, strict=True):
-        parameter.data = value
-        parameter._hp_mapping.lent.add(id(parameter))
+    own: dict[ModuleState, list[nn.Parameter]] = {}
+    for parameter in self._ds_zo_lent:
+        if parameter not in parameter._hp_mapping.lending:  # else a context around this one shows it, and goes on
+            own.setdefault(parameter._hp_mapping, []).append(parameter)
+    for state, parameters in own.items():
+        state.lend(parameters)
+    self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
     return entered
 
 
 def _exit(self: Any, *exception: Any) -> Any:
-    values = [parameter.data for parameter in self._ds_zo_lent]
+    keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
+    # All values first: to write one binds its whole unit to where it is stored.
+    values: list[Any] = []
+    for parameter in self._ds_zo_lent:
+        lending = parameter._hp_mapping.lending
+        is_own = id(parameter) in self._ds_zo_own
+        values.append(lending.take_back(parameter) if is_own else lending.stored(parameter) if keeps else None)
     for parameter, value in zip(self._ds_zo_lent, values, strict=True):
-        parameter._hp_mapping.lent.discard(id(parameter))
-        if self._ds_zo_modifier_rank is None or exception[0] is not None:
+        if keeps:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                value = value.to(parameter._hp_mapping.device)
+                dist.broadcast(value, self._ds_zo_modifier_rank)
+            parameter._hp_mapping.write(parameter, value)
+        elif id(parameter) in self._ds_zo_own:
             parameter._hp_mapping.return_home(parameter)
-            continue
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            value = value.to(parameter._hp_mapping.device)
-            dist.broadcast(value, self._ds_zo_modifier_rank)
-        parameter._hp_mapping.write(parameter, value)
+    for state in {parameter._hp_mapping for parameter in self._ds_zo_lent}:
+        state.lending.show_again()
     return _stock_exit(self, *exception)

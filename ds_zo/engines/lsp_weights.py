@@ -50,6 +50,12 @@ class SettledState(ModuleState):
     def _before_load(self, unit: Unit) -> None:
         self._settle()
 
+    def _visiting(self, parameter: nn.Parameter) -> Unit | None:
+        return None
+
+    def _is_visited(self, unit: Unit) -> bool:
+        return False
+
     def close(self) -> None:
         super().close()
         for p in self._parameters:

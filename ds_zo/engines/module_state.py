@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.engines.homes import Homes
+from ds_zo.engines.lending import Lending
 from ds_zo.engines.plain_copies import Hook, StandIn
 from ds_zo.streaming.units import Placed, Unit
 
@@ -32,8 +33,7 @@ class ModuleState(ABC):
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
         self._staged: list[nn.Parameter] = []
-        self.lent: set[int] = set()
-        """Parameters that show a copy of the current weights for the moment, by id."""
+        self.lending = Lending(self._is_visited)
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._where for p in m._parameters.values()):
@@ -97,7 +97,7 @@ class ModuleState(ABC):
 
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
-            if p is not None and prefix + name in state_dict and id(p) in self._where:
+            if p is not None and prefix + name in state_dict and id(p) in self._where and p not in self.lending:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
 
     def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
@@ -134,6 +134,22 @@ class ModuleState(ABC):
         for p, value in values:
             self.write(p, value)
 
+    def lend(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Points parameters at copies of the current weights, which are theirs until `lending.take_back`."""
+        # All values first: to read one binds its whole unit to where it is stored.
+        values = [self.read(p).clone() for p in parameters]
+        for p, value in zip(parameters, values, strict=True):
+            self.lending.show(p, value, unit=self._visiting(p))
+        self.lending.show_again()
+
+    def _visiting(self, parameter: nn.Parameter) -> Unit | None:
+        """The unit whose visits point the parameter elsewhere, if any do."""
+        return self._where[id(parameter)][0]
+
+    @abstractmethod
+    def _is_visited(self, unit: Unit) -> bool:
+        """Its parameters are working copies now."""
+
     def return_home(self, parameter: nn.Parameter) -> None:
         """After somebody pointed it at memory of their own."""
         self._where[id(parameter)][0].bind_home()
@@ -141,7 +157,7 @@ class ModuleState(ABC):
     def _plain_copy(self, parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         """The current weights, and nothing that refers to an engine; the device is the one that it shows."""
         device = parameter.device
-        if id(parameter) in self.lent:
+        if parameter in self.lending:
             value = parameter.detach().clone()
         else:
             value = self.read(parameter).to(device, copy=True)
@@ -155,8 +171,10 @@ class ModuleState(ABC):
 class ReplayedState(ModuleState):
     """ZO's: updates may be pending, and the stored form another."""
 
-    def __init__(self, homes: Homes, module: nn.Module) -> None:
+    def __init__(self, homes: Homes, module: nn.Module, *, visited: Set[int]) -> None:
+        """`visited`: units whose parameters are working copies now, by id."""
         self._homes = homes
+        self._visited = visited
         self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
         self.on_write: Callable[[], None] = lambda: None
@@ -201,6 +219,9 @@ class ReplayedState(ModuleState):
 
     def _before_load(self, unit: Unit) -> None:
         self._homes.visits.fold_now(unit)
+
+    def _is_visited(self, unit: Unit) -> bool:
+        return id(unit) in self._visited
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:

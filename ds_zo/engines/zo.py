@@ -80,7 +80,7 @@ class ZOBackend(Backend):
         self._copies_inputs = False
         """The forward was seen to write to its inputs."""
         self._generators: list[Any] = []
-        self.state = ReplayedState(self.homes, module)
+        self.state = ReplayedState(self.homes, module, visited=self._copies.visited)
         graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
         self._pretrained = PretrainedSaving(module, self.state.read)
