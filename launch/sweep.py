@@ -202,8 +202,9 @@ def main(argv: list[str] | None = None) -> None:
     rows = read_rows(args.results)
     if args.plan:
         try:
-            folder = args.data_root or Path()
-            print(plan_table(listing.whole(rows), model=args.model, data_root=folder, jobs=args.jobs))
+            data_root = args.data_root or Path()
+            options = {"data_root": data_root, "jobs": args.jobs, "arguments": sweep.arguments}
+            print(plan_table(listing.whole(rows), model=args.model, **options))
         except ValueError as error:
             sys.exit(f"error: {error} (--model, --data-root)")
         return

@@ -69,12 +69,11 @@ from ds_zo.tasks import (
 )
 from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
-from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.encoding import num_answering, position_ids
 from ds_zo.tasks.sampling import NUM_DEV, NUM_TEST, NUM_TRAIN
 from ds_zo.tasks.scoring import is_told_positions, num_reserved_positions, takes
 
-EMBEDDED = "embedded"
 EMBEDDED_TASK = "code_or_text"
 EMBEDDED_STEPS = 200
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,7 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what = parser.add_argument_group("what to train")
     what.add_argument(
         "--model",
-        default=EMBEDDED,
+        default="embedded",
         metavar="NAME_OR_PATH",
         help="Hub name or local folder (default: the embedded model)",
     )
@@ -276,7 +275,7 @@ def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int |
     """(model, tokenizer) of a Hub name, a folder, or the embedded model. `lazily`: the engine reads the weights itself,
     block by block, so that a model larger than the GPU is never whole in host memory twice. `num_labels`: with a new
     classification head of so many outputs."""
-    path = str(EMBEDDED_MODEL) if name == EMBEDDED else name
+    path = folder_of(name)
     looks_local = Path(path).is_absolute() or path.startswith((".", "~"))
     if looks_local and not Path(path).is_dir():
         raise UserError(f"looked for a model folder at {path}: not found (--model)")

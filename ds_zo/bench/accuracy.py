@@ -24,7 +24,7 @@ from ds_zo.bench.grid import Case, Grid
 from ds_zo.bench.grids import read_grid
 from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.sweep import remaining, rows_of
-from ds_zo.tasks.score import LOWER_IS_BETTER
+from ds_zo.tasks.score import LOWER_IS_BETTER, sign_of
 
 SELECT_TASKS = ("sst2", "rte")
 SELECT_SEED = 0
@@ -36,17 +36,15 @@ def select_tasks(grid: Grid) -> tuple[str, ...]:
     return tuple(task for task in SELECT_TASKS if task in grid.tasks) or grid.tasks
 
 
-def best_rates(
-    rows: Sequence[Row], *, tasks: Sequence[str] = SELECT_TASKS, seed: int = SELECT_SEED
-) -> dict[str, float]:
+def best_rates(rows: Sequence[Row], *, tasks: Sequence[str] = SELECT_TASKS) -> dict[str, float]:
     """Each method's best rate, among those that were run on all of `tasks` that the method was run on at all; of equals
     the lowest, whichever ended first. One at which a loss was not finite scores by chance, and is none."""
     scores: dict[str, dict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        chosen = row["status"] == "ok" and row["task"] in tasks and row["seed"] == seed
+        chosen = row["status"] == "ok" and row["task"] in tasks and row["seed"] == SELECT_SEED
         if chosen and row["lr"] is not None and row["dev"] is not None and _is_finite(row):
             known = scores[row["method"]][row["lr"]]
-            known[row["task"]] = max(_sign(row) * row["dev"], known.get(row["task"], float("-inf")))
+            known[row["task"]] = max(sign_of(row["metric"]) * row["dev"], known.get(row["task"], float("-inf")))
     found = {}
     for method, by_rate in scores.items():
         wanted = {task for by_task in by_rate.values() for task in by_task}
@@ -133,16 +131,12 @@ def _is_finite(row: Row) -> bool:
     return math.isfinite(row["dev"]) and math.isfinite(row.get("loss_last") or 0.0)
 
 
-def _sign(row: Row) -> float:
-    return -1.0 if row["metric"] in LOWER_IS_BETTER else 1.0
-
-
 def by_seed(rows: Sequence[Row]) -> dict[int, Row]:
     """Of several runs of a seed, the one that is best on dev; none without a test score."""
     found: dict[int, Row] = {}
     for row in rows:
-        other = found.get(row["seed"])
-        better = other is None or (row["dev"] or 0.0) * _sign(row) > (other["dev"] or 0.0) * _sign(row)
+        other, sign = found.get(row["seed"]), sign_of(row["metric"])
+        better = other is None or sign * (row["dev"] or 0.0) > sign * (other["dev"] or 0.0)
         if better and row["after"] is not None:
             found[row["seed"]] = row
     return found

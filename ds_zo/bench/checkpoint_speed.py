@@ -118,8 +118,9 @@ def run_case(
     import torch
 
     from ds_zo.bench.measure import memory_peaks, start_device, synchronize
-    from ds_zo.bench.shapes import config_of, random_model
+    from ds_zo.bench.shapes import random_model
     from ds_zo.bench.zo_case import token_ids
+    from ds_zo.planner.shapes import config_of
 
     where = start_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32

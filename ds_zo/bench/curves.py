@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_zo.bench.rows import Row
-from ds_zo.tasks.score import LOWER_IS_BETTER
+from ds_zo.tasks.score import sign_of
 
 Points = list[tuple[float, float]]
 Axis = Literal["step", "train_s"]
@@ -71,7 +71,7 @@ def best_of_each(rows: Sequence[Row], *, apart: Sequence[str] = ()) -> list[Row]
     for row in rows:
         if row.get("dev") is not None:
             key = (row["method"], *(row.get(name) for name in apart))
-            sign = -1.0 if row["metric"] in LOWER_IS_BETTER else 1.0
+            sign = sign_of(row["metric"])
             if key not in found or sign * row["dev"] > sign * found[key]["dev"]:
                 found[key] = row
     return list(found.values())

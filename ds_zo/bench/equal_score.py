@@ -18,7 +18,7 @@ from pathlib import Path
 from ds_zo.bench.curves import Points, scored, series, with_curves
 from ds_zo.bench.rows import Row, table
 from ds_zo.bench.sweep import first_step_s, rows_of
-from ds_zo.tasks.score import LOWER_IS_BETTER
+from ds_zo.tasks.score import sign_of
 
 
 def begun_s(row: Row) -> float:
@@ -78,7 +78,7 @@ def _dev(row: Row) -> Points:
 
 
 def _signed(row: Row, value: float) -> float:
-    return -value if row["metric"] in LOWER_IS_BETTER else value
+    return sign_of(row["metric"]) * value
 
 
 def _shown(value: float | None, digits: int) -> str:

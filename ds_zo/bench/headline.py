@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_zo.bench.contenders import ALL
 from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
 from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import NOT_RUN, VOID
@@ -149,8 +150,6 @@ def _table(parts: Sequence[Part]) -> list[str]:
 
 
 def _title(row: Row) -> str:
-    from ds_zo.bench.contenders import ALL
-
     return ALL[row["case"]].title if row["case"] in ALL else str(row["case"])
 
 

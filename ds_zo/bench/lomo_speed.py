@@ -14,10 +14,10 @@ from typing import Any
 from ds_zo.bench import presets
 from ds_zo.bench.lomo_plans import planned
 from ds_zo.bench.lomo_report import markdown
-from ds_zo.bench.runner import Case
+from ds_zo.bench.runner import WARM, Case
 
 _CASES = "ds_zo.bench.lomo_cases"
-WARM = (*presets.WARM, _CASES)
+_WARM = (*WARM, _CASES)
 
 
 def _speed(name: str, method: str, shape: str, *, timeout_s: float = 90, host_gb: float = 8, **params: Any) -> Case:
@@ -147,7 +147,7 @@ def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[C
 
 
 def main(arguments: list[str] | None = None) -> None:
-    cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": WARM}
+    cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": _WARM}
     presets.main(arguments, description=__doc__, markdown=markdown, plan=planned, **cases)
 
 

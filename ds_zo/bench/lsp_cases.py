@@ -24,7 +24,6 @@ from torch import nn
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import host_peak_gb, measure_steps, start_device, synchronize
 from ds_zo.bench.rows import Row
-from ds_zo.bench.shapes import config_of as shape_config
 from ds_zo.bench.shapes import materialise, random_model
 from ds_zo.bench.trainer import (
     Batch,
@@ -35,6 +34,7 @@ from ds_zo.bench.trainer import (
     random_batch,
     set_checkpointing,
 )
+from ds_zo.planner.shapes import config_of as shape_config
 
 
 def speed(

@@ -15,12 +15,12 @@ from ds_zo.bench import presets
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.lsp_claims import BATCHES, by_batch, claims_table
 from ds_zo.bench.rows import Row, table_lines
-from ds_zo.bench.runner import Case
+from ds_zo.bench.runner import WARM, Case
 
 TINY = {**presets.TINY, "num_hidden_layers": 2}
 
 _CASES = "ds_zo.bench.lsp_cases"
-WARM = (*presets.WARM, _CASES)
+_WARM = (*WARM, _CASES)
 
 Contenders = dict[str, tuple[str, Mapping[str, Any]]]
 """Case name: method, and what it changes of the optimizer's parameters."""
@@ -242,7 +242,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": WARM}
+    cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": _WARM}
     presets.main(arguments, description=__doc__, markdown=markdown, **cases)
 
 

@@ -33,11 +33,12 @@ from tqdm import tqdm
 from ds_zo.bench.galore import biases_by_rank, rank_within
 from ds_zo.bench.measure import commit, versions
 from ds_zo.bench.rows import Row, append_row, read_objects
-from ds_zo.bench.shapes import RANDOM, config_of, config_of_model, materialise, random_model
+from ds_zo.bench.shapes import config_of_model, materialise, random_model
 from ds_zo.config import LSPParams
+from ds_zo.planner.shapes import RANDOM, config_of
 from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, fit, relative_bias
 from ds_zo.tasks import DataSource, SeededOrder, make_task, pad_token_id
-from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.encoding import IGNORED, Encoded, collate
 
 DIMS = (64, 128, 256, 512)
@@ -152,30 +153,26 @@ def load(
 
     where, is_random = torch.device(device), name.startswith(RANDOM)
     made = make_task(task, DataSource(folder=data_dir))
-    words = None if is_random and tokenizer is None else AutoTokenizer.from_pretrained(_folder(tokenizer or name))
+    words = None if is_random and tokenizer is None else AutoTokenizer.from_pretrained(folder_of(tokenizer or name))
     if is_random:
         config = config_of(name.removeprefix(RANDOM), max_length=max(2048, max_length))
         config.vocab_size = max(config.vocab_size, 0 if words is None else len(words))
         model = materialise(random_model(config, dtype=torch.float32, device=where), where)
     else:
-        model = AutoModelForCausalLM.from_pretrained(_folder(name), dtype=torch.float32).to(where)
+        model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32).to(where)
     if words is not None:
         return model.eval(), made.sequences("train", words, max_length=max_length), pad_token_id(words)
     texts = [list(" ".join(str(value) for value in row.values()).encode()) for row in made.rows("train")]
     return model.eval(), [Encoded(text, text) for text in texts], 0
 
 
-def _folder(name: str) -> str:
-    return str(EMBEDDED_MODEL) if name == "embedded" else name
-
-
-def two_batches(examples: Sequence[Encoded], size: int, *, seed: int = 0) -> tuple[list[Encoded], list[Encoded]]:
+def two_batches(examples: Sequence[Encoded], size: int) -> tuple[list[Encoded], list[Encoded]]:
     """Without an example in common."""
     if len(examples) < 2 * size:
         raise ValueError(
             f"two batches of {size} need {2 * size} examples, the data has {len(examples)}: lower --samples"
         )
-    order = SeededOrder(len(examples), seed=seed).batch(0, 2 * size)
+    order = SeededOrder(len(examples), seed=0).batch(0, 2 * size)
     return [examples[i] for i in order[:size]], [examples[i] for i in order[size:]]
 
 
@@ -357,7 +354,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.train_steps > 0:
         source |= {"trained_lr": args.train_lr, "trained_batch": args.train_batch}
     fitting = {"fit_steps_wanted": args.fit_steps, "fit_lr": args.fit_lr}
-    skeleton = random_model(config_of_model(_folder(args.model)), dtype=torch.float32, device=torch.device("cpu"))
+    skeleton = random_model(config_of_model(folder_of(args.model)), dtype=torch.float32, device=torch.device("cpu"))
     shapes = matrices_of(skeleton, args.layers, args.matrices)
     left = left_to_do(shapes, args.dims, args.nonzeros, _done(args.out, source | fitting))
     if not left:

@@ -202,9 +202,9 @@ def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
     seen.available_memory = lambda device_index=None: max(0, int(gb * 1e9) - torch.cuda.memory_reserved(index))
 
 
-def link_gbps(device: torch.device | str = "cuda", *, nbytes: int = 2**30) -> dict[str, float]:
+def link_gbps(device: torch.device | str) -> dict[str, float]:
     """Copy bandwidth between pinned host memory and the device: up, down, and both at once."""
-    device = torch.device(device)
+    device, nbytes = torch.device(device), 2**30
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -224,7 +224,7 @@ def link_gbps(device: torch.device | str = "cuda", *, nbytes: int = 2**30) -> di
     return {"up": timed([up]), "down": timed([down]), "both": timed([up, down])}
 
 
-def cpu_adam_gparams_per_s(*, numel: int = 2**27, steps: int = 4) -> float:
+def cpu_adam_gparams_per_s(*, numel: int) -> float:
     """Speed of DeepSpeed's AdamW on the CPU in G parameters/s, float32, the step ZeRO-Offload waits for."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -233,7 +233,7 @@ def cpu_adam_gparams_per_s(*, numel: int = 2**27, steps: int = 4) -> float:
     adam = DeepSpeedCPUAdam([parameter], lr=1e-4)
     adam.step()
     seconds = []
-    for _ in range(steps):
+    for _ in range(4):
         start = time.perf_counter()
         adam.step()
         seconds.append(time.perf_counter() - start)

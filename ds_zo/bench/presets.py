@@ -20,11 +20,6 @@ TINY: dict[str, Any] = {
     "vocab_size": 97,
 }
 """Of a rehearsal: every case as it is, on a model that a CPU trains in no time."""
-WARM = (
-    *("torch", "transformers", "deepspeed", "ds_zo", "transformers.models.llama.modeling_llama"),
-    "torch.utils.cpp_extension",
-)
-"""Imported once, before cases are forked."""
 
 
 def main(

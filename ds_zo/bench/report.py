@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed.utils import logger
 
-from ds_zo.bench.contenders import EXACTLY
+from ds_zo.bench.contenders import ALL, EXACTLY, settings_of
 from ds_zo.bench.curves import smoothed, time_to_loss
 from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import NOT_RUN, VOID
@@ -168,8 +168,6 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
 
 def in_table_order(rows: Sequence[Row]) -> list[Row]:
     """However they ran."""
-    from ds_zo.bench.contenders import ALL
-
     place = {name: i for i, name in enumerate(ALL)}
     return sorted(rows, key=lambda row: place.get(row["case"], len(place) if "contender" in row["params"] else -1))
 
@@ -181,8 +179,6 @@ def by_speed(rows: Sequence[Row]) -> list[Row]:
 
 def _settings(row: Row) -> Row:
     """In words, also of a case that ended before it could say; what a note says of many is not in them."""
-    from ds_zo.bench.contenders import ALL, settings_of
-
     words = row.get("settings") or (settings_of(ALL[row["case"]], row.get("env", {})) if row["case"] in ALL else "")
     return {"settings": words.removesuffix(EXACTLY), "pinned_exactly": words.endswith(EXACTLY)}
 

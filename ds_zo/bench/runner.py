@@ -471,7 +471,7 @@ def _child(case: Case, folder: Path) -> NoReturn:
     in libraries whose answer is already written."""
     status = 1
     try:
-        _die_with_parent()
+        end_with_parent(signal.SIGKILL)
         faulthandler.enable(file=sys.stderr)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -532,8 +532,8 @@ def _gpu() -> Row:
     return {"gpu": torch.cuda.get_device_name()} if torch is not None and known else {}
 
 
-def _die_with_parent() -> None:
-    """A killed harness leaves no child behind holding the GPU (Linux)."""
+def end_with_parent(number: signal.Signals) -> None:
+    """By this signal, however the process that forked this one dies: no child is left holding the GPU (Linux)."""
     pr_set_pdeathsig = 1
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number))

@@ -9,22 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.planner.shapes import BLOOM, LLAMA, OPT, RANDOM, SHAPES, TINY_VOCABULARY, config_of
+from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.streaming.loading import attach_source
-
-__all__ = [
-    "BLOOM",
-    "LLAMA",
-    "OPT",
-    "RANDOM",
-    "SHAPES",
-    "TINY_VOCABULARY",
-    "config_of",
-    "config_of_model",
-    "lazy_model",
-    "materialise",
-    "random_model",
-]
 
 
 def config_of_model(name: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:

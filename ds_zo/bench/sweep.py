@@ -19,8 +19,6 @@ nevertheless, the child says so by its exit status, and all cases get fresh inte
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import importlib.util
 import json
@@ -40,6 +38,7 @@ from tqdm import tqdm
 
 from ds_zo.bench.grid import Case
 from ds_zo.bench.rows import Row, append_row, read_objects
+from ds_zo.bench.runner import end_with_parent
 
 Listing = Callable[[Sequence[Row]], Sequence[Case]]
 """What is left to run, in order, given all rows so far: rates that rows decide bring new cases."""
@@ -65,7 +64,6 @@ _MEMORY_STRETCH = 2.0
 """A process may take so many times its part: of those that run at once, few are the large ones."""
 MOST_POINTS = 40
 """Losses in a row's curve: means over equal spans where a run read more."""
-_PR_SET_PDEATHSIG = 1
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
 
@@ -167,7 +165,7 @@ def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda cas
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     start = sweep.start
     context: Any = multiprocessing.get_context(start)
-    if sweep.start == "forkserver":
+    if sweep.start == "forkserver":  # [Note: forked from a warm server]
         multiprocessing.set_forkserver_preload(list(sweep.preload))
     elif sweep.start == "fork":
         for name in sweep.preload:
@@ -219,7 +217,7 @@ def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[Cas
 
 def next_case(sweep: Sweep, waiting: Sequence[Case], seconds: Sequence[float | None], left_s: float) -> Case | None:
     """The first that fits into what is left of this piece; else, in its first half, one that no piece is long enough
-    for, which checkpoints bring to its end."""
+    for, which checkpoints bring to its end: [Note: a sweep may be cut into pieces]."""
     too_long = None
     for case, expected_s in zip(waiting, seconds, strict=True):
         if expected_s is None or expected_s <= left_s or sweep.checkpoint(case).is_file():
@@ -258,6 +256,7 @@ class _Running:
         (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
         (self.folder / "summary.json").unlink(missing_ok=True)
         self.began = time.monotonic()
+        # [Note: one GPU for several cases]
         share = min(_MEMORY_SHARE, _MEMORY_STRETCH * _MEMORY_SHARE / sweep.jobs) if sweep.jobs > 1 else None
         arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment, share)
         self.process = context.Process(target=_train, args=arguments, name=case.key)
@@ -308,17 +307,11 @@ def thinned(curve: Sequence[Row], num_points: int) -> list[Row]:
     return [{name: value for name, value in point.items() if value is not None} for point in kept]
 
 
-def _end_with_parent() -> None:
-    """SIGTERM when the process that forked this one dies, however it does (Linux; elsewhere nothing)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
 def _train(script: str, arguments: list[str], log: str, environment: dict[str, str], share: float | None) -> None:
     """In the child: launch/train.py as it would be run from a shell, its output in a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which sends SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _end_with_parent()
+    end_with_parent(signal.SIGTERM)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)

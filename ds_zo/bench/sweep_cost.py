@@ -1,6 +1,5 @@
 """How long a sweep's run will take: from rows of runs like it, else from the model's size and the texts' lengths.
 
-[Note: several runs share a GPU]
 A small model keeps the host busy longer than the device, so several runs at once gain until their work together fills
 the GPU: a step then takes the longer of its own host time and everybody's device time. Kernels too short to fill the
 device are counted as if those of several runs lay side by side, which needs CUDA's multi-process service.
@@ -28,7 +27,7 @@ from ds_zo.bench.rows import Row, table_lines
 from ds_zo.config import backend_of
 from ds_zo.planner.rates import Rates
 from ds_zo.tasks.data import read_jsonl
-from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
+from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.errors import TaskError
 
 RATES = Rates()
@@ -64,7 +63,7 @@ class Cost:
     start_s: float = START_S
 
     def wall_s(self, *, jobs: int) -> float:
-        """With `jobs` runs like it at once; see the note above."""
+        """With `jobs` runs like it at once."""
         return self.start_s + max(self.host_s, jobs * self.device_s)
 
 
@@ -78,7 +77,7 @@ class Size:
 
 def model_size(name: str) -> Size | None:
     """From a folder's files; None where there is none (a Hub name)."""
-    folder = Path(EMBEDDED_MODEL if name == "embedded" else name)
+    folder = Path(folder_of(name))
     files = sorted(folder.glob("*.safetensors"))
     if not files or not (folder / "config.json").is_file():
         return None

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from ds_zo.bench.shapes import RANDOM
+from ds_zo.planner.shapes import RANDOM
 
 Batches = Callable[[int], torch.Tensor]
 """From the step to token ids, batch x length, on the CPU."""
+_NUM_CHARACTERS = 500_000
+"""Of the standard library, at least."""
 
 
 def batches_of(model_name: str, config: Any, *, batch: int, length: int, data: Path | None, seed: int) -> Batches:
@@ -62,10 +64,10 @@ def text_batches(model_name: str, data: Path | None, *, batch: int, length: int,
     return at
 
 
-def _some(sources: Any, *, num_characters: int = 500_000) -> str:
+def _some(sources: Any) -> str:
     text = ""
     for _, source in sources:
         text += source + "\n"
-        if len(text) > num_characters:
+        if len(text) > _NUM_CHARACTERS:
             break
     return text

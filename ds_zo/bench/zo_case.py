@@ -13,8 +13,9 @@ from torch import nn
 
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
 from ds_zo.bench.rows import Row
-from ds_zo.bench.shapes import config_of, materialise, random_model
+from ds_zo.bench.shapes import materialise, random_model
 from ds_zo.planner.models import DTYPES
+from ds_zo.planner.shapes import config_of
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ _NARROW = ("bf12", "fp8")
 """Wires that are lines of their own."""
 
 
-def plot_sizes(rows: Iterable[Row], folder: Path, *, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
+def plot_sizes(rows: Iterable[Row], folder: Path) -> list[Path]:
     """A picture a run and dtype of the model: two panels over the number of parameters; rows at B=1, T=2048 of whole
     models, of runs with two sizes at least."""
     series = {key: lines for key, lines in group_by_size(rows).items() if max(map(len, lines.values())) > 1}
@@ -32,7 +32,7 @@ def plot_sizes(rows: Iterable[Row], folder: Path, *, suffixes: Sequence[str] = (
     written = []
     for (run_id, dtype), lines in sorted(series.items()):
         figure = _figure(run_id, dtype, lines)
-        for suffix in suffixes:
+        for suffix in ("png", "svg"):
             written.append(folder / f"zo_sizes_{run_id}_{dtype}.{suffix}".replace("/", "-"))
             figure.savefig(written[-1], dpi=150)
     return written

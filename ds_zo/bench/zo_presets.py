@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_zo.bench.runner import Case
-from ds_zo.bench.shapes import BLOOM, OPT
 from ds_zo.bench.zo_case import COPIES_HELD
+from ds_zo.planner.shapes import BLOOM, OPT
 
 CASE, MACHINE = "ds_zo.bench.zo_case:run_case", "ds_zo.bench.zo_case:run_machine"
 WARMUP = "ds_zo.bench.zo_warmup:compile_kernels"
@@ -123,7 +123,7 @@ def paper(*, host_gb: float = 12.0) -> list[Case]:
     return [_MACHINE_CASE, *_paper(host_gb)]
 
 
-def _paper(host_gb: float = 12.0) -> list[Case]:
+def _paper(host_gb: float) -> list[Case]:
     return [
         *_table_1(_TABLE_1[:3]),
         *_ablations("opt-6.7b", layers=8),

@@ -9,9 +9,9 @@ spent the same passes, which is the time of an engine bound by arithmetic, and w
 is the time of a streamed one as long as the link is what it waits for. Rates are chosen by the loss on dev at each of
 these points with the first seed.
 
-[Note: prototypes] Variants are told apart here, on weights that lie flat in memory, not in the engine: only what pays
-belongs there. Batches are padded on the right, where a causal model needs no mask for it as no label stands there; on a
-GPU all to one length, so that one graph holds the whole forward.
+Variants are told apart here, on weights that lie flat in memory, not in the engine: only what pays belongs there.
+Batches are padded on the right, where a causal model needs no mask for it as no label stands there; on a GPU all to one
+length, so that one graph holds the whole forward.
 """
 
 from __future__ import annotations
@@ -260,12 +260,12 @@ class Bench:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from ds_zo.tasks import DataSource, make_task, pad_token_id
-        from ds_zo.tasks.embedded_model import FOLDER
+        from ds_zo.tasks.embedded_model import folder_of
 
         self.plan = plan
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.backends.cuda.matmul.allow_tf32 = True
-        path = str(FOLDER) if plan.model == "embedded" else plan.model
+        path = folder_of(plan.model)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.pad = pad_token_id(self.tokenizer)
         self.task = make_task(plan.task, DataSource(folder=Path(plan.data_dir)) if plan.data_dir else DataSource())
@@ -392,10 +392,10 @@ def budgets(rows: Sequence[Row]) -> list[Budget]:
     return [Budget(passes=passes), Budget(steps=passes // MOST_PASSES)]
 
 
-def best_rate(rows: Sequence[Row], name: str, budget: Budget, *, seed: int = SEEDS[0]) -> float | None:
+def best_rate(rows: Sequence[Row], name: str, budget: Budget) -> float | None:
     found = {}
     for row in rows:
-        point = budget.point(row) if (row["variant"], row["seed"]) == (name, seed) else None
+        point = budget.point(row) if (row["variant"], row["seed"]) == (name, SEEDS[0]) else None
         if point is not None and math.isfinite(point["dev_loss"]):
             found[row["lr"]] = point["dev_loss"]
     return min(found, key=lambda lr: found[lr]) if found else None

@@ -66,9 +66,9 @@ def _toy_case(params: Mapping[str, Any]) -> None:
     run_case(**params)
 
 
-def _rate_kernels(share: int, *, numel: int = 2**16) -> None:
+def _rate_kernels(share: int) -> None:
     from ds_zo.bench import kernels
 
-    for i, (_, call, _) in enumerate(kernels.cases(numel)):
+    for i, (_, call, _) in enumerate(kernels.cases(numel=2**16)):
         if i % _RATE_JOBS == share:
             call()

@@ -12,6 +12,11 @@ FOLDER = Path(__file__).parent / "embedded"
 """Loads with `from_pretrained`, offline. Made by launch/pretrain_embedded.py; its README.md says from what."""
 
 
+def folder_of(name: str) -> str:
+    """What `from_pretrained` takes for a `--model`: this one for "embedded", else the folder or Hub name itself."""
+    return str(FOLDER) if name == "embedded" else name
+
+
 @torch.no_grad()
 def bits_per_byte(
     model: PreTrainedModel,

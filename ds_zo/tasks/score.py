@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 LOWER_IS_BETTER = frozenset({"perplexity"})
 
 
+def sign_of(metric: str) -> float:
+    """By which scores are multiplied to compare them: the larger is then the better."""
+    return -1.0 if metric in LOWER_IS_BETTER else 1.0
+
+
 @dataclass(frozen=True)
 class Score:
     """Numbers that add up over ranks, and what is made of their sum."""
