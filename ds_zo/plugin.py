@@ -1,9 +1,9 @@
 """The one module that knows DeepSpeed's internals: it puts our engine where the JSON asks for one.
 
-[Note: how the plugin takes effect] DeepSpeed has no registry of optimizers. `install` sets `DeepSpeedEngine.__new__`,
-which every route to an engine passes (`deepspeed.initialize`, an early-bound copy of it, Accelerate, Trainer), and
-returns a `PluginEngine` when the JSON names one of our backends. Python then calls `PluginEngine.__init__`. Deleting a
-`__new__` that was set on a class breaks construction for good, so it stays and `uninstall` clears the flag it reads.
+DeepSpeed has no registry of optimizers. `install` sets `DeepSpeedEngine.__new__`, which every route to an engine passes
+(`deepspeed.initialize`, an early-bound copy of it, Accelerate, Trainer), and returns a `PluginEngine` when the JSON
+names one of our backends. Python then calls `PluginEngine.__init__`. Deleting a `__new__` that was set on a class
+breaks construction for good, so it stays and `uninstall` clears the flag it reads.
 
 [Note: collected engines] An engine that is dropped is destroyed by Python's collector, in whatever thread happens to
 allocate. Threads of ours are what the end of an engine waits for (Adam's, a checkpoint's), so in one of those it is

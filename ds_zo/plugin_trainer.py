@@ -1,10 +1,10 @@
 """HF Trainer's evaluation before training, and its training again, on our engines.
 
-[Note: engines that Trainer loses] Trainer asks `deepspeed_init` before it makes an engine. To evaluate without having
-trained, that function refuses every JSON below stage 3, and at stage 3 takes out the optimizer block, which names our
-backend, for good. To train a second time, Trainer first destroys its engine, then goes on with it, because
-`model_wrapped` still holds it. Both are DeepSpeed's own engines' limits and not ours, so the function is replaced for
-our JSONs. transformers is not loaded for that: the function is replaced as its module is imported.
+Trainer asks `deepspeed_init` before it makes an engine. To evaluate without having trained, that function refuses every
+JSON below stage 3, and at stage 3 takes out the optimizer block, which names our backend, for good. To train a second
+time, Trainer first destroys its engine, then goes on with it, because `model_wrapped` still holds it. Both are
+DeepSpeed's own engines' limits and not ours, so the function is replaced for our JSONs. transformers is not loaded for
+that: the function is replaced as its module is imported.
 """
 
 from __future__ import annotations

@@ -249,8 +249,8 @@ def parts_of(row: Row, *, forward_s: float) -> dict[str, float]:
 def breakdown_parts(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """The last run's breakdown by contender.
 
-    [Note: ZeRO-Offload's copies] Its gradients leave during the backward pass and its weights come back after Adam:
-    what its backward takes above the ceiling's, and what its update takes without Adam, is copying that is waited for.
+    ZeRO-Offload's gradients leave during the backward pass and its weights come back after Adam: what its backward
+    takes above the ceiling's, and what its update takes without Adam, is copying that is waited for.
     """
     found = _breakdown_rows(rows)
     by_name = {row["case"].rpartition("/")[2]: row for row in found}

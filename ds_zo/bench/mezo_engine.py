@@ -1,6 +1,5 @@
 """MeZO as `launch/train.py` drives an engine: the accuracy yardstick, on the noise that the ZO backend uses.
 
-[Note: equal z]
 z is drawn once a step for all parameters, in the order and at the offsets that ZO counts (`named_parameters()`, tied
 ones once, frozen ones included), and used for the four sweeps. So in float32 the two take the same steps, up to the
 rounding of weights that MeZO perturbs in place; what differs in 16 bit is that rounding, which is what is compared.

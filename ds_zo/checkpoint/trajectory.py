@@ -1,9 +1,9 @@
 """A ZO run as a list of numbers: the model it started from, and each step's coefficients.
 
-[Note: trajectory file] One line that names the format, one line of JSON (the header), then records of fixed sizes, each
-ending in its CRC-32. `S` is a step: the row of the replay log as it was applied. `H` is the hash of all stored weights
-at a step, recorded when a checkpoint was completed. Appended and fsynced one at a time; a record that a crash tore is
-the last one, and is dropped.
+One line that names the format, one line of JSON (the header), then records of fixed sizes, each ending in its CRC-32.
+`S` is a step: the row of the replay log as it was applied. `H` is the hash of all stored weights at a step, recorded
+when a checkpoint was completed. Appended and fsynced one at a time; a record that a crash tore is the last one, and is
+dropped.
 """
 
 from __future__ import annotations

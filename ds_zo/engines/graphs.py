@@ -1,9 +1,9 @@
 """CUDA graphs of blocks that are too small to keep the GPU busy while Python launches their kernels.
 
-[Note: graphs of blocks] Working copies made in pairs lie in the same two places for every step, so a block's forward of
-one pass is the same list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the
-recording read them, outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out,
-no random numbers drawn, no number read back, no input changed. Whatever can't be recorded runs as it did.
+Working copies made in pairs lie in the same two places for every step, so a block's forward of one pass is the same
+list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the recording read them,
+outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out, no random numbers
+drawn, no number read back, no input changed. Whatever can't be recorded runs as it did.
 
 [Note: tensors that modules keep] Kernels read masks and tables of positions where these were when they were recorded. A
 module that makes a longer table for a longer batch lets the first one go, and its memory becomes something else's. So

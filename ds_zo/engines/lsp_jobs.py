@@ -1,11 +1,10 @@
 """A layer's trip: its gradient goes down to the host, Adam turns it into a direction there, the direction comes up, and
 the weights take it before their next use.
 
-[Note: three moments of a trip] Down: as soon as the layer's last gradient has come, inside the backward pass, where the
-engine says that a step follows; else in `step`. Commit: in `step`, which fixes learning rate and decay. Up and applied:
-when the layer's next forward is about to begin, a few layers ahead; until then the weights lag, which `settle` ends. So
-weights never move inside a backward pass, and the synchronous schedule is the same work without the overlap: the same
-bits.
+Down: as soon as the layer's last gradient has come, inside the backward pass, where the engine says that a step
+follows; else in `step`. Commit: in `step`, which fixes learning rate and decay. Up and applied: when the layer's next
+forward is about to begin, a few layers ahead; until then the weights lag, which `settle` ends. So weights never move
+inside a backward pass, and the synchronous schedule is the same work without the overlap: the same bits.
 
 [Note: taken back] A trip that began inside a backward pass may turn out premature: a second backward, or `zero_grad`,
 comes before `step`. Adam's moments are then put back by subtracting what was added, exact but for rounding.

@@ -1,9 +1,9 @@
 """Gradients into sums, directions into weights: many matrices at a time.
 
-[Note: held gradients] A layer of a small batch is computed in less time than the products of its matrices take to
-launch one by one. So a gradient waits for the others of its layer, up to MAX_HELD_BYTES in all, and they are
-compressed together; the sums are the same bits either way. What a launch needs to be told is worked out once for each
-set of addresses, which from some step on come again and again.
+A layer of a small batch is computed in less time than the products of its matrices take to launch one by one. So a
+gradient waits for the others of its layer, up to MAX_HELD_BYTES in all, and they are compressed together; the sums are
+the same bits either way. What a launch needs to be told is worked out once for each set of addresses, which from some
+step on come again and again.
 """
 
 from __future__ import annotations

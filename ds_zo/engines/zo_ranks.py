@@ -1,9 +1,9 @@
 """How the ranks of a ZO run divide a step's work.
 
-[Note: two ways to divide] Data parallel: each rank has a batch of its own and tries every direction on it. Direction
-parallel: `direction_parallel` ranks share a batch, and each tries its own directions on it. Either way, and combined,
-what ranks tell one another is one number a direction, whatever the model's size; each then applies every direction by
-itself, so weights stay the same bit for bit.
+Data parallel: each rank has a batch of its own and tries every direction on it. Direction parallel:
+`direction_parallel` ranks share a batch, and each tries its own directions on it. Either way, and combined, what ranks
+tell one another is one number a direction, whatever the model's size; each then applies every direction by itself, so
+weights stay the same bit for bit.
 """
 
 from __future__ import annotations

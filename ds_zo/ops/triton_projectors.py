@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """Products with sparse projectors as Triton kernels: gathers in a fixed order, hence the same bits every time.
 
-[Note: program order of the products]
 Both kernels read some matrix several times over (once for each non-zero of a row), so what decides is from where.
 The sum of gathered rows has programs of one slab of columns in sequence: together they read the slab once from memory
 and again from L2. The update of a weight keeps each program within SLAB_COLUMNS columns over many rows: the
@@ -325,8 +324,8 @@ def apply_triton(
     torch.autograd.graph.increment_version(W)  # a graph that still needs the old values must notice
 
 
-# [Note: launches are paid for in Python] A layer of a small batch is computed in less time than its launches take to
-# prepare, so what depends on shapes alone is worked out once. (Triton's own `cdiv` costs microseconds on the host.)
+# A layer of a small batch is computed in less time than its launches take to prepare, so what depends on shapes alone
+# is worked out once. (Triton's own `cdiv` costs microseconds on the host.)
 
 
 @cache

@@ -1,9 +1,9 @@
 """One training pass of a model on the meta device, watched: what is alive when, and how long it takes on paper.
 
-[Note: activations by running them] How much memory activations take depends on the architecture, the checkpointing and
-what autograd saves. So the planner runs the model's own forward (and backward) on tensors without memory and counts
-the storages that are alive, as the device's allocator would. Only the attention kernel is replaced: on the meta device
-it would be the naive one, which materialises the scores. No weights are needed, and no formula per model.
+How much memory activations take depends on the architecture, the checkpointing and what autograd saves. So the planner
+runs the model's own forward (and backward) on tensors without memory and counts the storages that are alive, as the
+device's allocator would. Only the attention kernel is replaced: on the meta device it would be the naive one, which
+materialises the scores. No weights are needed, and no formula per model.
 """
 
 from __future__ import annotations

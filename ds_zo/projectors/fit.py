@@ -120,7 +120,6 @@ def choose_dims(m: int, n: int, subspace_dim: int) -> tuple[int, int] | None:
 class _Descent:
     """Adam on the values of P and Q.
 
-    [Note: gradient of the bias]
     With Y = G Q, Z = G^T P, S = P^T Y, K_P = P^T P, K_Q = Q^T Q and E = K_P S K_Q - S, all of ||G|| = 1:
         bias^2              = <E, S> - <S, S> + 1
         d(bias^2 / 2) / dP  = (P S K_Q - Y) S^T + Y E^T      at P's positions only

@@ -38,7 +38,6 @@ class ProjectorRows:
 class SparseProjector(ProjectorRows):
     """Positions and values of P, by row and by column.
 
-    [Note: two views of one projector]
     P X gathers rows of X by `indices` and `values`, both (num_rows, nonzeros). P^T Y gathers rows of Y by the same
     entries sorted by column: `column_rows` and `column_values`, both (depth, dim), where column c's entries stand at
     [:, c] in order of rows and shorter columns are filled up with value 0 at row 0. Either product is a gather in a
