@@ -91,7 +91,7 @@ class Visits:
         self._kept_planes: dict[Any, list[Planes]] = {}
         self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
         self._kept_views: dict[Any, list[torch.Tensor]] = {}
-        runtime.standing_wants_low = lambda unit, ahead: self.pending(unit) > 0
+        runtime.wants_low = lambda unit: self.pending(unit) > 0
         if isinstance(runtime, ShardedRuntime):
             runtime.fold_unvisited = self._bring_up_to_date
         self._forward_begins = False
@@ -152,11 +152,11 @@ class Visits:
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
         self._folding = {id(u) for u in folding}
-
-        def wants_low(unit: Unit, ahead: bool) -> bool:
-            return self.folds(unit, step=step + 1) if ahead else id(unit) in self._folding
-
-        self.runtime.start(self.placement.blocks, downloads=folding, wants_low=wants_low)
+        again = self.interval == 1
+        fold_next = [
+            u for u in self.placement.blocks if self.folds(u, step=step + 1) and (again or id(u) not in self._folding)
+        ]
+        self.runtime.start(self.placement.blocks, downloads=folding, lows=[*folding, *fold_next])
 
     def end(self) -> None:
         """The pass is over. One that broke off in a visit leaves its slot to whatever was issued for it."""
@@ -325,7 +325,7 @@ class Visits:
         if any(unit.streamed for unit in blocks):
             self.runtime.join(ahead=False)
         try:
-            self.runtime.start(blocks, downloads=blocks, wants_low=lambda unit, ahead: not ahead)
+            self.runtime.start(blocks, downloads=blocks, lows=blocks)
             for unit in behind:
                 slot = self.runtime.arrive(unit) if unit.streamed else None
                 self._open = (unit, slot)

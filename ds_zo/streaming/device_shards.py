@@ -131,7 +131,7 @@ class DeviceShardRuntime(ShardedRuntime):
             unit.landed = unit.landed or torch.cuda.Event()
             self._record(unit.landed, self._compute)
 
-    def _copy_up(self, slot: Slot, home: torch.Tensor) -> None:
+    def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._wait_until_free(slot)
         assert slot.unit is not None
         nbytes = slot.unit.nbytes

@@ -1,7 +1,12 @@
-"""Executes schedules on three streams: uploads, compute (the caller's current stream) and downloads.
+"""Executes schedules on four streams: uploads of blocks and of low planes, compute (the caller's) and downloads.
 
 Order is kept by events named for the hand-off they guard; nothing here waits on the host. On a CPU "device" the same
 code runs in issue order.
+
+[Note: low planes come ahead] A fold needs its unit's low plane, whether the unit streams or stays. Low planes come in
+the order of the folds, each as soon as a slot for them is free, which is when the fold before it has been made: up to a
+whole interval of blocks early. On a stream of their own, for an upload of a block may wait for its slot while the low
+plane is what the computing waits for.
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ from ds_zo.streaming.schedule import Action, Kind, sweep
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
 
-WantsLow = Callable[[Unit, bool], bool]
-"""Whether a unit's low plane should come up with it; the flag says that it is for the pass after this one."""
+WantsLow = Callable[[Unit], bool]
+"""Whether a visit outside a pass will read a unit's low plane."""
 
 
 class BeforeOverwrite(Protocol):
@@ -55,18 +60,21 @@ class Runtime:
         self._overlap = overlap
         nbytes, low_nbytes = self._room(nbytes), self._room(low_nbytes)
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
-        self._low_pool = deque(Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes)
+        self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
+        self._low_pool = deque(self.low_slots)
         self._low_of: dict[int, Slot] = {}
-        cuda = device.type == "cuda"
-        self._own_up = torch.cuda.Stream(device) if cuda and overlap else None
-        self._own_down = torch.cuda.Stream(device) if cuda and overlap else None
+        """Filled ahead, for visits to come."""
+        self._low_used: dict[int, Slot] = {}
+        """What a visit reads and changes."""
+        self._low_order: deque[int] = deque()
+        """Whose low planes are to come, in the order of their folds."""
+        own = device.type == "cuda" and overlap
+        self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
         self._standing_order = [i for i, unit in enumerate(self.units) if unit.streamed]
         self._downloads: set[int] = set()
-        self._visited: set[int] = set()
         self._actions: deque[Action] = deque()
-        self._wants_low: WantsLow | None = None
-        self.standing_wants_low: WantsLow | None = None
-        """For visits outside a pass."""
+        self._in_pass = False
+        self.wants_low: WantsLow | None = None
         self.bytes_up = 0
         self.bytes_down = 0
         self.finish()
@@ -83,18 +91,23 @@ class Runtime:
         order: Sequence[Unit],
         *,
         downloads: Collection[Unit] = (),
-        wants_low: WantsLow | None = None,
+        lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
     ) -> None:
         """Plans a pass over the streamed units of `order` and sets its first uploads going. `downloads` are sent back
-        after their visit. `then` is what the next pass starts with (None: what this one does)."""
+        after their visit. `lows` fold in this pass, then in the next, in this order: see [Note: low planes come ahead].
+        `then` is what the next pass starts with (None: what this one does)."""
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
         self._downloads = {self._number[id(unit)] for unit in downloads}
-        self._wants_low = wants_low
-        self._visited = set()
+        self._in_pass = True
+        self._low_order = deque(self._number[id(unit)] for unit in lows if unit.low_streamed and self._overlap)
+        self._take_back_lows(keep=self._low_order)
+        for number in self._low_of:
+            self._low_order.remove(number)
         self._plan(self._order)
         self._issue_uploads()
+        self._upload_lows()
 
     def arrive(self, unit: Unit) -> Slot:
         """The slot that holds `unit`; the compute stream waits for its upload. A unit that the plan did not expect next
@@ -112,12 +125,12 @@ class Runtime:
         return slot
 
     def arrive_low(self, unit: Unit) -> torch.Tensor | None:
-        """The unit's low plane on the device (None where it has none); uploaded ahead with the block when the plan
-        knew, else now."""
+        """The unit's low plane on the device (None where it has none); uploaded ahead when the plan knew, else now."""
         if not unit.low_streamed:
             return unit.low_home
-        slot = self._low_of.get(self._number[id(unit)]) or self._upload_low(unit)
-        slot.give_up()  # a fold changes it in place
+        number = self._number[id(unit)]
+        slot = self._low_used.get(number) or self._low_of.pop(number, None) or self._upload_low(unit)
+        self._low_used[number] = slot
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
@@ -133,7 +146,7 @@ class Runtime:
         may still read it. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where
         the plan cannot know: a block that is visited again before it is changed."""
         number = self._number[id(unit)]
-        low = self._low_of.pop(number, None)
+        low = self._low_used.pop(number, None)
         for used in (slot, low):
             if used is not None:
                 self._record(used.drained, self._compute)
@@ -142,6 +155,7 @@ class Runtime:
             self._downloads.discard(number)
         if low is not None:
             self._low_pool.append(low)
+            self._upload_lows()
 
     def depart(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
         """The last kernel that touches the unit's slots has been issued: it is `written`, if that was not said before,
@@ -151,13 +165,11 @@ class Runtime:
             self._actions.popleft()
         if slot is not None and slot.version != unit.version:
             slot.give_up()
-        self._visited.add(self._number[id(unit)])
         self._issue_uploads()
 
     def abandon(self, slot: Slot) -> None:
         """A visit broke off: what was issued for it may still be using the slot."""
-        for used in (slot, *self._low_of.values()):
-            self._record(used.drained, self._compute)
+        self._record(slot.drained, self._compute)
 
     def finish(self) -> None:
         """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their
@@ -165,13 +177,13 @@ class Runtime:
         self._order = self._standing_order
         self._then = None
         self._downloads = set()
-        self._wants_low = self.standing_wants_low
-        self._visited = set()
+        self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
             if not self._is_good(slot):
                 slot.give_up()
-        self._low_pool.extend(self._low_of.pop(n) for n, slot in list(self._low_of.items()) if not self._is_good(slot))
+        self._low_order = deque()
+        self._take_back_lows(keep=self._low_of)
 
     def forget(self) -> None:
         """Homes were rewritten behind the slots' back: nothing that was brought up counts any more. Copies under way
@@ -189,7 +201,7 @@ class Runtime:
             slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _all_slots(self) -> list[Slot]:
-        return [*self.slots, *self._low_of.values(), *self._low_pool]
+        return [*self.slots, *self.low_slots]
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until `unit.home` holds what was sent back. For readers outside the hot path."""
@@ -223,39 +235,55 @@ class Runtime:
 
     def _upload(self, number: int, slot: Slot) -> None:
         unit = self.units[number]
-        for event in (slot.drained, unit.landed):
-            self._wait(self._up, event)
-        with self._on(self._up):
-            slot.take(unit)
-            self._copy_up(slot, unit.home)
-        self._record(slot.filled, self._up)
+        self._fill(slot, unit, unit.home, self._up)
         self.bytes_up += unit.nbytes
-        wanted = self._wants_low is not None and self._wants_low(unit, number in self._visited)
-        if wanted and unit.low_streamed and self._low_pool and number not in self._low_of:
-            self._upload_low(unit)
+        wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
+        if wanted and self._low_pool and number not in self._low_of:
+            self._low_of[number] = self._upload_low(unit)
+
+    def _upload_lows(self) -> None:
+        """As many as there is room for. One that is still to be folded comes again when it has been."""
+        while self._low_pool and self._low_order and self._low_order[0] not in self._low_of:
+            number = self._low_order[0]
+            self._low_of[number] = self._upload_low(self.units[number])
 
     def _upload_low(self, unit: Unit) -> Slot:
         assert unit.low_home is not None
+        number = self._number[id(unit)]
+        if number in self._low_order:
+            self._low_order.remove(number)
         if not self._low_pool:  # all were filled ahead for units that come later: the one that is here goes first
-            self._low_pool.append(self._low_of.popitem()[1])
+            self._take_back_lows(keep=list(self._low_of)[:-1])
         slot = self._low_pool.popleft()
-        for event in (slot.drained, unit.landed):
-            self._wait(self._up, event)
-        with self._on(self._up):
-            self._copy_up(slot, unit.low_home)
-        self._record(slot.filled, self._up)
+        self._fill(slot, unit, unit.low_home, self._up_low)
         self.bytes_up += unit.low_nbytes
-        slot.unit, slot.version = unit, unit.version
-        self._low_of[self._number[id(unit)]] = slot
         return slot
 
-    def _copy_up(self, slot: Slot, home: torch.Tensor) -> None:
+    def _take_back_lows(self, *, keep: Collection[int]) -> None:
+        """All low planes' slots but those that are filled ahead for `keep`. What was issued for a visit that broke off
+        may still be using its own."""
+        for slot in self._low_used.values():
+            self._record(slot.drained, self._compute)
+        self._low_used = {}
+        self._low_of = {n: slot for n, slot in self._low_of.items() if n in keep and self._is_good(slot)}
+        elsewhere = [*self._low_pool, *self._low_of.values()]
+        self._low_pool.extend(slot for slot in self.low_slots if slot not in elsewhere)
+
+    def _fill(self, slot: Slot, unit: Unit, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        for event in (slot.drained, unit.landed):
+            self._wait(stream, event)
+        with self._on(stream):
+            slot.take(unit)
+            self._copy_up(slot, home, stream)
+        self._record(slot.filled, stream)
+
+    def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Piece by piece behind a download that may still be under way; at once where there was none."""
         if not slot.is_saving:
             slot.buffer[: home.numel()].copy_(home, non_blocking=True)
             return
         for piece, saved in slot.pieces(home.numel()):
-            self._wait(self._up, saved)
+            self._wait(stream, saved)
             slot.buffer[piece].copy_(home[piece], non_blocking=True)
         slot.is_saving = False
 
@@ -290,6 +318,10 @@ class Runtime:
     @property
     def _up(self) -> torch.cuda.Stream | None:
         return self._own_up if self._overlap else self._compute
+
+    @property
+    def _up_low(self) -> torch.cuda.Stream | None:
+        return self._own_up_low if self._overlap else self._compute
 
     @property
     def _down(self) -> torch.cuda.Stream | None:

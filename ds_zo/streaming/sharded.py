@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ds_zo.streaming.node import one_may_be_gone
-from ds_zo.streaming.runtime import Runtime, WantsLow
+from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.shared_store import RanksStore, SharedStore
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
@@ -66,20 +66,19 @@ class ShardedRuntime(Runtime):
         order: Sequence[Unit],
         *,
         downloads: Collection[Unit] = (),
-        wants_low: WantsLow | None = None,
+        lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
     ) -> None:
         joined, self._joined = self._joined, None
         if joined is None:
-            super().start(order, downloads=downloads, wants_low=wants_low, then=then)
+            super().start(order, downloads=downloads, then=then)
             return
         numbers = [self._number[id(unit)] for unit in order if unit.streamed]
         folding = {self._number[id(unit)] for unit in downloads if unit.low_streamed}
-        self._low_pool.extend(self._low_of.values())
-        self._low_of.clear()
         gathered = self._ahead if joined else set()
         for number in sorted(gathered):
             self._bring_again(number)
+        self._take_back_lows(keep=())
         for slot in self.slots:  # what this rank alone may have kept would let it gather later than the others
             if slot.unit is not None and self._number[id(slot.unit)] not in gathered:
                 slot.give_up()
@@ -89,10 +88,10 @@ class ShardedRuntime(Runtime):
             self._to_gather_ahead = deque(numbers[: len(self.slots)] if self._overlap else ())
         self._meet(numbers)
         self._together = True
-        for number in numbers:
-            if number in gathered and number in folding:
-                self._gather_low(self.units[number])
-        super().start(order, downloads=downloads, then=then if joined else ())
+        lows = [self.units[number] for number in numbers if number in gathered and number in folding]
+        for unit in lows:
+            self._gather_low(unit)
+        super().start(order, downloads=downloads, lows=lows, then=then if joined else ())
 
     def finish(self) -> None:
         try:
@@ -140,7 +139,7 @@ class ShardedRuntime(Runtime):
         self._store.wait(self._number[id(unit)])
         return super()._upload_low(unit)
 
-    def _copy_up(self, slot: Slot, home: torch.Tensor) -> None:
+    def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._wait_until_free(slot)
         assert isinstance(self._store, SharedStore)
         self._store.copy_whole(slot.buffer[: home.numel()], home)
@@ -240,6 +239,11 @@ class ShardedRuntime(Runtime):
             self._store.node.meet()
         self._record(self._met, self._up)
         self._wait(self._down, self._met)
+
+    @property
+    def _up_low(self) -> torch.cuda.Stream | None:
+        """Whole low planes are read where `_meet` comes after them."""
+        return self._up
 
     @property
     def _gathered(self) -> torch.cuda.Stream | None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_zo import ops
 from ds_zo.engines import lsp_jobs
 from ds_zo.engines.lsp_groups import LSPGroups
 from ds_zo.engines.lsp_queue import Job
@@ -24,6 +25,8 @@ from ds_zo.streaming.node import Share
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import Unit
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
 
@@ -105,8 +108,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: _pushed(_streams, stream))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _streams[-1])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
+    monkeypatch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
     landing: Any = lsp_jobs.Landing
     monkeypatch.setattr(lsp_jobs, "Landing", lambda buffer: landing(buffer, filled=Event(), drained=Event()))
+
+
+def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
+    """On a CPU numpy is what reads and writes, which nothing dispatches."""
+
+    def run(source: torch.Tensor, **arguments: Any) -> None:
+        for races in Races.watching:
+            for name in ("low_in", "exponents_in"):
+                races.note(arguments.get(name), writes=False)
+            races.note(source, writes=False)
+            for name in ("dst", "out", "pair", "low_out", "exponents_out"):
+                races.note(arguments.get(name), writes=True)
+        kernel(source, **arguments)
+
+    return run
 
 
 class ClockedRuntime(Runtime):
@@ -118,7 +137,8 @@ class ClockedRuntime(Runtime):
         super().__init__(*args, **settings)
         if self._overlap:
             self._own_up, self._own_down = Clock("up"), Clock("down")  # type: ignore[assignment]
-        for slot in (*self.slots, *self._low_pool):
+            self._own_up_low = Clock("up, low planes")  # type: ignore[assignment]
+        for slot in (*self.slots, *self.low_slots):
             slot.filled, slot.drained = Event(), Event()  # type: ignore[assignment]
             slot.saved = [Event() for _ in slot.saved]  # type: ignore[misc]
         self.made.append(self)
@@ -138,7 +158,7 @@ class ClockedRuntime(Runtime):
                 yield f"low plane of {unit.name}", unit.low_home, False
         for i, slot in enumerate(self.slots):
             yield f"slot {i}", slot.buffer, True
-        for slot in (*self._low_pool, *self._low_of.values()):
+        for slot in self.low_slots:
             yield "low slot", slot.buffer, True
 
 
@@ -179,6 +199,10 @@ class ClockedShardedRuntime(ClockedRuntime, ShardedRuntime):
         if self._overlap:
             self._own_gathered = Clock("gathered")  # type: ignore[assignment]
         self._met = Event()  # type: ignore[assignment]
+
+    def _upload_low(self, unit: Unit) -> Slot:
+        assert not self._together, "other ranks may be writing it back: it is gathered with them"
+        return super()._upload_low(unit)
 
 
 class ClockedAdam:
@@ -257,6 +281,8 @@ Buffer = tuple[str, torch.Tensor, bool]
 class Races(TorchDispatchMode):
     """Inside, notes accesses to `buffers` that nothing orders."""
 
+    watching: ClassVar[list[Races]] = []
+
     def __init__(self, *buffers: Callable[[], Iterable[Buffer]]) -> None:
         super().__init__()
         self.found: set[str] = set()
@@ -271,9 +297,22 @@ class Races(TorchDispatchMode):
             for argument, value in given:
                 writes = argument.alias_info is not None and argument.alias_info.is_write
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, torch.Tensor) and tensor.numel():
-                        self._access(tensor, writes)
+                    if isinstance(tensor, torch.Tensor):
+                        self.note(tensor, writes=writes)
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Races:
+        self.watching.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.watching.remove(self)
+        super().__exit__(*error)
+
+    def note(self, tensor: torch.Tensor | None, *, writes: bool) -> None:
+        if tensor is not None and tensor.numel():
+            self._access(tensor, writes)
 
     def _access(self, tensor: torch.Tensor, writes: bool) -> None:
         extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -27,7 +27,10 @@ LSP = {"subspace_dim": 2, "nonzeros_per_row": 1, "projector": "random"}
 RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "zo": (
         streamed("ZO", lr=1e-3, stream={"resident_blocks": 1, "writeback_interval": 1}, bf16={"enabled": True}),
-        {"_bring_up_to_date", "_apply", "written", "_send_back", "append", "step", "_take_model_step"},
+        {
+            *("_bring_up_to_date", "_apply", "append", "step", "_take_model_step"),
+            *("arrive_low", "written", "_send_back", "_upload_lows", "_upload_low"),
+        },
     ),
     "lomo": (config_for("LOMO"), {"backward", "_settle", "_update", "_consume", "step", "_take_model_step"}),
     "lsp": (

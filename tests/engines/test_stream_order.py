@@ -26,6 +26,8 @@ from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.engines import homes, lomo_homes
+from ds_zo.engines.visits import Visits
+from ds_zo.streaming.units import Unit
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -35,6 +37,15 @@ ZO: dict[str, dict[str, Any]] = {
     "one block streams": {"interval": 2, "resident_blocks": 2},
     "slots go round": {"interval": 2},
     "low planes": {"interval": 2, "bf16": {"enabled": True}},
+    "low planes of blocks that stay": {"interval": 2, "resident_blocks": 2, "bf16": {"enabled": True}},
+    "one low plane at a time": {"interval": 3, "resident_blocks": 1, "bf16": {"enabled": True}},
+    "a low plane in every visit": {"interval": 1, "resident_blocks": 1, "bf16": {"enabled": True}},
+    "low planes have slots to spare": {
+        "interval": 1,
+        "resident_blocks": 1,
+        "device_slots": 4,
+        "bf16": {"enabled": True},
+    },
     "several directions": {"interval": 2, "params": {"num_directions": 2}},
 }
 
@@ -94,14 +105,65 @@ def test_zo_orders_what_ranks_gather(case: str, sharded: None) -> None:
 WILD = ((2, 0), (0, 1, 2), (1,), (0, 0, 2), (2, 1))
 
 
-@pytest.mark.parametrize("case", ["slots go round", "low planes"])
+@pytest.mark.parametrize("case", ["slots go round", *(case for case in ZO if "low plane" in case)])
 def test_zo_orders_blocks_that_come_out_of_turn(case: str) -> None:
     assert not races_of_zo(case, WILD).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", *(case for case in ZO if "low plane" in case)])
+def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(Toy().train(), zo_json(**ZO[case]))
+    apply = Visits._apply
+    with Races() as races:
+        for step, batch in enumerate(toy_batches(8)):
+            one_step(engine, batch)
+            left = step % 3
+
+            def breaks_off(self: Visits, unit: Unit, *args: Any, **kwargs: Any) -> None:
+                nonlocal left
+                apply(self, unit, *args, **kwargs)
+                left -= unit.is_block
+                if left < 0:
+                    raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Visits, "_apply", breaks_off)
+                if step % 4:
+                    engine(**batch)
+                else:
+                    engine.module.state_dict()
+    assert races.num_writes and not races.found
 
 
 @pytest.mark.parametrize("case", ["slots go round", "low planes"])
 def test_zo_orders_gathers_that_nobody_waits_for(case: str, sharded: None) -> None:
     assert not races_of_zo(case, WILD).found
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_gathers_find_slots_after_an_evaluation_that_breaks_off(interval: int, sharded: None) -> None:
+    """It has brought other blocks, and their low planes, where the next pass was to find its first ones."""
+
+    class Fails(Toy):
+        after = 3
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[: self.after]:
+                x = block(x)
+            if self.after < 3:
+                raise KeyError("the user's own")
+            return x
+
+    model = Fails().train()
+    engine = engine_for(model, zo_json(interval=interval, bf16={"enabled": True}))
+    with Races() as races:
+        for step, batch in enumerate(toy_batches(6)):
+            one_step(engine, batch)
+            model.after = step % 3
+            with torch.no_grad(), pytest.raises(KeyError):
+                model(**batch)
+            model.after = 3
+    assert races.num_writes and not races.found
 
 
 def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_narrow_wires_do_not_depend_on_slots_or_residency(wire_dtype: str, maste
         assert_same_weights(run({**stream, **options}, steps=batches(30), dtype="bf16"), all_stay)
 
 
-@pytest.mark.parametrize("slow", ["uploads", "compute", "downloads", "everything at random"])
+@pytest.mark.parametrize("slow", ["uploads", "low planes", "compute", "downloads", "everything at random"])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream in turn falls behind the others by more than a whole step."""
@@ -172,11 +172,17 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
     upload, send_back, arrive = Runtime._upload, Runtime._send_back, Runtime.arrive
+    upload_low = Runtime._upload_low
 
     def slow_upload(self: Runtime, *args: Any) -> None:
         with self._on(self._up):
             pause("uploads")
         upload(self, *args)
+
+    def slow_upload_low(self: Runtime, *args: Any) -> Any:
+        with self._on(self._up_low):
+            pause("low planes")
+        return upload_low(self, *args)
 
     def slow_send_back(self: Runtime, *args: Any) -> None:
         with self._on(self._down):
@@ -189,11 +195,13 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
         return slot
 
     monkeypatch.setattr(Runtime, "_upload", slow_upload)
+    monkeypatch.setattr(Runtime, "_upload_low", slow_upload_low)
     monkeypatch.setattr(Runtime, "_send_back", slow_send_back)
     monkeypatch.setattr(Runtime, "arrive", slow_arrive)
-    for num_slots in (2, 3):
-        found = run({"device_slots": num_slots, "writeback_interval": 2}, steps=batches(24), dtype=dtype)
-        assert_same_weights(found, resident_run(dtype, 2 if dtype else 1, 0, 24))
+    for num_slots, interval, num_resident in ((2, 2, 0), (3, 2, 0), (2, 2, 3), (2, 3, 3)):
+        stream = {"device_slots": num_slots, "writeback_interval": interval, "resident_blocks": num_resident}
+        found = run(stream, steps=batches(24), dtype=dtype)
+        assert_same_weights(found, resident_run(dtype, interval if dtype else 1, 0, 24))
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
@@ -203,12 +211,13 @@ def test_blocks_visited_in_any_order(dtype: str | None) -> None:
     steps = [plain_batch(i, order=order) for i, order in enumerate(orders)]
     stream = {"writeback_interval": 2}
     expected = run(stream, steps=steps, dtype=dtype, offload=False)
-    for num_slots in (2, 3):
-        assert_same_weights(run({**stream, "device_slots": num_slots}, steps=steps, dtype=dtype), expected)
+    for options in ({"device_slots": 2}, {"device_slots": 3}, {"resident_blocks": 3}):
+        assert_same_weights(run({**stream, **options}, steps=steps, dtype=dtype), expected)
 
 
+@pytest.mark.parametrize("num_resident", [0, 3])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None) -> None:
+def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, num_resident: int) -> None:
     """Evaluations, state dicts and masters between steps, at moments when copies are under way."""
     seen: list[float] = []
 
@@ -223,7 +232,7 @@ def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None) -
         if step % 11 == 2:
             masters_of(engine)
 
-    stream = {"writeback_interval": 4}
+    stream = {"writeback_interval": 4, "resident_blocks": num_resident}
     expected = run(stream, steps=batches(40), dtype=dtype)
     assert_same_weights(run(stream, steps=batches(40), dtype=dtype, after_step=look), expected)
     alone: list[float] = []

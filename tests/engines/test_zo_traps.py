@@ -51,6 +51,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 STREAMED = zo_json(interval=2)
 RESIDENT = zo_json(offload=False, interval=2)
+LOW_PLANES = zo_json(interval=3, resident_blocks=1, bf16={"enabled": True})
 
 
 @pytest.fixture
@@ -340,7 +341,7 @@ class Fails(Toy):
         return x
 
 
-@pytest.mark.parametrize("json", [STREAMED, RESIDENT], ids=["streamed", "resident"])
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, LOW_PLANES], ids=["streamed", "resident", "low planes"])
 @pytest.mark.parametrize("place", ["before any block", "in a block", "after the blocks"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(

@@ -71,7 +71,7 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
     homes = engine.backend.homes
     units, runtime, visits = homes.placement.units, homes.runtime, homes.visits
     assert plan.host_nbytes - PROCESS_NBYTES == homes.store.nbytes
-    slots = [*runtime.slots, *runtime._low_pool]
+    slots = [*runtime.slots, *runtime.low_slots]
     assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
     assert plan.device["scratch"] + plan.device.get("second_copy", 0) == visits.scratch_nbytes
     weights = sum(u.nbytes * (not u.streamed) + u.low_nbytes * (not u.low_streamed) for u in units)

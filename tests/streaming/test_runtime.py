@@ -186,7 +186,7 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
     runtime.start(
         units,
         downloads=[u for u in units if id(u) in folding],
-        wants_low=lambda unit, ahead: not ahead and id(unit) in folding,
+        lows=[u for u in units if id(u) in folding],
     )
     for i, unit in enumerate(units):
         slot = runtime.arrive(unit) if unit.streamed else None
@@ -201,6 +201,4 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
     streamed = sum(u.nbytes for u in units if u.streamed)
     lows = sum(u.low_nbytes for u in units if id(u) in folding)
     assert runtime.bytes_down == units[1].nbytes + units[4].nbytes + lows
-    if num_low_slots == 1:  # the resident's plane takes the one slot from the plane that came early, which comes again
-        lows += units[4].low_nbytes
     assert runtime.bytes_up == streamed + lows + units[0].nbytes + units[1].nbytes

@@ -1,0 +1,229 @@
+"""Low planes are on the device when a fold asks for them, whether their block streams or stays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import Part, Placed, Unit
+
+CPU = torch.device("cpu")
+NUMEL = 1024
+BLOCK_S, COMPUTE_S, EDGE_S = 3.0, 2.0, 6.0
+"""A block's upload, which takes as long as its low plane's; its computing, and that of everything around blocks."""
+
+
+def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
+    """Of one size in bf16, full of their number."""
+    store = HostStore(CPU, pin=False)
+    units = []
+    for i in range(num_units):
+        placed = Placed(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
+        part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, direct=False)
+        unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
+        unit.settle(store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True)
+        unit.home.fill_(i)
+        low_of(unit).fill_(i)
+        units.append(unit)
+    return units
+
+
+def low_of(unit: Unit) -> torch.Tensor:
+    assert unit.low_home is not None
+    return unit.low_home
+
+
+def folding(units: Sequence[Unit], step: int, interval: int) -> list[Unit]:
+    return [unit for unit in units if (step + unit.index) % interval == 0]
+
+
+class Line:
+    """A stream: when it has done what it was given."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+
+class Moment:
+    """An event."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def record(self, line: Line) -> None:
+        self.at_s = line.now_s
+
+
+class TimedRuntime(Runtime):
+    """The runtime as it is on CUDA, on a clock. The host issues a visit when the computing has got there."""
+
+    def __init__(self, units: Sequence[Unit], *, num_low_slots: int) -> None:
+        self.computing = Line()
+        super().__init__(units, CPU, num_slots=2, num_low_slots=num_low_slots)
+        self._own_up, self._own_up_low, self._own_down = Line(), Line(), Line()  # type: ignore[assignment]
+        for slot in (*self.slots, *self.low_slots):
+            slot.filled, slot.drained = Moment(), Moment()  # type: ignore[assignment]
+            slot.saved = [Moment() for _ in slot.saved]  # type: ignore[misc]
+        self.copying = self.computing
+
+    @property
+    def _compute(self) -> Any:
+        return self.computing
+
+    @contextmanager
+    def _lines(self, line: Any) -> Iterator[None]:
+        line.now_s = max(line.now_s, self.computing.now_s)
+        before, self.copying = self.copying, line
+        yield
+        self.copying = before
+
+    def _on(self, stream: Any) -> AbstractContextManager[object]:
+        return self._lines(stream)
+
+    @staticmethod
+    def _wait(stream: Any, event: Any) -> None:
+        if event is not None:
+            stream.now_s = max(stream.now_s, event.at_s)
+
+    @staticmethod
+    def _record(event: Any, stream: Any) -> None:
+        event.record(stream)
+
+
+class Copying(TorchDispatchMode):
+    """Inside, copies take time on the line that makes them."""
+
+    def __init__(self, runtime: TimedRuntime) -> None:
+        super().__init__()
+        self.runtime = runtime
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.runtime.copying.now_s += BLOCK_S * args[0].numel() / self.runtime.units[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_low_slots", "interval"), [(1, 4), (2, 3), (2, 2)])
+@pytest.mark.parametrize("streamed", [(0, 3, 6, 9), (2, 5, 8, 11), (7,), (0, 11)], ids=str)
+def test_folds_wait_for_no_low_plane(
+    streamed: tuple[int, ...], num_low_slots: int, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link has time for all copies, so steps take as long as their computing."""
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    units = make_units(12, streamed=streamed)
+    runtime = TimedRuntime(units, num_low_slots=num_low_slots)
+    seconds = []
+    with Copying(runtime):
+        for step in range(4 * interval):
+            begin = runtime.computing.now_s
+            now, then = folding(units, step, interval), folding(units, step + 1, interval)
+            runtime.start(units, downloads=now, lows=[*now, *then])
+            for unit in units:
+                slot = runtime.arrive(unit) if unit.streamed else None
+                if unit in now:
+                    runtime.arrive_low(unit)
+                    runtime.written(unit, slot)
+                runtime.computing.now_s += COMPUTE_S
+                if slot is not None:
+                    runtime.depart(unit, slot)
+            runtime.computing.now_s += EDGE_S
+            runtime.finish()
+            seconds.append(runtime.computing.now_s - begin)
+    assert runtime.bytes_down == 4 * sum(u.nbytes * u.streamed + u.low_nbytes for u in units)
+    assert seconds[1:] == [12 * COMPUTE_S + EDGE_S] * (len(seconds) - 1)
+
+
+@pytest.mark.parametrize("num_low_slots", [1, 2])
+def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -> None:
+    """Those of the pass after this one too, and none comes twice."""
+    came: list[int] = []
+
+    class Noting(Runtime):
+        def _upload_low(self, unit: Unit) -> Slot:
+            came.append(unit.index)
+            return super()._upload_low(unit)
+
+    units = make_units(8, streamed=(1, 6))
+    runtime = Noting(units, CPU, num_slots=2, num_low_slots=num_low_slots)
+    folded: list[int] = []
+
+    def ahead() -> list[int]:
+        return list(runtime._low_of)
+
+    for step in range(6):
+        now, then = folding(units, step, 3), folding(units, step + 1, 3)
+        due = [u.index for u in (*now, *then)]
+        runtime.start(units, downloads=now, lows=[*now, *then])
+        for unit in units:
+            slot = runtime.arrive(unit) if unit.streamed else None
+            if unit in now:
+                assert ahead() == due[:num_low_slots], "before their visits"
+                low = runtime.arrive_low(unit)
+                assert low is not None and low[: unit.low_nbytes].tolist() == low_of(unit).tolist()
+                runtime.written(unit, slot)
+                folded.append(due.pop(0))
+                assert ahead() == due[:num_low_slots], "as soon as there is room"
+            if slot is not None:
+                runtime.depart(unit, slot)
+        runtime.finish()
+        assert came == [*folded, *ahead()] and len(ahead()) == num_low_slots
+
+
+@pytest.mark.parametrize("num_low_slots", [1, 2, 3])
+def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None:
+    """Folds that no pass announced or none came for, visits that break off, evaluations in between, homes that are
+    rewritten: the bytes are right, and no slot is lost."""
+    rng = random.Random(num_low_slots)
+    units = make_units(6, streamed=(0, 2, 3))
+    runtime = Runtime(units, CPU, num_slots=2, num_low_slots=num_low_slots)
+    runtime.wants_low = lambda unit: rng.random() < 0.5
+    value = [u.index for u in units]
+    num_folds = 0
+    for _ in range(400):
+        due = [u for u in units if rng.random() < 0.4]
+        in_pass = rng.random() < 0.7
+        if in_pass:
+            guessed = [u for u in units if rng.random() < 0.3]
+            runtime.start(units, downloads=due, lows=[*(u for u in due if rng.random() < 0.9), *guessed])
+        for unit in rng.choice([units, units[::-1], rng.sample(units, 4)]):
+            slot = runtime.arrive(unit) if unit.streamed else None
+            folds = in_pass and unit in due
+            if folds or rng.random() < 0.3:
+                low = runtime.arrive_low(unit)
+                assert low is not None and set(low[: unit.low_nbytes].tolist()) == {value[unit.index]}
+                if folds:
+                    low[: unit.low_nbytes] = new = rng.randint(0, 255)
+                    if rng.random() < 0.1:
+                        break
+                    if slot is None:
+                        unit.version += 1
+                    else:
+                        slot.version += 1
+                    runtime.written(unit, slot)
+                    due.remove(unit)
+                    value[unit.index] = new
+                    num_folds += 1
+                elif rng.random() < 0.2:
+                    break
+            runtime.depart(unit, slot)
+        if in_pass:
+            runtime.finish()
+        if rng.random() < 0.05:
+            for unit in units:
+                low_of(unit).fill_(rng.randint(0, 255))
+                value[unit.index] = int(low_of(unit)[0])
+            runtime.forget()
+        held = [*runtime._low_pool, *runtime._low_of.values(), *runtime._low_used.values()]
+        assert sorted(map(id, held)) == sorted(map(id, runtime.low_slots))
+    assert num_folds > 100
+    assert [set(low_of(u).tolist()) for u in units] == [{v} for v in value]
