@@ -240,13 +240,6 @@ def test_malformed_configs_fail_in_initialize_as_they_do_in_resolve():
         assert model.weight.data_ptr() == before
 
 
-def test_a_backend_of_a_later_version_is_named_as_such(monkeypatch):
-    monkeypatch.delitem(base._WHERE, "lsp", raising=False)
-    config = zo_config(optimizer={"type": "LSP", "params": {"lr": 1e-4}})
-    with pytest.raises(ConfigError, match="backend lsp is not available in this version of ds_zo"):
-        start(config)
-
-
 def test_a_misspelt_type_is_told_from_stock_ones():
     for written, remedy in {"MeZO": "ZO", "Ada-LOMO": "AdaLOMO", "AdmW": "adamw"}.items():
         with pytest.raises(ConfigError, match=rf'got "{written}"; did you mean "{remedy}"\? \(optimizer.type\)'):

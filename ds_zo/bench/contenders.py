@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ds_zo.engines import available_backends
-
 Section = dict[str, Any]
 DIFFERING = ("optimizer", "zero_optimization", "ds_zo")
 """The only keys of the JSON in which contenders may differ."""
@@ -81,7 +79,7 @@ class Contender:
     zero_optimization: Section
     ds_zo: Section | None = None
     backend: str | None = None
-    """Of ours: who places the parameters, and what this version must have."""
+    """Of ours, which place the parameters themselves."""
     host_bytes: Callable[..., int] = field(default=_nothing, compare=False)
     """Host memory by number of parameters, at least: a case that cannot have it is not started. `exact`: with
     `EXACT_PINNING`, which is less where DeepSpeed pins."""
@@ -96,11 +94,8 @@ class Contender:
     @property
     def missing(self) -> str | None:
         """Why it cannot run here."""
-        if self.backend is not None and self.backend not in available_backends():
-            return f"backend {self.backend} is not in this version of ds_zo"
-        if self.peer is not None and importlib.util.find_spec(self.peer) is None:
-            return f"{self.peer} is not installed"
-        return None
+        absent = self.peer is not None and importlib.util.find_spec(self.peer) is None
+        return f"{self.peer} is not installed" if absent else None
 
 
 def _pinned(nbytes: int, exact: bool) -> int:

@@ -1,7 +1,7 @@
 """One picture of a streamed step: what the upload, compute and download streams did, and when.
 
 A recording is JSON: `spans` of (lane, kind, start, end) in seconds from the first one. `record` makes one on a GPU from
-the profiler's trace, `planned` from a schedule priced on paper, and `draw` needs nothing but the recording.
+the profiler's trace, `draw` needs nothing but the recording.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from ds_zo.streaming.schedule import Kind, Timeline
 
 Recording = dict[str, Any]
 LANES = ("upload", "compute", "download")
@@ -27,10 +25,11 @@ def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, A
     from torch.profiler import ProfilerActivity, profile
 
     from ds_zo.bench.measure import start_device
-    from ds_zo.bench.shapes import config_of, random_model
+    from ds_zo.bench.shapes import random_model
     from ds_zo.bench.traces import trace_events
     from ds_zo.bench.zo_case import token_ids, zo
     from ds_zo.planner.models import DTYPES
+    from ds_zo.planner.shapes import config_of
 
     device = start_device("cuda")
     config = config_of(shape, num_layers=layers, max_length=_LENGTH)
@@ -85,23 +84,13 @@ def _lane_and_kind(category: str, name: str) -> tuple[str | None, str]:
     return "compute", "noise" if noise else "forward"
 
 
-def planned(timeline: Timeline) -> Recording:
-    """The recording of a schedule that was priced, not run."""
-    lane_of = {Kind.UPLOAD: "upload", Kind.COMPUTE: "compute", Kind.DOWNLOAD: "download"}
-    spans = [
-        (lane_of[action.kind], "forward" if action.kind is Kind.COMPUTE else lane_of[action.kind], start, end)
-        for action, start, end in timeline.spans
-    ]
-    return {"step_s": timeline.total_s, "spans": merged(spans, gap_s=-1.0), "shape": "planned", "method": "timeline"}
-
-
-def merged(spans: Iterable[Sequence[Any]], *, gap_s: float = _GAP_S) -> list[list[Any]]:
-    """In order of time, neighbouring kernels of one kind less than `gap_s` apart as one; a copy stays one block's."""
+def merged(spans: Iterable[Sequence[Any]]) -> list[list[Any]]:
+    """In order of time, neighbouring kernels of one kind less than `_GAP_S` apart as one; a copy stays one block's."""
     result: list[list[Any]] = []
     last_of: dict[str, list[Any]] = {}
     for lane, kind, start, end in sorted(spans, key=lambda span: span[2]):
         last = last_of.get(lane)
-        if lane == "compute" and last is not None and last[1] == kind and start - last[3] <= gap_s:
+        if lane == "compute" and last is not None and last[1] == kind and start - last[3] <= _GAP_S:
             last[3] = max(last[3], end)
             continue
         last_of[lane] = [lane, kind, start, end]

@@ -188,7 +188,7 @@ def _timeline(args: argparse.Namespace) -> None:
 
 
 def _recording(path: Path) -> Row:
-    """A file that `timeline` or `timeline.planned` wrote, or the last recording among a run's rows."""
+    """A file that `timeline` wrote, or the last recording among a run's rows."""
     with suppress(json.JSONDecodeError):
         return dict(json.loads(path.read_text(encoding="utf-8")))
     found = [row for row in read_rows(path) if "spans" in row]

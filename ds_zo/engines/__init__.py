@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ds_zo.engines.base import Backend, GroupedOptimizer, StepOutcome, available_backends, backend_class
+from ds_zo.engines.base import Backend, GroupedOptimizer, StepOutcome, backend_class
 
-__all__ = ["Backend", "GroupedOptimizer", "StepOutcome", "available_backends", "backend_class"]
+__all__ = ["Backend", "GroupedOptimizer", "StepOutcome", "backend_class"]

@@ -22,7 +22,7 @@ from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import check_weights
-from ds_zo.config import ConfigError, Resolved
+from ds_zo.config import Resolved
 from ds_zo.engines.late import Late
 
 _WHERE: dict[str, tuple[str, str]] = {
@@ -31,7 +31,7 @@ _WHERE: dict[str, tuple[str, str]] = {
     "adalomo": ("ds_zo.engines.lomo_ada", "AdaLOMOBackend"),
     "lsp": ("ds_zo.engines.lsp", "LSPBackend"),
 }
-"""Module and class of each backend this version has. Imported on first use: one's kernels cost the others nothing."""
+"""Module and class of each backend. Imported on first use: one's kernels cost the others nothing."""
 
 
 @dataclass(frozen=True)
@@ -254,19 +254,7 @@ class Backend(ABC):
         """Gives back buffers and hooks when the engine is destroyed. Safe to call twice."""
 
 
-def available_backends() -> tuple[str, ...]:
-    return tuple(sorted(_WHERE))
-
-
 def backend_class(name: str) -> type[Backend]:
-    """The class of a backend the configuration accepted, or why this version does not have it."""
-    try:
-        module_name, class_name = _WHERE[name]
-    except KeyError:
-        raise ConfigError(
-            f"backend {name} is not available in this version of ds_zo, which has {', '.join(available_backends())}: "
-            "name one of those, or upgrade ds_zo",
-            at="optimizer.type or ds_zo.backend",
-        ) from None
+    module_name, class_name = _WHERE[name]
     found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
     return found

@@ -12,7 +12,6 @@ import pytest
 from ds_zo.bench import timeline, zo_plots, zo_report
 from ds_zo.bench.zo_presets import TARGETS, paper, targets
 from ds_zo.bench.zo_speed import main
-from ds_zo.streaming.schedule import Kind, price, sweep
 
 PNG = b"\x89PNG"
 
@@ -166,11 +165,10 @@ def test_plots_take_whole_models_of_one_run(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(PNG) and "MeZO, in memory" in svg.read_text()
 
 
-def test_a_planned_schedule_is_drawn(tmp_path: Path) -> None:
-    actions = sweep(range(6), num_slots=2, downloads={1, 4})
-    priced = price(actions, seconds={Kind.UPLOAD: 0.010, Kind.COMPUTE: 0.006, Kind.DOWNLOAD: 0.010})
-    recording = timeline.planned(priced)
-    assert timeline.busy(recording)["upload"] == pytest.approx(0.060 / priced.total_s)
+def test_a_recording_among_rows_is_drawn(tmp_path: Path) -> None:
+    spans = [["upload", "upload", 0.0, 0.04], ["upload", "upload", 0.03, 0.06], ["compute", "forward", 0.01, 0.07]]
+    recording = {"step_s": 0.08, "spans": spans, "shape": "opt-tiny", "method": "timeline"}
+    assert timeline.busy(recording)["upload"] == pytest.approx(0.75), "what overlaps counts once"
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps(line) for line in (MACHINE, recording | {"case": "timeline", "run_id": "r1"})))
     main(["timeline", "--draw", str(rows), "--out", str(tmp_path / "step.png")])

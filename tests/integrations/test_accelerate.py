@@ -29,10 +29,10 @@ from library_runs import (
 from tiny_models import tiny_model
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 from ds_zo.plugin import PluginEngine
 
-pytestmark = pytest.mark.parametrize("backend", available_backends())
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 

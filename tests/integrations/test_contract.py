@@ -27,7 +27,7 @@ from library_runs import (
 )
 from tiny_models import tiny_model
 
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 
 
 def _backward(engine: Any) -> torch.Tensor:
@@ -203,7 +203,7 @@ NOT_CALLED = {
 
 
 @pytest.mark.parametrize("member", CONTRACT)
-@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_member(backend: str, member: str, tmp_path: Path) -> None:
     engine = start(config_for(backend))
     CONTRACT[member][1](engine, tmp_path)

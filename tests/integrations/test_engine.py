@@ -29,9 +29,9 @@ from library_runs import (
 )
 from tiny_models import tiny_model
 
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 
-pytestmark = pytest.mark.parametrize("backend", available_backends())
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"},

@@ -33,11 +33,11 @@ from library_runs import (
 from tiny_models import tiny_model
 from transformers import Trainer
 
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 
 NUM_BATCHES = 6
 
-pytestmark = pytest.mark.parametrize("backend", available_backends())
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def raw(config: dict[str, Any]) -> Run:

@@ -28,11 +28,11 @@ from library_runs import (
 )
 from tiny_models import tiny_model
 
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.parametrize("backend", available_backends())
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def lora_model(seed: int = 0) -> Any:

@@ -17,7 +17,7 @@ from library_runs import (
     weights_of,
 )
 
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 
 SCRIPT = """
 import os, sys
@@ -61,7 +61,7 @@ def job(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     def run(way: str) -> Path:
         if way not in folders:
             folders[way] = tmp_path_factory.mktemp(way)
-            run_ranks(SCRIPT, str(Path(__file__).parent), way, str(folders[way]), *available_backends())
+            run_ranks(SCRIPT, str(Path(__file__).parent), way, str(folders[way]), *BACKENDS)
         return folders[way]
 
     return run
@@ -73,7 +73,7 @@ def joined(a: Batch, b: Batch) -> Batch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["accelerate", "trainer"])
-@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_are_one_of_twice_the_batch(backend: str, way: str, job: Callable[[str], Path]) -> None:
     first, second = (torch.load(job(way) / f"{backend}-{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -34,9 +34,9 @@ from transformers import EarlyStoppingCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_zo.checkpoint import CheckpointError, newest_complete, writer
-from ds_zo.engines import available_backends
+from ds_zo.config import BACKENDS
 
-pytestmark = pytest.mark.parametrize("backend", available_backends())
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def test_it_logs_loss_grad_norm_and_lr(backend: str, tmp_path: Path) -> None:
