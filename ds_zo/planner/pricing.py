@@ -1,13 +1,13 @@
 """Seconds of a streamed sweep: the schedule that the runtime executes, priced before it runs.
 
 The list is `streaming.schedule.sweep`'s, with what stands between the streamed blocks added: blocks that stay on the
-device compute without a slot, and so does everything outside the blocks.
+device compute without a slot, and so does everything outside the blocks. Their low planes are not in it: they come
+ahead, on a stream of their own, and keep nothing waiting but the link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import cycle
 
 from ds_zo.streaming.schedule import Action, Kind, price, sweep
 
@@ -48,20 +48,6 @@ def pass_over(
         holds[action.slot] = action.block
     left = {block: slot for slot, block in holds.items() if block in ahead}
     return with_residents(actions, order, streamed=streamed), left
-
-
-def with_low_planes(actions: Sequence[Action], alone: Mapping[int, int], *, slots: Sequence[int]) -> list[Action]:
-    """With the low planes of blocks that stay, which come up for a fold and go back when its kernel has run, before the
-    block computes. `alone`: their numbers, by block. They stand in the same queue as what streams, so that an upload
-    that awaits its slot holds them up."""
-    merged: list[Action] = []
-    turns = cycle(slots)
-    for action in actions:
-        if action.kind is Kind.COMPUTE and action.slot < 0 and action.block in alone:
-            low, slot = alone[action.block], next(turns)
-            merged += [Action(low, kind, slot) for kind in (Kind.UPLOAD, Kind.COMPUTE, Kind.DOWNLOAD)]
-        merged.append(action)
-    return merged
 
 
 def edge() -> Action:

@@ -163,9 +163,7 @@ def _best_interval(model: Model, placement: Placement, streamed: list[int], buff
     """The engine measures what is priced here."""
     if not streamed:
         return 1
-    return best_interval(
-        lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params, ideal=True)
-    )
+    return best_interval(lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params))
 
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:
@@ -211,9 +209,6 @@ def _seconds(
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
         seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
-        low = num_blocks + i  # where the low plane travels alone
-        seconds[low, Kind.UPLOAD], seconds[low, Kind.DOWNLOAD] = unit.low_nbytes / up, unit.low_nbytes / down
-        seconds[low, Kind.COMPUTE] = noise
     visits = [u for units in placement.entered_by.values() for u in units] + placement.ambient
     noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
     on_host = num_passes * trace.edge.launch_s + len(visits) * _VISIT_LAUNCH_S
@@ -225,22 +220,13 @@ def _computing_sets_pace(
     model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams
 ) -> bool:
     seconds = _seconds(model, placement, streamed, buffers, params)
-    busy_s = sum(s for (block, kind), s in seconds.items() if kind is Kind.COMPUTE and block < len(placement.blocks))
+    busy_s = sum(s for (_, kind), s in seconds.items() if kind is Kind.COMPUTE)
     return busy_s > _link_s(model.rates, placement, streamed, buffers.interval)
 
 
-def _step_s(
-    model: Model,
-    placement: Placement,
-    streamed: list[int],
-    buffers: Buffers,
-    params: ZOParams,
-    *,
-    ideal: bool = False,
-) -> float:
+def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
     """An average step: as many as it takes for every block to fold once. In the list that is priced, each step's blocks
-    have numbers of their own, for they lag differently in each. `ideal`: low planes of blocks that stay on the device
-    keep nothing waiting, as the engine takes it when it chooses the interval."""
+    have numbers of their own, for they lag differently in each."""
     interval, num_blocks = buffers.interval, len(placement.blocks)
     sizes = buffers.sizes(num_blocks - len(streamed))
     seconds: dict[tuple[int, Kind], float] = {}
@@ -249,7 +235,7 @@ def _step_s(
     num_steps = max(2, interval)
     order = range(num_blocks)
     for step in range(num_steps):
-        first = 2 * step * num_blocks
+        first = step * num_blocks
         turns = {i for i in order if (step + turn(i, interval)) % interval == 0}
         found, loaded = pricing.pass_over(
             order,
@@ -260,12 +246,6 @@ def _step_s(
             then=order,
         )
         of_step = _seconds(model, placement, streamed, buffers, params, step=step)
-        if streamed and not ideal:
-            alone = {i: num_blocks + i for i in turns.difference(streamed) if placement.blocks[i].low_nbytes}
-            slots = range(sizes["num_slots"], sizes["num_slots"] + sizes["num_low_slots"])
-            found = pricing.with_low_planes(found, alone, slots=slots)
-            for i, low in alone.items():
-                of_step[i, Kind.COMPUTE] -= of_step[low, Kind.COMPUTE]
         seconds |= {(b if b == pricing.EDGE else first + b, kind): s for (b, kind), s in of_step.items()}
         actions += [replace(action, block=first + action.block) for action in found] + [pricing.edge()]
     link_s = _link_s(model.rates, placement, streamed, interval)
