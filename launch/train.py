@@ -26,7 +26,6 @@ import json
 import os
 import resource
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -53,6 +52,7 @@ from ds_zo.bench.run_summary import Best, Point, Summary
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
 from ds_zo.checkpoint.adapters import Adapters, description
+from ds_zo.checkpoint.files import replace_text
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import ConfigError, backend_of
 from ds_zo.tasks import (
@@ -336,14 +336,10 @@ def make_engine(model: Any, config: dict[str, Any]) -> Any:
 
 
 def ensure_distributed_environment() -> None:
-    """`python launch/train.py` is a world of one; under the launcher these are set already."""
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    """`python launch/train.py` is a world of one, on a port that torch finds; under the launcher these are set."""
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
 def find_checkpoints(args: argparse.Namespace) -> Path | None:
@@ -542,7 +538,7 @@ class Trainer:
         """What a checkpoint says of the run, kept up to date beside it: a trajectory brings the weights further than
         the checkpoint after a kill, over scores that are not taken again."""
         if self.rank == 0 and self.checkpoints.is_dir():
-            write_whole(self.checkpoints / PROGRESS, json.dumps(self.client_state()))
+            replace_text(self.checkpoints / PROGRESS, json.dumps(self.client_state()))
 
     def resume(self, folder: Path) -> None:
         """Weights, optimizer, schedule, step count and data position of the newest checkpoint in a folder."""
@@ -601,13 +597,6 @@ def set_random_states(states: list[str]) -> None:
     host, device = (torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states)
     get_accelerator().set_rng_state(device)
     torch.set_rng_state(host)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A kill or a full disk leaves what was there before, not half of it."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Summary:
@@ -682,7 +671,7 @@ def run(args: argparse.Namespace) -> Summary | None:
     summary = summarise(trainer, before, after)
     if trainer.rank == 0:
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(args.output_dir / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+        replace_text(args.output_dir / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
         if args.results is not None:
             append_row(args.results, asdict(summary))
         print(f"\n{summary}", flush=True)
