@@ -115,9 +115,9 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def combined(digests: Mapping[str, str]) -> str:
-    """One hash of named hashes."""
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+def hash_json(value: Any) -> str:
+    """Whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.checkpoint.errors import CheckpointError
-from ds_zo.checkpoint.files import Written, sha256_of
+from ds_zo.checkpoint.files import Written, hash_json, sha256_of
 from ds_zo.checkpoint.workers import in_threads
 
 FORMAT = "ds_zo checkpoint"
@@ -40,11 +39,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return {**body, "sha256": _digest(body)}
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        return {**body, "sha256": hash_json(body)}
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -73,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"checkpoint {folder} has format {version}, this ds_zo reads up to {VERSION}: load it with ds_zo "
             f"{body.get('ds_zo_version', 'of a later version')} or later"
         )
-    if kind != FORMAT or found != _digest(body):
+    if kind != FORMAT or found != hash_json(body):
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} does not match its own hash")
     files = {name: Written(**of) for name, of in body["files"].items()}
     return Manifest(

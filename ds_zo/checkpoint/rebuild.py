@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ds_zo import ops
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.export import Spec, specs_of, write_model_folder
-from ds_zo.checkpoint.files import combined, hash_tensors
+from ds_zo.checkpoint.files import hash_json, hash_tensors
 from ds_zo.checkpoint.layout import fill_unit, give_buffers, host_tensors, rebuild, unit_key
 from ds_zo.checkpoint.manifest import is_checkpoint
 from ds_zo.checkpoint.progress import AFTER_S
@@ -150,7 +150,7 @@ def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: t
             digests[unit_key(description)] = hash_tensors(host_tensors(unit))
             found = values(unit, rows=rows, first_row_step=first_row_step, step=step, recipe=recipe)
             yield from ((placed.name, value.cpu()) for placed, value in found)
-        if comparable and combined(digests) != recorded:
+        if comparable and hash_json(digests) != recorded:
             raise CheckpointError(
                 f"the weights replayed to step {step} are not those that the run had: their hash is not the one "
                 f"recorded in {trajectory_file}"
@@ -165,7 +165,7 @@ def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: t
 def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
     """Reads all of the base once: a replay from other weights would be garbage that looks like a model."""
     host = torch.device("cpu")
-    found = combined({unit_key(d): hash_tensors(host_tensors(base.unit(d, host))) for d in descriptions})
+    found = hash_json({unit_key(d): hash_tensors(host_tensors(base.unit(d, host))) for d in descriptions})
     if found != base.sha256:
         raise CheckpointError(
             f"{base.folder} is not the model that the run started from: its weights, stored as the run stored them, "

@@ -132,7 +132,7 @@ def _write_files(save: Save, folder: Path) -> Manifest:
         global_steps=save.global_steps,
         saved_unix_s=time.time(),
         ds_zo_version=save.ds_zo_version,
-        weights_sha256=files.combined(
+        weights_sha256=files.hash_json(
             {piece.key: written[weights_file(i)].sha256 for i, piece in enumerate(pieces) if piece.key}
         ),
         files=dict(sorted(written.items())),

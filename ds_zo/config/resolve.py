@@ -13,7 +13,7 @@ from ds_zo.config.rules import check_rules, ignored_keys, warnings_for
 from ds_zo.config.section import DsZoConfig
 from ds_zo.config.stock import block, parse, read_stock
 
-BACKENDS = ("zo", "lomo", "adalomo", "lsp")
+BACKENDS = tuple(PARAMS)
 _OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
 _GROUP_KEYS = ("lr", "weight_decay")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.checkpoint.errors import CheckpointError
-from ds_zo.checkpoint.files import combined, hash_tensors
+from ds_zo.checkpoint.files import hash_json, hash_tensors
 from ds_zo.checkpoint.layout import describe, difference, fill_unit, host_tensors, shapes_of, unit_key
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
@@ -65,7 +65,7 @@ class HomesCheckpoint:
         homes = self._homes
         digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in homes.placement.units}
         on_device = homes.device.type == "cuda"
-        return Recorder(self._header, step=homes.log.length, base_sha256=combined(digests), on_device=on_device)
+        return Recorder(self._header, step=homes.log.length, base_sha256=hash_json(digests), on_device=on_device)
 
     def _header(self) -> dict[str, Any]:
         config = getattr(self._module, "config", None)

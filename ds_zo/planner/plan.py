@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from ds_zo.config.errors import translate
 from ds_zo.config.optimizers import PARAMS, LSPParams, ZOParams
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
+from ds_zo.config.stock import parse
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import estimate_lsp
@@ -28,7 +26,6 @@ from ds_zo.planner.stock import (
 )
 from ds_zo.planner.zo import estimate_zo
 
-Params = TypeVar("Params", bound=BaseModel)
 _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
 _OF_ZO = {"wire_dtype", "master", "writeback_interval", "fuse_update"}
 """Keys of `ds_zo.stream`: those that ask for streaming, and those that only ZO has a use for."""
@@ -40,7 +37,7 @@ class Options:
     """What a contender may be told beside the model and the memory."""
 
     stream: StreamConfig
-    params: Mapping[str, Any]
+    params: dict[str, Any]
     """Of `optimizer.params`, for the backend that has them."""
     offload: bool | None
     checkpointing: bool
@@ -49,7 +46,7 @@ class Options:
 
 
 def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
-    params = _typed(ZOParams, options.params)
+    params = parse(ZOParams, options.params, at="optimizer.params")
     limits = _told(limits, options.stream)
     return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
 
@@ -59,7 +56,7 @@ def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Es
         model,
         _told(limits, options.stream),
         backend=backend,
-        params=_typed(PARAMS[backend], options.params).model_dump(exclude_unset=True),
+        params=parse(PARAMS[backend], options.params, at="optimizer.params").model_dump(exclude_unset=True),
         stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
         offload=options.offload,
         checkpointing=options.checkpointing,
@@ -71,7 +68,7 @@ def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
         model,
         _told(limits, options.stream),
         stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
-        params=_typed(LSPParams, options.params),
+        params=parse(LSPParams, options.params, at="optimizer.params"),
         offload=options.offload,
         checkpointing=options.checkpointing,
     )
@@ -170,15 +167,15 @@ def plan(
         raise ValueError(
             f"params are planned for {', '.join(PARAMS)}, got some of {chosen[0]}: leave them out (--params)"
         )
-    for key, value in (("device_memory_gb", device_memory_gb), ("host_memory_gb", host_memory_gb)):
+    for option, value in (("--device-memory-gb", device_memory_gb), ("--host-memory-gb", host_memory_gb)):
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"memory must be > 0 GB, or left out for any amount, got {value:g} (--{_dashed(key)})")
+            raise ValueError(f"memory must be > 0 GB, or left out for any amount, got {value:g} ({option})")
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
-    section = _stream(stream)
+    section = parse(StreamConfig, dict(stream or {}), at="ds_zo.stream")
     if offload is None and any(getattr(section, key) not in (None, "auto") for key in _NEED_STREAMING):
         offload = True
-    options = Options(section, params or {}, offload, checkpointing, is_only=len(chosen) == 1)
+    options = Options(section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1)
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
     left_out = {"lsp": _NO_FP16} if model.dtype == "fp16" and "lsp" in chosen else {}
@@ -207,26 +204,8 @@ def _estimate(name: str, model: Model, limits: Limits, options: Options) -> Esti
     return found
 
 
-def _stream(given: Mapping[str, Any] | None) -> StreamConfig:
-    try:
-        return StreamConfig(**(given or {}))
-    except ValidationError as error:
-        raise translate(error, StreamConfig, at="ds_zo.stream") from None
-
-
 def _without(stream: StreamConfig, keys: Collection[str]) -> StreamConfig:
     return StreamConfig(**{k: v for k, v in stream.model_dump(exclude_unset=True).items() if k not in keys})
-
-
-def _typed(model: type[Params], given: Mapping[str, Any]) -> Params:
-    try:
-        return model(**given)
-    except ValidationError as error:
-        raise translate(error, model, at="optimizer.params") from None
-
-
-def _dashed(key: str) -> str:
-    return key.replace("_", "-")
 
 
 def _nbytes(gb: float | None) -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_zo.planner.estimate import Estimate, Limits
+from ds_zo.planner.models import DTYPES
 from ds_zo.planner.plan import Plan
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.table import grid
@@ -26,7 +27,6 @@ SHARED_STORES = {
 """Parts of the host's memory that `zero_optimization.stage: 3` divides among the ranks of a machine."""
 
 _GATHERING = frozenset({"zero-3-gpu-params"})
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _sharded_device_nbytes(plan: Plan, e: Estimate, *, ranks: int) -> int:
         return rest + e.shards.device_nbytes(ranks=ranks)
     if e.contender not in _GATHERING:
         return e.device_nbytes
-    weights = plan.num_parameters * _ITEMSIZE[plan.dtype]
+    weights = plan.num_parameters * DTYPES[plan.dtype].itemsize
     return rest + weights // ranks + 2 * weights // max(1, plan.num_blocks)
 
 
