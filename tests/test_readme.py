@@ -159,6 +159,21 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert "zo" in capsys.readouterr().out
 
 
-def test_links_lead_somewhere() -> None:
-    links = {link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link}
-    assert [link for link in sorted(links) if not (REPO / link).exists()] == []
+PAGES = [*REPO.glob("*.md"), *(REPO / "ds_configs").glob("*.md"), *(REPO / "ds_zo").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
+    for file, _, anchor in (link.partition("#") for link in sorted(links)):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not anchor or anchor in anchors_of(target), f"{file}#{anchor}"
+    paths = re.findall(r"`((?:ds_zo|ds_configs|launch|tests)/[\w./-]+)`", text)
+    assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
