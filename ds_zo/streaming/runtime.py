@@ -282,10 +282,11 @@ class Runtime:
         if not slot.is_saving:
             slot.buffer[: home.numel()].copy_(home, non_blocking=True)
             return
-        for piece, saved in slot.pieces(home.numel()):
+        pieces = list(slot.pieces(home.numel()))
+        for piece, saved in pieces:
             self._wait(stream, saved)
             slot.buffer[piece].copy_(home[piece], non_blocking=True)
-        slot.is_saving = False
+        slot.is_saving = len(pieces) < len(slot.saved)  # a larger unit's last ones are still to be awaited
 
     def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:

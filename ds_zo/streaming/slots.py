@@ -30,7 +30,7 @@ class Slot:
         if self.drained is not None:  # the buffer may be memory that kernels on this stream are still to leave
             self.drained.record(torch.cuda.current_stream(device))
         self.is_saving = False
-        """A download out of it was issued after its last upload."""
+        """A download out of it was issued after its last upload, or before one that did not reach all of its pieces."""
         self.unit: Unit | None = None
         """Whose bytes it holds or awaits."""
         self.version = -1

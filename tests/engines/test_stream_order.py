@@ -22,6 +22,7 @@ from stream_clocks import (
     in_thread,
     install,
 )
+from torch import nn
 from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 from ds_zo.checkpoint.claims import Claims
@@ -75,6 +76,17 @@ class Wanders(Toy):
         for i in self.order:
             x = self.blocks[i](x)
         return x
+
+
+class Wide(nn.Module):
+    """A block as large as it is told."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16 * width), nn.Linear(16 * width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
 
 
 def races_of_zo(case: str, orders: Sequence[Sequence[int]] = ((0, 1, 2),)) -> Races:
@@ -138,6 +150,22 @@ def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeyp
 @pytest.mark.parametrize("case", ["slots go round", "low planes"])
 def test_zo_orders_gathers_that_nobody_waits_for(case: str, sharded: None) -> None:
     assert not races_of_zo(case, WILD).found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zo_orders_blocks_of_different_sizes(dtype: torch.dtype) -> None:
+    """A small one in a slot leaves the rest of a large one's download under way."""
+
+    class Uneven(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Wide(width) for width in (64, 1, 2, 1, 64, 1, 48))
+
+    engine = engine_for(Uneven().train(), zo_json(interval=3, bf16={"enabled": dtype is torch.bfloat16}))
+    with Races() as races:
+        for batch in toy_batches(6):
+            one_step(engine, batch)
+    assert races.num_writes and not races.found
 
 
 @pytest.mark.parametrize("interval", [1, 2])
