@@ -66,10 +66,16 @@ def speed(
     numel = sum(p.numel() for p in model.parameters())
     host_before_gb = host_peak_gb()
     begin = time.perf_counter()
-    stream: dict[str, Any] | None = {"device_memory_gb": cap_gb} if streams else None
-    trainer = _trainer(
-        method, model, batch=batch, params=params or {}, clipping=clipping, stream=stream, compiled=compiled
-    )
+    set_checkpointing(model, True)
+    model.train()
+    if method in _WITHOUT_DEEPSPEED:
+        trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
+    else:
+        stream: dict[str, Any] | None = {"device_memory_gb": cap_gb} if streams else None
+        options: Row = {"params": params or {}, "stream": stream, "compiled": compiled}
+        trainer = _engine(ALL[method], model, batch=batch, clipping=clipping, **options)
+    if compiled:
+        trainer.compile(model)
     ids = random_batch(model, batch, length, where)
     synchronize(where)
     load_s = time.perf_counter() - begin
@@ -195,28 +201,6 @@ def _no_zero_adam(engine: Any) -> Iterator[None]:
 
 
 # Who trains
-
-
-def _trainer(
-    method: str,
-    model: Any,
-    *,
-    batch: int,
-    params: Mapping[str, Any],
-    clipping: float,
-    stream: dict[str, Any] | None,
-    compiled: bool,
-) -> Trainer:
-    set_checkpointing(model, True)
-    model.train()
-    if method in _WITHOUT_DEEPSPEED:
-        trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
-    else:
-        options: Row = {"batch": batch, "params": params, "stream": stream, "compiled": compiled}
-        trainer = _engine(ALL[method], model, clipping=clipping, **options)
-    if compiled:
-        trainer.compile(model)
-    return trainer
 
 
 def _engine(
