@@ -24,7 +24,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import runpy
 import sys
 import time
@@ -45,7 +44,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
 from ds_zo.bench.galore import TYPE as GALORE
 from ds_zo.bench.galore import galore_engine
-from ds_zo.bench.measure import commit, versions
+from ds_zo.bench.measure import commit, host_peak_gb, versions
 from ds_zo.bench.mezo_engine import MeZOEngine
 from ds_zo.bench.rows import append_row
 from ds_zo.bench.run_summary import Best, Point, Summary
@@ -633,7 +632,7 @@ def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Su
         dev=best.value if best else None,
         best_step=best.step if best else None,
         peak_device_gb=round(accelerator.max_memory_allocated() / 1e9, 3) if on_device else 0.0,
-        peak_host_gb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3),
+        peak_host_gb=round(host_peak_gb(), 3),
         model_folder=str(trainer.model_folder) if trainer.model_folder else None,
         checkpoint_folder=str(trainer.checkpoints) if trainer.checkpoints.is_dir() else None,
         versions=versions(),

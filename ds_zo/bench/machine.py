@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
-from ds_zo.bench.measure import environment, extensions_folder, host_free_bytes
+from ds_zo.bench.measure import environment, extensions_folder, host_free_bytes, host_total_bytes
 from ds_zo.bench.profile_layers import LayerTimes, profile_layers
 from ds_zo.planner.models import load_config
 from ds_zo.planner.table import grid
@@ -190,9 +190,8 @@ def _locked_memory() -> Check:
 
 
 def _host_memory() -> Check:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = host_free_bytes()
-    text = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f}"
+    text = f"{free / 1e9:.1f} GB free of {host_total_bytes() / 1e9:.1f}"
     if free < 16e9:
         return Check(
             "host memory", text, "warn", "streamed weights live here: plan with --host-memory-gb before training"
