@@ -21,6 +21,7 @@ from ds_zo.ops import formats, rng
 OFFSET_ALIGNMENT = 1024
 """Offsets of parameters are multiples of it: then the elements of one kernel program share all but the lowest counter
 word of their dither."""
+_ADAMW_EPS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,10 @@ def adalomo_update_(
     moments: FactoredMoments,
     *,
     lr: float,
-    decay: float = 1.0,
-    decay_rate: float = -0.8,
-    eps: tuple[float, float] = (1e-30, 1e-3),
-    clip_threshold: float = 1.0,
+    decay: float,
+    decay_rate: float,
+    eps: tuple[float, float],
+    clip_threshold: float,
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
     dither: Dither | None = None,
@@ -152,9 +153,8 @@ def adamw_update_(
     moments: AdamMoments,
     *,
     lr: float,
-    decay: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    decay: float,
+    betas: tuple[float, float],
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
     dither: Dither | None = None,
@@ -166,7 +166,7 @@ def adamw_update_(
     moments.mean.lerp_(g, 1 - betas[0])
     moments.mean_square.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
     bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
-    denominator = (moments.mean_square / bias_square).sqrt_().add_(eps)
+    denominator = (moments.mean_square / bias_square).sqrt_().add_(_ADAMW_EPS)
     _apply_(p, (moments.mean / bias).div_(denominator), lr=lr, decay=decay, dither=dither, residue=residue)
 
 
