@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,7 +49,7 @@ def planned_and_run(
     backend, offload = CASES[case]
     cuda = device.type == "cuda"
     before = _start_afresh() if cuda else 0
-    stream = {"resident_blocks": 0} if offload else None
+    stream = {"resident_blocks": 0} if offload else {}
     estimate = _estimate(backend, shape, batch=batch, seq=seq, offload=offload, stream=stream)
     model = lazy_model(f"random:{shape}", dtype=torch.bfloat16, device=device, max_length=max(2048, seq))
     if not offload and backend != "zo":
@@ -72,8 +73,14 @@ def planned_and_run(
         loss = float(output.detach())
         del output
     peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-    if case == "zo-streamed":  # its interval is chosen by times, which neighbours on the machine change
-        chosen = {"resident_blocks": 0, "writeback_interval": engine.backend.homes.interval}
-        estimate = _estimate(backend, shape, batch=batch, seq=seq, offload=offload, stream=chosen)
+    if case == "zo-streamed":
+        intervals = int(estimate.setting.rpartition(" ")[2]), engine.backend.homes.interval
+        planned, chosen = (
+            _estimate(backend, shape, batch=batch, seq=seq, offload=offload, stream={**stream, "writeback_interval": k})
+            for k in intervals
+        )
+        # The interval is chosen by times, which neighbours on the machine change, and low planes' buffers go by it.
+        slots = estimate.device["slots"] + chosen.device["slots"] - planned.device["slots"]
+        estimate = replace(estimate, device={**estimate.device, "slots": slots})
     engine.destroy()
     return estimate, peak, loss
