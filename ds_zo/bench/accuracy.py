@@ -2,7 +2,7 @@
 
     python -m ds_zo.bench.accuracy rows.jsonl
     python -m ds_zo.bench.accuracy rows.jsonl --rates
-    python -m ds_zo.bench.accuracy rows.jsonl --claims
+    python -m ds_zo.bench.accuracy rows.jsonl --claims --dev
 
 Rates are chosen with one seed on a few tasks (`SELECT_TASKS`, `SELECT_SEED`), by the mean over those tasks of the score
 on dev; a method with `lr_of` takes another's. The table is of test scores, each of the state that was best on dev. It
@@ -162,6 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, nargs="+", help="files of rows that launch/sweep.py wrote")
     parser.add_argument("--grid", default="accuracy", metavar="NAME|FILE", help="for order, rates and what is missing")
+    parser.add_argument("--dev", action="store_true", help="scores on dev, where the state was chosen, instead of test")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--rates", action="store_true", help="show the chosen learning rates instead")
     shown.add_argument("--claims", action="store_true", help="show what is claimed of methods beside one another")
@@ -171,6 +172,8 @@ def main(arguments: list[str] | None = None) -> None:
         grid = read_grid(args.grid)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    if args.dev:
+        rows = [{**row, "after": row.get("dev")} for row in rows]
     if args.rates:
         for method, lr in best_rates(rows, tasks=select_tasks(grid)).items():
             print(f"{method}: {lr:g}")

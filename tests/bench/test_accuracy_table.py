@@ -94,6 +94,8 @@ def test_the_command_shows_table_and_claims(tmp_path: Path, capsys: pytest.Captu
     assert "| lomo = sgd within seed noise | -10.00 ± 2.00 no | – |" in capsys.readouterr().out
     accuracy.main([str(rows)])
     assert "| sgd | 0.03? | 10 | 91.0 ± 1.4 (2 of 3) |" in capsys.readouterr().out
+    accuracy.main([str(rows), "--dev"])
+    assert "| sgd | 0.03? | 10 | 50.0 ± 0.0 (2 of 3) |" in capsys.readouterr().out
 
 
 def test_expected_seconds(tmp_path: Path) -> None:
