@@ -40,17 +40,18 @@ def _init(
     _stock_init(self, params, modifier_rank, *args, **kwargs)
     enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
     listed = [params] if isinstance(params, torch.Tensor) else params
-    ours = {id(p): p for p in listed if enabled and isinstance(getattr(p, "_hp_mapping", None), ModuleState)}
-    self._ds_zo_lent = list(ours.values())
+    self._ds_zo_listed = list({id(p): p for p in listed if enabled}.values())
     self._ds_zo_modifier_rank = modifier_rank
 
 
 def _enter(self: Any) -> Any:
     entered = _stock_enter(self)
+    states = [(p, getattr(p, "_hp_mapping", None)) for p in self._ds_zo_listed]
+    self._ds_zo_lent = [(p, state) for p, state in states if isinstance(state, ModuleState)]
     own: dict[ModuleState, list[nn.Parameter]] = {}
-    for parameter in self._ds_zo_lent:
-        if parameter not in parameter._hp_mapping.lending:  # else a context around this one shows it, and goes on
-            own.setdefault(parameter._hp_mapping, []).append(parameter)
+    for parameter, state in self._ds_zo_lent:
+        if parameter not in state.lending:  # else a context around this one shows it, and goes on
+            own.setdefault(state, []).append(parameter)
     for state, parameters in own.items():
         state.lend(parameters)
     self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
@@ -59,20 +60,15 @@ def _enter(self: Any) -> Any:
 
 def _exit(self: Any, *exception: Any) -> Any:
     keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
+    lent = [(p, state) for p, state in self._ds_zo_lent if p in state.lending]  # none of an engine that is gone
     # All values first: to write one binds its whole unit to where it is stored.
-    values: list[Any] = []
-    for parameter in self._ds_zo_lent:
-        lending = parameter._hp_mapping.lending
-        is_own = id(parameter) in self._ds_zo_own
-        values.append(lending.take_back(parameter) if is_own else lending.stored(parameter) if keeps else None)
-    for parameter, value in zip(self._ds_zo_lent, values, strict=True):
+    values = [state.lending.take_back(p) if id(p) in self._ds_zo_own else state.lending.shown(p) for p, state in lent]
+    for (parameter, state), value in zip(lent, values, strict=True):
         if keeps:
             if dist.is_initialized() and dist.get_world_size() > 1:
-                value = value.to(parameter._hp_mapping.device)
+                value = value.to(state.device)
                 dist.broadcast(value, self._ds_zo_modifier_rank)
-            parameter._hp_mapping.write(parameter, value)
-        elif id(parameter) in self._ds_zo_own:
-            parameter._hp_mapping.return_home(parameter)
-    for state in {parameter._hp_mapping for parameter in self._ds_zo_lent}:
-        state.lending.show_again()
+            state.store(parameter, value)
+        if id(parameter) in self._ds_zo_own:
+            state.return_home(parameter)
     return _stock_exit(self, *exception)

@@ -6,7 +6,7 @@ copy: one that was changed is refused. One that was not shows its copy again whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,73 +25,72 @@ _SAMPLE_NUMEL = 1 << 16
 @dataclass
 class _Copy:
     parameter: nn.Parameter
-    value: torch.Tensor
-    home: int
-    """Where the parameter is when it does not show the copy: an address."""
     unit: Unit | None
-    """Whose visits point the parameter elsewhere, if any do."""
+    """Where the parameter is placed, if it is: then that keeps what it shows."""
     sample: torch.Tensor
     handles: list[RemovableHandle] = field(default_factory=list)
 
+    @property
+    def value(self) -> torch.Tensor:
+        return self.parameter.data if self.unit is None else self.unit.lent(self.parameter)
+
 
 class Lending:
-    def __init__(self, is_visited: Callable[[Unit], bool]) -> None:
-        """`is_visited`: its parameters are working copies now."""
-        self._is_visited = is_visited
+    def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._copies
 
-    def show(self, parameter: nn.Parameter, value: torch.Tensor, *, unit: Unit | None) -> None:
-        """`parameter` is at home. `unit`: whose visits point it elsewhere, if any do."""
-        copy = _Copy(parameter, value, parameter.data_ptr(), unit, _sample(value))
-        parameter.data = value
-        self._copies[id(parameter)] = copy
-        if unit is not None:
-            check, again = (Hook(torch.compiler.disable(partial(f, copy))) for f in (self._check, self._show_again))
-            copy.handles.append(unit.module.register_forward_pre_hook(check, prepend=True))
-            copy.handles.append(unit.module.register_forward_hook(again, always_call=True))
+    def show(
+        self, parameter: nn.Parameter, value: torch.Tensor, *, unit: Unit | None, visitors: Iterable[nn.Module]
+    ) -> None:
+        """`parameter` is at home. `visitors`: modules whose forwards run on what is stored."""
+        copy = self._copies[id(parameter)] = _Copy(parameter, unit, _sample(value))
+        if unit is None:
+            parameter.data = value
+        else:
+            unit.lend(parameter, value)
+        check = Hook(torch.compiler.disable(partial(self._check, copy)))
+        copy.handles += [module.register_forward_pre_hook(check, prepend=True) for module in visitors]
 
-    def show_again(self) -> None:
-        """After something that brought whole units home."""
-        for copy in self._copies.values():
-            self._show_again(copy)
+    def shown(self, parameter: nn.Parameter) -> torch.Tensor:
+        """What it shows, or would if no visit had come between."""
+        return self._copies[id(parameter)].value
 
     def take_back(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What it shows, or would if no visit had come between; whoever asks brings it home."""
+        """What it shows; whoever asks brings it home."""
         copy = self._copies.pop(id(parameter))
         for handle in copy.handles:
             handle.remove()
-        return self._shown(copy)
+        value = copy.value
+        if copy.unit is not None:
+            copy.unit.take_back(parameter)
+        return value
 
-    def stored(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What it shows is going to be stored, and shown still."""
+    def stored(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """`value` was stored; it is shown too."""
         copy = self._copies[id(parameter)]
-        copy.value = self._shown(copy)
+        if copy.value.data_ptr() != value.data_ptr():
+            copy.value.copy_(value.detach())
         copy.sample = _sample(copy.value)
-        return copy.value
 
-    def _shown(self, copy: _Copy) -> torch.Tensor:
-        return copy.value if copy.parameter.data_ptr() == copy.home else copy.parameter.data
-
-    def _is_elsewhere(self, copy: _Copy) -> bool:
-        return copy.unit is not None and self._is_visited(copy.unit)
+    def close(self, *, comes_home: bool) -> None:
+        """The engine ends first: what copies show is not stored."""
+        for copy in list(self._copies.values()):
+            self.take_back(copy.parameter)
+            if comes_home and copy.unit is not None:
+                copy.unit.bind_home()
 
     def _check(self, copy: _Copy, *hooked: Any) -> None:
-        if copy.unit is None or self._is_elsewhere(copy):
+        unit = copy.unit
+        if unit is None or unit.is_visited or torch.equal(_sample(copy.value), copy.sample):
             return
-        is_own = copy.parameter.data_ptr() in (copy.home, copy.value.data_ptr())
-        if not is_own or not torch.equal(_sample(copy.value), copy.sample):
-            name = next(placed.name for placed in copy.unit.placed if placed.parameter is copy.parameter)
-            raise RuntimeError(
-                "weights that were changed under deepspeed.zero.GatheredParameters are stored when it ends (with a "
-                f"modifier_rank), and a forward inside would run on those of before, got {name}: leave it first"
-            )
-
-    def _show_again(self, copy: _Copy, *hooked: Any) -> None:
-        if not self._is_elsewhere(copy) and copy.parameter.data_ptr() == copy.home:
-            copy.parameter.data = copy.value
+        name = next(placed.name for placed in unit.placed if placed.parameter is copy.parameter)
+        raise RuntimeError(
+            "weights that were changed under deepspeed.zero.GatheredParameters are stored when it ends (with a "
+            f"modifier_rank), and a forward inside would run on those of before, got {name}: leave it first"
+        )
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:

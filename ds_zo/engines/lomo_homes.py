@@ -391,12 +391,8 @@ class HomesState(ModuleState):
     def _before_load(self, unit: Unit) -> None:
         self._homes.runtime.host_wait(unit)
 
-    def _visiting(self, parameter: nn.Parameter) -> Unit | None:
-        unit = super()._visiting(parameter)
-        return unit if unit is not None and unit.streamed else None
-
-    def _is_visited(self, unit: Unit) -> bool:
-        return self._homes.is_visited(unit)
+    def _visits(self, unit: Unit) -> bool:
+        return unit.streamed
 
     def _stored(self, unit: Unit, placed: Placed) -> torch.Tensor:
         self._homes.runtime.host_wait(unit)

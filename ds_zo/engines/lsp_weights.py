@@ -32,8 +32,7 @@ class SettledState(ModuleState):
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self._settle()
-        self.return_home(parameter)
-        parameter.data.copy_(value)
+        self._homes.get(id(parameter), parameter.data).copy_(value)
 
     def return_home(self, parameter: nn.Parameter) -> None:
         home = self._homes.pop(id(parameter), None)
@@ -49,12 +48,6 @@ class SettledState(ModuleState):
 
     def _before_load(self, unit: Unit) -> None:
         self._settle()
-
-    def _visiting(self, parameter: nn.Parameter) -> Unit | None:
-        return None
-
-    def _is_visited(self, unit: Unit) -> bool:
-        return False
 
     def close(self) -> None:
         super().close()

@@ -6,10 +6,11 @@ Hooks on the modules that own parameters, so that a submodule's `state_dict()` i
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ class ModuleState(ABC):
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
         self._staged: list[nn.Parameter] = []
-        self.lending = Lending(self._is_visited)
+        self.lending = Lending()
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._where for p in m._parameters.values()):
@@ -59,7 +60,7 @@ class ModuleState(ABC):
         # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
         parameter._hp_mapping = self
         parameter.get_full_hp_param = full
-        parameter.set_full_hp_param = partial(self._set_full, parameter)
+        parameter.set_full_hp_param = partial(self.store, parameter)
         parameter.__deepcopy__ = partial(self._plain_copy, parameter)
 
     def _leave(self, parameter: nn.Parameter) -> None:
@@ -88,6 +89,7 @@ class ModuleState(ABC):
         """Weights of `unit` are about to be written."""
 
     def close(self) -> None:
+        self.lending.close(comes_home=self.owns_module() and not sys.is_finalizing())
         for handle in self._handles:
             handle.remove()
         if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
@@ -132,23 +134,27 @@ class ModuleState(ABC):
         values = [(p, p.data) for p in self._staged]
         self._staged.clear()
         for p, value in values:
-            self.write(p, value)
+            self.store(p, value)
 
     def lend(self, parameters: Sequence[nn.Parameter]) -> None:
         """Points parameters at copies of the current weights, which are theirs until `lending.take_back`."""
-        # All values first: to read one binds its whole unit to where it is stored.
+        owners: dict[int, list[nn.Module]] = {id(p): [] for p in parameters}
+        for m in self._module.modules():
+            for p in m._parameters.values():
+                if id(p) in owners:
+                    owners[id(p)].append(m)
+        # All values first: to read one may fail.
         values = [self.read(p).clone() for p in parameters]
         for p, value in zip(parameters, values, strict=True):
-            self.lending.show(p, value, unit=self._visiting(p))
-        self.lending.show_again()
+            unit = self._where[id(p)][0] if id(p) in self._where else None
+            visitors: list[nn.Module] = []
+            if unit is not None and self._visits(unit):  # a block's as a whole, others by each module that has them
+                visitors = [unit.module, *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block)]
+            self.lending.show(p, value, unit=unit, visitors=visitors)
 
-    def _visiting(self, parameter: nn.Parameter) -> Unit | None:
-        """The unit whose visits point the parameter elsewhere, if any do."""
-        return self._where[id(parameter)][0]
-
-    @abstractmethod
-    def _is_visited(self, unit: Unit) -> bool:
-        """Its parameters are working copies now."""
+    def _visits(self, unit: Unit) -> bool:
+        """Its parameters are pointed elsewhere while its module runs."""
+        return True
 
     def return_home(self, parameter: nn.Parameter) -> None:
         """After somebody pointed it at memory of their own."""
@@ -164,17 +170,18 @@ class ModuleState(ABC):
             self.return_home(parameter)
         return type(parameter)(value, parameter.requires_grad)
 
-    def _set_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def store(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Writes a weight, and shows it where a copy is shown."""
         self.write(parameter, value)
+        if parameter in self.lending:
+            self.lending.stored(parameter, value)
 
 
 class ReplayedState(ModuleState):
     """ZO's: updates may be pending, and the stored form another."""
 
-    def __init__(self, homes: Homes, module: nn.Module, *, visited: Set[int]) -> None:
-        """`visited`: units whose parameters are working copies now, by id."""
+    def __init__(self, homes: Homes, module: nn.Module) -> None:
         self._homes = homes
-        self._visited = visited
         self._cached: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
         self.on_write: Callable[[], None] = lambda: None
@@ -219,9 +226,6 @@ class ReplayedState(ModuleState):
 
     def _before_load(self, unit: Unit) -> None:
         self._homes.visits.fold_now(unit)
-
-    def _is_visited(self, unit: Unit) -> bool:
-        return id(unit) in self._visited
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:

@@ -80,7 +80,7 @@ class ZOBackend(Backend):
         self._copies_inputs = False
         """The forward was seen to write to its inputs."""
         self._generators: list[Any] = []
-        self.state = ReplayedState(self.homes, module, visited=self._copies.visited)
+        self.state = ReplayedState(self.homes, module)
         graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
         self._pretrained = PretrainedSaving(module, self.state.read)
@@ -495,6 +495,7 @@ class ZOBackend(Backend):
             # finalizer. Where it fails, for lack of memory say, the weights stay in their homes, and it may be tried
             # again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
+                self.state.lending.close(comes_home=True)
                 self._leave_module_whole()
             self._closed = True
             self._copies.close()

@@ -146,6 +146,10 @@ class Unit:
         self.is_cut = False
         """`home` is this rank's piece alone ([Note: device shards])."""
         self._home_views: list[torch.Tensor] | None = None
+        self.is_visited = False
+        """Its parameters are working copies now."""
+        self._lent: dict[int, torch.Tensor] = {}
+        """What parameters show between visits instead of what is stored, by id."""
 
     @property
     def placed(self) -> Iterator[Placed]:
@@ -228,11 +232,14 @@ class Unit:
 
     def bind(self, views: Iterable[torch.Tensor]) -> None:
         """Points the parameters at `views` (in `placed` order)."""
+        self._look_after_lent()
+        self.is_visited = True
         for placed, view in zip(self.placed, views, strict=True):
             placed.parameter.data = view
 
     def bind_home(self) -> None:
-        """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory."""
+        """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory; what was
+        lent where something was."""
         if self._home_views is None:
             self._home_views = []
             whole = [None] * len(self.parts) if self.is_cut else self.planes(self.home)
@@ -244,6 +251,28 @@ class Unit:
                         hollow = torch.zeros((), dtype=part.dtype, device=self.home.device)
                         self._home_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._home_views)
+        self.is_visited = False
+        for placed in self.placed if self._lent else ():
+            if id(placed.parameter) in self._lent:
+                placed.parameter.data = self._lent[id(placed.parameter)]
+
+    def lend(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """`parameter` shows `value` between visits, or whatever it is pointed at then, until `take_back`."""
+        self._lent[id(parameter)] = parameter.data = value
+
+    def lent(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._look_after_lent()
+        return self._lent[id(parameter)]
+
+    def take_back(self, parameter: nn.Parameter) -> None:
+        del self._lent[id(parameter)]
+
+    def _look_after_lent(self) -> None:
+        """Somebody may have pointed a parameter elsewhere."""
+        for placed in self.placed if self._lent and not self.is_visited else ():
+            lent = self._lent.get(id(placed.parameter))
+            if lent is not None and lent.data_ptr() != placed.parameter.data_ptr():
+                self._lent[id(placed.parameter)] = placed.parameter.data
 
     def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device | None = None) -> None:
         """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if

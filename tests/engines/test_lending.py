@@ -3,6 +3,9 @@ would miss what somebody has changed, it is refused."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -10,6 +13,7 @@ import pytest
 import torch
 from equivalence_runs import on_device
 from lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, streamed, train
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("single_process")
 OFFLOAD = {f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")}
@@ -19,16 +23,22 @@ RUNS: dict[str, dict[str, Any]] = {
     "zo, fp8": streamed("ZO", lr=1e-3, stream={"wire_dtype": "fp8"}),  # what a parameter shows at home is no weight
     "lomo": config_for("LOMO"),
     "lomo, streamed": streamed("LOMO"),
+    "lsp": config_for("LSP", lr=1e-3, params={"projector": "random"}),
     "lsp, streamed": config_for("LSP", lr=1e-3, params={"projector": "random"}, zero_optimization=OFFLOAD),
 }
-DIRECT = {"lomo"}
+DIRECT = {"lomo", "lsp"}
 """Whose forward runs on what parameters show, copies or not."""
 CHANGED = "model.layers.1.mlp.up_proj.weight"
+NEIGHBOUR = CHANGED.replace("up", "down")
+TIED = "model.embed_tokens.weight"
 BATCH = next(batches("llama", 1, first=9))
 
 
-def started(kind: str) -> Any:
-    engine = start(RUNS[kind], lively("llama").train())
+plain, tied = partial(lively, "llama"), partial(lively, "llama", tie_word_embeddings=True)
+
+
+def started(kind: str, make: Callable[[], nn.Module] = plain) -> Any:
+    engine = start(RUNS[kind], make().train())
     train(engine, batches("llama", 2))
     return engine
 
@@ -96,17 +106,128 @@ def test_a_forward_on_changed_copies_sees_them_or_is_refused(kind: str, trains: 
 def test_contexts_inside_one_another_show_one_copy(kind: str) -> None:
     engine = started(kind)
     before = state_of(engine)
-    neighbour = CHANGED.replace("up", "down")
-    changed, other = engine.module.get_parameter(CHANGED), engine.module.get_parameter(neighbour)
+    changed, other = engine.module.get_parameter(CHANGED), engine.module.get_parameter(NEIGHBOUR)
     with deepspeed.zero.GatheredParameters([changed]):
         changed.data.fill_(0.25)
         with deepspeed.zero.GatheredParameters([changed, other], modifier_rank=0):
-            assert (changed.data == 0.25).all() and torch.equal(other.data.cpu(), before[neighbour])
+            assert (changed.data == 0.25).all() and torch.equal(other.data.cpu(), before[NEIGHBOUR])
             other.data.fill_(0.5)
         assert (changed.data == 0.25).all(), "the outer one still shows it"
         loss_of(engine)  # it is stored now
         with deepspeed.zero.GatheredParameters([changed, other]):
             pass
         assert (changed.data == 0.25).all()
-    before[CHANGED], before[neighbour] = (torch.full_like(before[CHANGED], 0.25), torch.full_like(other.cpu(), 0.5))
+    before[CHANGED], before[NEIGHBOUR] = (torch.full_like(before[CHANGED], 0.25), torch.full_like(other.cpu(), 0.5))
     assert_close(state_of(engine), before, atol=2e-6)
+    train(engine, batches("llama", 1, first=2))
+    assert not torch.equal(state_of(engine)[CHANGED], before[CHANGED])
+
+
+class Scaled(nn.Module):
+    """Has a parameter of its own, which is alive through a whole forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = lively("llama")
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        output = self.inner(**batch)
+        output.loss = output.loss * self.scale.mean()
+        return output
+
+
+def evaluate_in_inference_mode(engine: Any) -> None:
+    with torch.inference_mode():
+        loss_of(engine)
+
+
+def neighbour_of(engine: Any) -> nn.Parameter:
+    found: nn.Parameter = engine.module.get_parameter(NEIGHBOUR)
+    return found
+
+
+BETWEEN: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], object]]] = {
+    "an evaluation of a tied weight": (tied, TIED, loss_of),
+    "training a tied weight": (tied, TIED, partial(loss_of, trains=True)),
+    "training a weight of the root": (Scaled, "scale", partial(loss_of, trains=True)),
+    "an evaluation in inference mode": (plain, CHANGED, evaluate_in_inference_mode),
+    "a state_dict": (plain, CHANGED, state_of),
+    "reading it": (
+        plain,
+        CHANGED,
+        lambda engine: deepspeed.utils.safe_get_full_fp32_param(engine.module.get_parameter(CHANGED)),
+    ),
+    "reading another of its block": (
+        plain,
+        CHANGED,
+        lambda engine: deepspeed.utils.safe_get_full_fp32_param(neighbour_of(engine)),
+    ),
+    "copying another of its block": (plain, CHANGED, lambda engine: copy.deepcopy(neighbour_of(engine))),
+    "writing another of its block": (
+        plain,
+        CHANGED,
+        lambda engine: deepspeed.utils.safe_set_full_fp32_param(
+            neighbour_of(engine), torch.ones(neighbour_of(engine).shape)
+        ),
+    ),
+    "loading another of its block": (
+        plain,
+        CHANGED,
+        lambda engine: engine.module.load_state_dict({NEIGHBOUR: torch.ones(neighbour_of(engine).shape)}, strict=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_copy_is_shown_until_the_end_whatever_comes_between(kind: str, between: str) -> None:
+    make, name, happens = BETWEEN[between]
+    engine = started(kind, make)
+    before = state_of(engine)[name]
+    changed = engine.module.get_parameter(name)
+    with deepspeed.zero.GatheredParameters([changed], modifier_rank=0):
+        happens(engine)
+        assert torch.equal(changed.detach().cpu(), before)
+        changed.data.mul_(2.0)
+        if make is plain and happens is not evaluate_in_inference_mode:
+            happens(engine)
+        assert torch.equal(changed.detach().cpu(), 2 * before)
+    torch.testing.assert_close(state_of(engine)[name], 2 * before, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RUNS if kind != "lomo"])  # whose parameters are ordinary ones
+def test_what_is_stored_otherwise_is_shown_too(kind: str) -> None:
+    engine = started(kind)
+    changed = engine.module.get_parameter(CHANGED)
+    one, two = (torch.full(changed.shape, value) for value in (1.0, 2.0))
+    with deepspeed.zero.GatheredParameters([changed], modifier_rank=0):
+        deepspeed.utils.safe_set_full_fp32_param(changed, one)
+        assert torch.equal(changed.detach().cpu(), one)
+        loss_of(engine)  # nothing that it would miss
+        engine.module.load_state_dict({CHANGED: two}, strict=False)
+        assert torch.equal(changed.detach().cpu(), two)
+        loss_of(engine)
+    assert torch.equal(state_of(engine)[CHANGED], two)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RUNS if kind.startswith("zo")])
+def test_the_head_alone_is_refused_where_the_embedding_was_changed(kind: str) -> None:
+    engine = started(kind, tied)
+    head, changed = engine.module.lm_head, engine.module.get_parameter(TIED)
+    x = torch.ones(1, changed.shape[1])
+    with deepspeed.zero.GatheredParameters([changed]), torch.no_grad():
+        head(x)
+        changed.data.mul_(2.0)
+        with pytest.raises(RuntimeError, match=rf"GatheredParameters.*{TIED}"):
+            head(x)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_engine_that_is_destroyed_meanwhile_leaves_its_module_whole(kind: str) -> None:
+    engine = started(kind)
+    before, module = state_of(engine), engine.module
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        engine.destroy()
+    assert_equal({name: value.cpu() for name, value in module.state_dict().items()}, before)
+    assert not any(m._forward_pre_hooks for m in module.modules())
