@@ -253,16 +253,16 @@ class Visits:
                 if unit.low_streamed:
                     self.runtime.written(unit, None)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: Unit, *, send_back: bool | None = None) -> None:
         """Nothing that is issued from here on reads the slot."""
         assert self._open is not None
         slot = self._open[1]
         self._open = (unit, None)
         if slot is not None:
-            self.runtime.depart(unit, slot)
+            self.runtime.depart(unit, slot, send_back=send_back)
 
-    def _depart(self, unit: Unit) -> None:
-        self._release(unit)
+    def _depart(self, unit: Unit, *, send_back: bool | None = None) -> None:
+        self._release(unit, send_back=send_back)
         self._open = None
 
     # Visits that change nothing: evaluation, saving
@@ -301,9 +301,9 @@ class Visits:
     def leave_clean(self, unit: Unit) -> None:
         """The unit's working copy is no longer read."""
         if self._open is not None and self._open[0] is unit:
-            self._depart(unit)
+            self._depart(unit, send_back=False)
         elif unit.low_streamed:
-            self.runtime.depart(unit, None)
+            self.runtime.depart(unit, None, send_back=False)
         unit.bind_home()
 
     @torch.no_grad()

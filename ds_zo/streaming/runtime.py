@@ -153,7 +153,9 @@ class Runtime:
         if number in self._downloads if send_back is None else send_back:
             self._send_back(unit, slot, low)
             self._downloads.discard(number)
-        if low is not None:
+        if low is not None and send_back is False and number in self._downloads:  # it was read before its fold
+            self._low_of[number] = low
+        elif low is not None:
             self._low_pool.append(low)
             self._upload_lows()
 
@@ -230,8 +232,9 @@ class Runtime:
 
     def _issue_uploads(self) -> None:
         while self._actions and self._actions[0].kind is Kind.UPLOAD:
-            action = self._actions.popleft()
+            action = self._actions[0]
             self._upload(action.block, self.slots[action.slot])
+            self._actions.popleft()  # not before: one that breaks off is made again
 
     def _upload(self, number: int, slot: Slot) -> None:
         unit = self.units[number]
@@ -276,6 +279,7 @@ class Runtime:
             slot.take(unit)
             self._copy_up(slot, home, stream)
         self._record(slot.filled, stream)
+        slot.version = unit.version
 
     def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Piece by piece behind a download that may still be under way; at once where there was none."""

@@ -192,6 +192,7 @@ class ShardedRuntime(Runtime):
             for work in gathering:
                 work.wait()
         self._record(slot.filled, self._gathered)
+        slot.version = unit.version
         self.bytes_up += own.numel()
         self.bytes_wire += self._share.piece_nbytes(nbytes) * (self._share.size - 1)
 

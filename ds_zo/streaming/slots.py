@@ -44,8 +44,8 @@ class Slot:
                 yield slice(i * length, min((i + 1) * length, nbytes)), saved
 
     def take(self, unit: Unit) -> None:
-        """An upload is about to fill it."""
-        self.unit, self.version = unit, unit.version
+        """An upload is about to fill it. Until it is issued whole, nothing is there to go by: it may break off."""
+        self.unit, self.version = unit, -1
         if not self._reuse:
             self._reallocate()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from lomo_runs import start, streamed
 from lsp_runs import lsp_json
 from stream_clocks import (
@@ -145,6 +146,33 @@ def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeyp
                 else:
                     engine.module.state_dict()
     assert races.num_writes and not races.found
+
+
+def races_of_reads(case: str) -> Races:
+    """Somebody looks at a block's weights while a training forward is at the embedding."""
+    model = Toy().train()
+    engine = engine_for(model, zo_json(**ZO[case]))
+    read = [model.blocks[i].linear.weight for i in (2, 0, 1)]
+
+    def look(*hooked: Any) -> None:
+        safe_get_full_fp32_param(read[engine.global_steps % 3])
+
+    model.embed.register_forward_hook(look)
+    with Races() as races:
+        for batch in toy_batches(6):
+            one_step(engine, batch)
+    assert races.num_writes
+    return races
+
+
+@pytest.mark.parametrize("case", ZO)
+def test_zo_orders_reads_inside_a_forward(case: str) -> None:
+    assert not races_of_reads(case).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", "a slot a block"])
+def test_zo_orders_reads_of_what_ranks_gather(case: str, sharded: None) -> None:
+    assert not races_of_reads(case).found
 
 
 @pytest.mark.parametrize("case", ["slots go round", "low planes"])

@@ -282,3 +282,24 @@ def test_resized_embeddings_are_refused(tied: bool) -> None:
     engine.module.resize_token_embeddings(80)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight .*before deepspeed\.initialize"):
         one_step(engine, batch)
+
+
+@pytest.mark.parametrize("read", range(3))
+@pytest.mark.parametrize("resident_blocks", [0, 2])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_reading_weights_inside_a_training_forward_changes_nothing(
+    interval: int, resident_blocks: int, read: int
+) -> None:
+    """As hooks that watch norms do. It takes none of the folds that are due for a mere visit."""
+    json = zo_json(interval=interval, resident_blocks=resident_blocks, bf16={"enabled": True})
+    found, seen = [], []
+    for looks in (False, True):
+        model = Toy().train()
+        engine = engine_for(model, json)
+        weight = model.blocks[read].linear.weight
+        if looks:
+            model.embed.register_forward_hook(lambda *hooked, p=weight: seen.append(safe_get_full_fp32_param(p)))
+        train(engine, toy_batches(6))
+        found.append({name: safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()})
+    assert_equal(*found)
+    assert len(seen) > 6

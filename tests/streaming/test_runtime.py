@@ -202,3 +202,37 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
     lows = sum(u.low_nbytes for u in units if id(u) in folding)
     assert runtime.bytes_down == units[1].nbytes + units[4].nbytes + lows
     assert runtime.bytes_up == streamed + lows + units[0].nbytes + units[1].nbytes
+
+
+@pytest.mark.parametrize("in_pass", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_whole", range(6))
+def test_an_upload_that_breaks_off_is_made_again(num_whole: int, overlap: bool, in_pass: bool) -> None:
+    """Ctrl-C, in the middle of the copies that bring a block."""
+
+    class BreaksOff(Runtime):
+        num_left = num_whole
+
+        def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+            if self.num_left == 0:
+                slot.buffer[:64].copy_(home[:64])
+                self.num_left = -1
+                raise KeyboardInterrupt
+            self.num_left -= 1
+            super()._copy_up(slot, home, stream)
+
+    units = make_units(6)
+    runtime = BreaksOff(units, CPU, num_slots=3, num_low_slots=0, overlap=overlap)
+    for slot in runtime.slots:
+        slot.buffer.fill_(255)
+    for number in range(3):
+        try:
+            if in_pass:
+                runtime.start(units, downloads=units)
+            for unit in units:
+                visit(runtime, unit, update=in_pass)
+        except KeyboardInterrupt:
+            assert number == 0
+        if in_pass:
+            runtime.finish()
+    assert runtime.num_left < 0
