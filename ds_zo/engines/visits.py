@@ -146,6 +146,7 @@ class Visits:
 
     def begin(self) -> None:
         """A training pass starts."""
+        self._break_off()
         if self._forward_begins:
             self.runtime.join(ahead=True)
             self._forward_begins = False
@@ -158,11 +159,15 @@ class Visits:
         ]
         self.runtime.start(self.placement.blocks, downloads=folding, lows=[*folding, *fold_next])
 
-    def end(self) -> None:
-        """The pass is over. One that broke off in a visit leaves its slot to whatever was issued for it."""
+    def _break_off(self) -> None:
+        """A visit that nobody ended leaves its slot to whatever was issued for it."""
         if self._open is not None and self._open[1] is not None:
             self.runtime.abandon(self._open[1])
         self._open = None
+
+    def end(self) -> None:
+        """The pass is over."""
+        self._break_off()
         try:
             self.runtime.finish()
         finally:
@@ -288,6 +293,7 @@ class Visits:
     def _open_clean(self, unit: Unit) -> torch.Tensor:
         if not unit.streamed:
             return unit.home
+        self._break_off()
         slot = self.runtime.arrive(unit)
         self._open = (unit, slot)
         return slot.buffer
@@ -320,6 +326,7 @@ class Visits:
         behind = [unit for unit in units if self.pending(unit)]
         if not behind:
             return
+        self._break_off()
         self._folding = {id(unit) for unit in behind}
         blocks = [unit for unit in behind if unit.is_block]
         if any(unit.streamed for unit in blocks):

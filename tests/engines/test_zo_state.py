@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from zo_runs import (
 
 from ds_zo import ops
 from ds_zo.config import ConfigError
+from ds_zo.engines.visits import Visits
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -303,3 +305,34 @@ def test_reading_weights_inside_a_training_forward_changes_nothing(
         found.append({name: safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()})
     assert_equal(*found)
     assert len(seen) > 6
+
+
+@pytest.mark.parametrize("num_whole", range(5))
+@pytest.mark.parametrize("what", ["an evaluation", "state_dict"])
+def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
+    what: str, num_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, the next forward brings up to date what it visits."""
+    apply, found = Visits._apply, []
+    for breaks_off in (False, True):
+        model = Toy().train()
+        engine = engine_for(model, zo_json(interval=4))
+        for step, batch in enumerate(toy_batches(6)):
+            one_step(engine, batch)
+            if not breaks_off or step != 2:
+                continue
+            num_left = num_whole
+
+            def counted(self: Visits, *args: Any, **kwargs: Any) -> None:
+                nonlocal num_left
+                num_left -= 1
+                if num_left < 0:
+                    raise KeyboardInterrupt
+                apply(self, *args, **kwargs)
+
+            with monkeypatch.context() as patch, torch.no_grad(), suppress(KeyboardInterrupt):
+                patch.setattr(Visits, "_apply", counted)
+                model(**batch) if what == "an evaluation" else model.state_dict()
+            assert num_left < 0
+        found.append(weights(model))
+    assert_equal(*found)
