@@ -701,6 +701,7 @@ class LOMOBackend(Backend):
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}
         self._num_updates = int(kept["step"])
+        self._pending = self._bare = self._in_bare = self._has_updated = False
         if self._scaler is not None:
             self._scaler.restart()
             if kept["scaler"] is not None:
@@ -723,6 +724,7 @@ class LOMOBackend(Backend):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         self._pending, self._bare = state.get("window") is not None, bool(state.get("bare", False))
         self._outcome = StepOutcome(**state["window"]) if self._pending else StepOutcome(applied=True)
+        self._has_updated = self._bare or (self._pending and bool(self._outcome.applied))
 
     def describe(self) -> str:
         if self._by_layer:

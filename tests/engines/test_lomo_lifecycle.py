@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,40 @@ def test_a_second_bare_backward_before_a_step_is_refused_as_the_engines_is(first
         sequential(**batch).loss.backward()
     sequential.step()
     assert_equal(weights_of(sequential.module), weights_of(reference))
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["all of it", "its weights"])
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "the engine's"])
+def test_a_checkpoint_that_is_loaded_instead_of_a_step_undoes_the_backward(
+    bare: bool, states: bool, tmp_path: Path
+) -> None:
+    """As where a loss has gone wild: what was updated is gone with the weights."""
+    found = []
+    for goes_wild in (False, True):
+        engine = start(config_for(), lively("gpt2"))
+        first, wild, after = batches("gpt2", 3)
+        train(engine, [first])
+        engine.save_checkpoint(str(tmp_path))
+        if goes_wild:
+            loss = 100 * engine(**wild).loss
+            loss.backward() if bare else engine.backward(loss)
+        engine.load_checkpoint(str(tmp_path), load_optimizer_states=states)
+        loss = engine(**after).loss
+        loss.backward() if bare else engine.backward(loss)
+        engine.step()
+        found.append(weights_of(engine.module))
+    assert_equal(*found)
+
+
+def test_a_checkpoint_of_half_a_step_refuses_a_second_backward(tmp_path: Path) -> None:
+    engine = start(config_for(), lively("gpt2"))
+    one, other = batches("gpt2", 2)
+    engine.backward(engine(**one).loss)
+    engine.save_checkpoint(str(tmp_path))
+    resumed = start(config_for(), lively("gpt2"))
+    resumed.load_checkpoint(str(tmp_path))
+    with pytest.raises(RuntimeError, match="a step has one backward"):
+        resumed.backward(resumed(**other).loss)
 
 
 def test_a_second_backward_through_updated_weights_is_an_error_not_garbage() -> None:
