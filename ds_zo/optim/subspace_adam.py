@@ -13,6 +13,12 @@ order.
 [Note: few calls] Every call of torch gives the interpreter away and has to get it back from the thread that launches
 the model's kernels, which has it most of the time. The d x d sums of a layer are small: what they cost is the calls. So
 they stand one behind the other and take one call for all, and what can be decided from a few numbers is, in Python.
+
+[Note: whole vectors] On the CPU torch's fused Adam computes the last `numel % width` elements of a tensor by scalar
+code, `width` being the processor's vector width. On x86-64 with AVX2 or AVX-512 that code rounds differently from the
+vector code, so the bits of an element depend on how many elements stand behind it in the same tensor. Streamed and
+resident runs, and groups that lack a gradient, pass the same elements in different tensors. So a tensor's last elements
+are copied to a full vector of the widest kind, and every element takes the vector code.
 """
 
 from __future__ import annotations
@@ -31,6 +37,8 @@ _CHUNK_NUMEL = 1 << 17
 would meet too often."""
 _ALIGNMENT = 64
 """Elements."""
+_VECTOR_NUMEL = 16
+"""Float32 elements of AVX-512's vectors, the widest of torch's CPU kernels; narrower ones divide it."""
 MANY_THREADS = 8
 """Enough to wait for memory, by a count of bytes. One or two wait for arithmetic: measured (`bench/lsp_adam`), chunks
 cost them a third."""
@@ -335,11 +343,13 @@ def _adam_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
+    """See [Note: whole vectors]."""
+    sides = zeros, grads, means, mean_squares
+    last: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    if any(zero.numel() % _VECTOR_NUMEL for zero in zeros) and not zeros[0].is_cuda:
+        sides, steps, last = _in_whole_vectors(sides, steps)
     torch._fused_adamw_(
-        zeros,
-        grads,
-        means,
-        mean_squares,
+        *sides,
         [],
         steps,
         lr=-1.0,  # from zero, by +1: the direction itself
@@ -352,6 +362,37 @@ def _adam_(
         grad_scale=None,
         found_inf=overflow,
     )
+    for (zero, _, mean, mean_square), vectors in last:
+        for target, vector in zip((zero, mean, mean_square), vectors[[0, 2, 3]].unbind(), strict=True):
+            target.copy_(vector[: target.numel()])
+
+
+Sides = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Lists of tensors that Adam reads and writes: directions, gradients and the two moments."""
+
+
+def _in_whole_vectors(
+    sides: Sides, steps: list[torch.Tensor]
+) -> tuple[Sides, list[torch.Tensor], list[tuple[list[torch.Tensor], torch.Tensor]]]:
+    """The same elements in tensors of whole vectors. Last: the elements that were copied, and the copies."""
+    found: Sides = [], [], [], []
+    found_steps: list[torch.Tensor] = []
+    last = []
+    for *tensors, step in zip(*sides, steps, strict=True):
+        flat = [tensor.view(-1) for tensor in tensors]
+        cut = flat[0].numel() // _VECTOR_NUMEL * _VECTOR_NUMEL
+        parts = [tuple(x[:cut] for x in flat)] if cut else []
+        if cut < flat[0].numel():
+            vectors = flat[0].new_zeros(len(flat), _VECTOR_NUMEL)
+            for vector, x in zip(vectors, flat, strict=True):
+                vector[: x.numel() - cut].copy_(x[cut:])
+            parts.append(vectors.unbind())
+            last.append(([x[cut:] for x in flat], vectors))
+        for part in parts:
+            found_steps.append(step)
+            for side, tensor in zip(found, part, strict=True):
+                side.append(tensor)
+    return found, found_steps, last
 
 
 @torch.no_grad()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -120,3 +124,34 @@ def test_vectors_side_by_side_are_one_by_one() -> None:
     for one, other in zip(vectors.moments.parts, reference, strict=True):
         one.load_state_dict(other.state_dict())
     assert vectors.are_alike() and [float(m.num_steps) for m in vectors.moments.parts] == [3, 3, 3]
+
+
+def test_the_bits_of_an_element_do_not_depend_on_its_place() -> None:
+    """Neither on how many elements stand before or behind it; see [Note: whole vectors]."""
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    numel = 997
+    generator = torch.Generator().manual_seed(seed)
+    grads = torch.randn(3, numel, generator=generator)
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            together = Moments.zeros((numel,), "cpu")
+            expected = torch.empty(numel)
+            cuts = sorted({0, numel, *(rng.randrange(numel) for _ in range(40))})
+            pieces = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+            apart = [Moments.zeros((piece.stop - piece.start,), "cpu") for piece in pieces]
+            for grad in grads:
+                directions_([expected], [grad], [together], **ADAM)
+                found = [torch.empty(piece.stop - piece.start) for piece in pieces]
+                directions_(found, [grad[piece] for piece in pieces], apart, **ADAM)
+                assert torch.equal(torch.cat(found), expected), f"seed {seed}"
+            assert torch.equal(torch.cat([m.mean for m in apart]), together.mean), f"seed {seed}"
+            assert torch.equal(torch.cat([m.mean_square for m in apart]), together.mean_square), f"seed {seed}"
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(before)
