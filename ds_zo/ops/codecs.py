@@ -28,6 +28,7 @@ from ds_zo.ops.segments import LANE_NUMEL, SEGMENT_ALIGNMENT
 
 PIECE_NUMEL = 1 << 24
 """Elements encoded on a device at a time: temporaries stay small beside what a step needs."""
+_BFLOAT16_NAN = 0x7FC0
 
 
 def encode_(
@@ -102,10 +103,11 @@ def encode_on_device_(
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
         if not fmt.has_lanes:
             bring_(exponents, fitted)
-        x = (x.view(-1, SEGMENT_ALIGNMENT) * torch.exp2(-fitted.float())[:, None]).view(-1)
+        scales = ((127 - fitted) << 23).view(torch.float32)  # 2**-fitted, exact on every device
+        x = (x.view(-1, SEGMENT_ALIGNMENT) * scales[:, None]).view(-1)
     if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
         largest = fmt.largest if fmt.scaled else float("inf")
-        bring_(storage, x.clamp(-largest, largest).to(fmt.dtype))
+        bring_(storage, _narrow(fmt, x.clamp(-largest, largest), no_number))
         return
     magnitude = x.abs()
     lift = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0)
@@ -129,7 +131,16 @@ def encode_on_device_(
         bring_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
         bring_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:
-        bring_(storage, torch.copysign(high, x).to(fmt.dtype))
+        bring_(storage, _narrow(fmt, torch.copysign(high, x), no_number))
+
+
+def _narrow(fmt: Format, x: torch.Tensor, no_number: torch.Tensor) -> torch.Tensor:
+    """x in the format's dtype, with one bit pattern for NaN. Casts to bfloat16 write a pattern that depends on the
+    processor: 0x7FC0 on aarch64 and in scalar code, 0xFFFF in vector code of x86-64, 0x7FFF on CUDA."""
+    narrow = x.to(fmt.dtype)
+    if fmt.dtype is torch.bfloat16:
+        narrow.view(torch.int16).masked_fill_(no_number, _BFLOAT16_NAN)
+    return narrow
 
 
 def _lane_words(fmt: Format, code: torch.Tensor) -> torch.Tensor:
