@@ -119,10 +119,21 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
     engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
     engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
+    _check_dtype(engine.resolved)
     model = _argument("model", args, kwargs)
     _let_go_of(model)
     _check_whole(model)
     return engine
+
+
+def _check_dtype(resolved: Resolved) -> None:
+    """DeepSpeed refuses it too, after the model was moved, and without a remedy."""
+    if resolved.dtype is torch.float16 and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            f"fp16 needs FP16 instructions, which this machine's {get_accelerator().device_name()} does not have; "
+            "use bf16.enabled, or neither for float32, or a GPU",
+            at="fp16.enabled",
+        )
 
 
 def _check_optimizer_type(cls: type[DeepSpeedEngine], config: Mapping[str, Any]) -> None:

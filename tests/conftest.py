@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +47,9 @@ are apart from one another."""
 def pytest_configure(config: pytest.Config) -> None:
     """A run that leaves the GPU's tests out is the CPU's, wherever it is made: engines are held against plain loops on
     the CPU, bit for bit, and ranks outnumber the devices. Before anything has looked for a device."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs so. Python then installs no handler, and tests of Ctrl-C would see none.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not gpu" in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher shows its ranks the devices again
@@ -87,6 +91,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def python_path(*folders: Path) -> str:
+    """For a child process: these folders, then those that this process was given."""
+    return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
+
+
+def launcher_command() -> list[str]:
+    """DeepSpeed's launcher: the script beside the interpreter, or the function that it calls where pip did not install
+    DeepSpeed."""
+    script = _BIN / "deepspeed"
+    return [str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
+
+
 def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -111,6 +127,14 @@ def rank_environment(*, rank: int = 0, world_size: int = 1, port: int) -> dict[s
     }
 
 
+def let_cpus_have_fp16() -> None:
+    """In this process. DeepSpeed refuses fp16 on a CPU without FP16 instructions, although torch computes it there:
+    tests of fp16 go below that check."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+
+
 @pytest.fixture(scope="session")
 def single_process() -> Iterator[None]:
     """DeepSpeed's process group of one rank, for tests that call `deepspeed.initialize` in this process."""
@@ -119,6 +143,7 @@ def single_process() -> Iterator[None]:
 
     environment = rank_environment(port=find_free_port())
     os.environ.update(environment)
+    let_cpus_have_fp16()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), auto_mpi_discovery=False)
     yield
     import torch.distributed
@@ -132,7 +157,7 @@ def single_process() -> Iterator[None]:
 def warm_interpreter() -> Iterator[WarmInterpreter]:
     from warm_interpreter import WarmInterpreter
 
-    interpreter = WarmInterpreter(REPO)
+    interpreter = WarmInterpreter(python_path(REPO))
     yield interpreter
     interpreter.close()
 
@@ -158,7 +183,7 @@ def run_ranks(warm_interpreter: WarmInterpreter) -> Callable[..., list[str]]:
         **environment: Any,
     ) -> list[str]:
         port = find_free_port()
-        more = {"PYTHONPATH": str(REPO), **{name: str(value) for name, value in environment.items()}}
+        more = {"PYTHONPATH": python_path(REPO), **{name: str(value) for name, value in environment.items()}}
         envs = [
             {**os.environ, **rank_environment(rank=rank, world_size=num_ranks, port=port), **more}
             for rank in range(num_ranks)

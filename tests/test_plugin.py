@@ -19,6 +19,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
+from conftest import REPO, python_path
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 from test_config import MALFORMED, edited
@@ -819,3 +820,20 @@ def test_trainer_trains_evaluates_and_saves(run_python, tmp_path, stage):
     initial = tiny_model("llama").state_dict()
     assert any(not torch.equal(value, initial[name]) for name, value in saved.state_dict().items())
     assert (tmp_path / "checkpoint-2" / "latest").exists()
+
+
+def test_fp16_on_a_cpu_without_fp16_instructions_is_refused_in_one_line(run_python):
+    """As a user meets it: in a process whose DeepSpeed finds no FP16 instructions."""
+    script = """
+import deepspeed, torch
+import ds_zo
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "optimizer": {"type": "LOMO"}}
+try:
+    deepspeed.initialize(model=model, config=config)
+except ds_zo.ConfigError as error:
+    print("REFUSED", error)
+"""
+    output = run_python(script, PYTHONPATH=python_path(REPO / "tests" / "cpu_without_fp16", REPO))
+    (line,) = (line for line in output.splitlines() if line.startswith("REFUSED"))
+    assert all(part in line for part in ("FP16 instructions", "use bf16.enabled", "(fp16.enabled)"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import python_path
 from safetensors.torch import load_file
 
 from ds_zo.cli import main
@@ -39,7 +40,7 @@ def run_source(source: str, folder: Path, run_script: Run) -> subprocess.Complet
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env = {**os.environ, **ranks, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **ranks, "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path(REPO), "OMP_NUM_THREADS": "1"}
     return run_script(script, cwd=folder, env=env)
 
 
@@ -159,7 +160,10 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert "zo" in capsys.readouterr().out
 
 
-PAGES = [*REPO.glob("*.md"), *(REPO / "ds_configs").glob("*.md"), *(REPO / "ds_zo").rglob("*.md")]
+PAGES = [
+    *REPO.glob("*.md"),
+    *(path for folder in ("docs", "ds_configs", "ds_zo") for path in (REPO / folder).rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))

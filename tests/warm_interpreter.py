@@ -54,8 +54,9 @@ for line in sys.stdin:
 class WarmInterpreter:
     """Starts its server when it is first needed."""
 
-    def __init__(self, pythonpath: Path) -> None:
-        self._pythonpath = str(pythonpath)
+    def __init__(self, python_path: str) -> None:
+        """`python_path`: the server's PYTHONPATH."""
+        self._python_path = python_path
         self._server: subprocess.Popen[str] | None = None
 
     def run(
@@ -85,7 +86,7 @@ class WarmInterpreter:
 
     def _ask(self, jobs: list[dict[str, Any]], command: list[str], timeout_s: float) -> list[int]:
         if self._server is None:
-            env = {**os.environ, "PYTHONPATH": self._pythonpath}
+            env = {**os.environ, "PYTHONPATH": self._python_path}
             pipe = subprocess.PIPE
             self._server = subprocess.Popen(
                 [sys.executable, "-c", SERVER], env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoint"))  # whose helpers these tests share
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))
 
-from conftest import rank_environment
+from conftest import let_cpus_have_fp16, rank_environment
 
 BF16 = {"bf16": {"enabled": True}}
 GLOBAL_BATCH = 4
@@ -71,6 +71,7 @@ def _rank_main(
 
     torch.set_num_threads(1)
     os.environ.update(environment)
+    let_cpus_have_fp16()
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = "0"  # gloo lets ranks share a GPU, NCCL does not
     for name in deepspeed.ops.__compatible_ops__:
