@@ -57,9 +57,25 @@ def replace_language_once_a_launch() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
 
 
+def let_scalars_be_indices() -> None:
+    """`range` of a kernel's scalar argument: the interpreter keeps it as an array of one element, which numpy 2.5 does
+    not take for an integer."""
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang_tensor
+
+    def replace_and_mend(tensor: Any, *scope: Any) -> Any:
+        found = replace(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+        return found
+
+    interpreter._patch_lang_tensor = replace_and_mend
+
+
 def main(module: str) -> None:
     """One JSON line for each check: its name and its traceback, or null."""
     replace_language_once_a_launch()
+    let_scalars_be_indices()
     for name, check in importlib.import_module(module).CHECKS.items():
         error = None
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import python_path
 
 from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import Case, read_rows, run_cases
@@ -46,7 +47,7 @@ case = Case("threads", "bench_targets:multiply_in_threads", timeout_s=30)
 [row] = run_cases([case], out=None, device="cpu", min_free_host_gib=0.1, warm=("torch", "deepspeed"))
 print(row["status"], row.get("total"), row.get("cuda"), row["versions"]["deepspeed"])
 """
-    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    path = python_path(Path(__file__).parents[2], Path(__file__).parent)
     status, total, cuda, _ = run_python(script, PYTHONPATH=path, OMP_NUM_THREADS=2).splitlines()[-1].split()
     assert (status, float(total), cuda) == ("ok", 400.0**3, "False")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, launcher_command, python_path
 
 SCRIPT = """
 import sys
@@ -42,7 +42,7 @@ torch.distributed.barrier()
 
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "deepspeed": lambda port: [
-        str(Path(sys.executable).parent / "deepspeed"),
+        *launcher_command(),
         *("--num_gpus", "2", "--master_port", str(port), "--no_local_rank"),
     ],
     "torchrun": lambda port: [
@@ -59,7 +59,7 @@ def test_launcher(launcher: str, tmp_path: Path, free_port: int) -> None:
     script.write_text(SCRIPT)
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPO), str(REPO / "tests" / "engines")])
+    env["PYTHONPATH"] = python_path(REPO, REPO / "tests" / "engines")
     command = [*LAUNCHERS[launcher](free_port), str(script), str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

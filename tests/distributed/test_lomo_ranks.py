@@ -167,4 +167,8 @@ def test_ranks_that_share_blocks_may_lack_gradients_that_others_have() -> None:
     whole, sharded = job(uneven, 2, 0), job(uneven, 2, 3)
     for ours, theirs in zip(whole, sharded, strict=True):
         for case in ours:
+            if case == "resident":  # clipped by a norm whose squares are added by pieces: see docs/exactness.md
+                assert_close(ours[case]["weights"], theirs[case]["weights"])
+                continue
             assert ours[case]["digests"] == theirs[case]["digests"], case
+    assert sharded[0]["resident"]["digests"] == sharded[1]["resident"]["digests"]

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from conftest import launcher_command
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,7 +92,7 @@ def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer
 def test_launcher_and_summary(tmp_path: Path, free_port: int, succeed: Succeed) -> None:
     """In fresh interpreters, as the launcher starts them. Then as if it had been killed after step 3: the trajectory
     brings the checkpoint of step 2 there, and what was scored on the way is not forgotten."""
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "1", "--master_port", free_port]
+    launcher = [*launcher_command(), "--num_accelerators", "1", "--master_port", free_port]
     output = tmp_path / "out"
     config = write_config(tmp_path, ZO, ds_zo={"checkpoint": {"trajectory": True}})
     arguments = ["--deepspeed", config, "--steps", 3, "--eval-every", 2, "--num-eval", 8, "--output-dir", output]

@@ -24,11 +24,12 @@ def test_model_is_pretrained() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     texts = list(documents(held_out=True))
-    trained = bits_per_byte(model, tokenizer, texts, length=128, max_rows=24)
+    assert bits_per_byte(model, tokenizer, texts, length=128, max_rows=24) < BITS_PER_BYTE_BOUND
     torch.manual_seed(0)
     untrained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER), dtype=torch.float32).eval()
-    assert trained < BITS_PER_BYTE_BOUND
-    assert bits_per_byte(untrained, tokenizer, texts, length=128, max_rows=8) > 1.5 * BITS_PER_BYTE_BOUND
+    # On the same texts: an untrained model pays 10 bits a token, and bytes a token differ between Pythons' libraries.
+    ours, theirs = (bits_per_byte(m, tokenizer, texts, length=128, max_rows=8) for m in (model, untrained))
+    assert theirs > 1.5 * ours
 
 
 def test_tokenizer_is_lossless() -> None:
