@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
 # Sets up .venv, then runs every check: lint, types, import direction, tests (without a GPU's).
-# Arguments are passed on to pytest: bash launch/test.sh tests/test_config.py -k slots
+#   bash launch/test.sh                                everything
+#   bash launch/test.sh --fast                         one proof of every capability (tests/fast.txt), under three minutes
+#   bash launch/test.sh tests/test_config.py -k slots  arguments of pytest
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+arguments=("$@")
+if [ "${1:-}" = --fast ]; then
+    mapfile -t chosen < <(sed 's/ *#.*//; /^$/d' "$repo/tests/fast.txt")
+    arguments=("${chosen[@]}" --dist load "${@:2}")
+fi
 
 # These tests are the CPU's also where there is a GPU, and so are the extensions that they load.
 export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu
@@ -26,4 +34,4 @@ unset PYTHONDONTWRITEBYTECODE  # or each of the tests' processes compiles the pa
 say "pytest"
 # A test file is one process's: they share the cores without sharing ports or process groups. Many wait for processes of
 # their own, so that three keep two cores busy.
-exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-3}" --dist loadfile "$@"
+exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-3}" --dist loadfile "${arguments[@]}"
