@@ -38,6 +38,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -50,10 +51,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_zo import plugin_gather, plugin_trainer
 from ds_zo.checkpoint.writer import Background
-from ds_zo.config import ConfigError, Resolved, backend_of, resolve
+from ds_zo.config import ConfigError, Resolved, backend_of, resolve, with_section_on_top
 from ds_zo.config.errors import shown, suggestion
-from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr
+from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.engines import Backend, StepOutcome, backend_class
+from ds_zo.engines.fixed_embeddings import FixedEmbeddings
 from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.late import Late
 from ds_zo.engines.throughput import EventTimer
@@ -68,6 +70,10 @@ _stock_new = DeepSpeedEngine.__new__
 _stock_config_init = DeepSpeedConfig.__init__
 _stock_load_checkpoint = DeepSpeedEngine.load_checkpoint
 _stock_signature = inspect.signature(DeepSpeedEngine.__init__)
+_LR_KEYS = ("lr", "initial_lr", "max_lr")
+"""Learning rates in a parameter group; torch's schedulers write the last two."""
+_PEAKS = ("max_lrs", "org_lrs")
+"""Attributes in which schedulers of DeepSpeed (and torch's CyclicLR) keep the rates that they climb to."""
 _active = False
 THREADS = "ds_zo"
 """What names of threads of ours begin with."""
@@ -167,13 +173,19 @@ def _let_go_of(model: nn.Module | None) -> None:
 
 
 def _config_init(self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) -> None:
-    """DeepSpeed reads the JSON before it makes an engine; where it refuses one of ours, our error says why."""
+    """DeepSpeed reads the JSON before it makes an engine, and refuses a `ds_zo` section inside `zero_optimization`.
+
+    Where it refuses a JSON of ours for another reason, our error says why."""
+    if _active and isinstance(config, (str, os.PathLike)):
+        config = load_ds_config(os.fspath(config))
+    if _active and isinstance(config, dict):
+        config = with_section_on_top(config)
     try:
         _stock_config_init(self, config, *args, **kwargs)
     except Exception:
         if _active and isinstance(config, dict):
             try:
-                if backend_of(config) is not None:
+                if backend_of(config) is not None or isinstance(config.get("optimizer"), str):
                     resolve(config)
             except ConfigError as error:
                 raise error from None
@@ -187,10 +199,9 @@ def _argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 def _ds_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The JSON an engine is being made from; None where `__new__` is called bare, as copying and unpickling do."""
     config = _argument("config", args, kwargs)
-    if isinstance(config, dict):
-        return config
-    parsed = getattr(_argument("config_class", args, kwargs), "_param_dict", None)
-    return parsed if isinstance(parsed, dict) else None
+    if not isinstance(config, dict):
+        config = getattr(_argument("config_class", args, kwargs), "_param_dict", None)
+    return with_section_on_top(config) if isinstance(config, dict) else None
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -248,6 +259,7 @@ class PluginEngine(CheckpointingEngine):
             process_group=self.data_parallel_group,
         )
         self._zero_grads = ZeroGrads(self.optimizer, self.module, forget=weakly(self.zero_grad))
+        self._fixed_embeddings = FixedEmbeddings(self.module)
         self._log_start()
         _living.add(self)
 
@@ -282,6 +294,10 @@ class PluginEngine(CheckpointingEngine):
                     at=f"{type(self.optimizer).__name__}.param_groups[{index}]['lr']",
                 )
         self._check_parameters()
+        if self.resolved.params_at == "ds_zo.params" and self.client_lr_scheduler is None:
+            lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
+            for text in scheduler_warning(self._config._param_dict, lr, at="the script's own"):
+                log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
         self._backend_class.take_optimizer(self.optimizer, self.resolved)
 
     def _check_parameters(self) -> None:
@@ -349,12 +365,20 @@ class PluginEngine(CheckpointingEngine):
             text = "ds_zo: offload_param streams nothing: the model has no list of like modules and stays on the device"
             remedy = "name its blocks in ds_zo.stream.blocks, or remove offload_param"
             log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
-        largest_lr = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=0.0)
-        if config.backend == "zo" and config.params_at == "ds_zo.params" and largest_lr > LARGEST_ZO_LR:
-            text = large_zo_lr(largest_lr, at="the optimizer that the script builds")
+        peak = self._peak_lr()
+        told = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR  # by config.warnings
+        if config.backend == "zo" and peak > largest_zo_lr(trainable) and not told:
+            given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
+            text = large_zo_lr(peak, at=given if self.lr_scheduler is None else f"{given} and its scheduler")
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
         for warning in config.warnings:
             log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
+
+    def _peak_lr(self) -> float:
+        """The largest learning rate that a schedule reaches, as far as it tells: most begin at a smaller one."""
+        told = [group[key] for group in self.optimizer.param_groups for key in _LR_KEYS if key in group]
+        told += [lr for name in _PEAKS for lr in getattr(self.lr_scheduler, name, ())]
+        return max(map(float, told), default=0.0)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, *args: Any, **kwargs: Any
@@ -630,8 +654,9 @@ class PluginEngine(CheckpointingEngine):
             if backend is not None:
                 backend.close()
         finally:
-            if "_zero_grads" in self.__dict__:
-                self._zero_grads.close()
+            for name in ("_zero_grads", "_fixed_embeddings"):
+                if name in self.__dict__:
+                    self.__dict__[name].close()
             super().destroy()
             interrupts.release()
         self._background.raise_error()

@@ -70,6 +70,7 @@ from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.encoding import num_answering, position_ids
+from ds_zo.tasks.hub import check_reachable
 from ds_zo.tasks.sampling import NUM_DEV, NUM_TEST, NUM_TRAIN
 from ds_zo.tasks.scoring import is_told_positions, num_reserved_positions, takes
 
@@ -279,6 +280,7 @@ def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int |
     if looks_local and not Path(path).is_dir():
         raise UserError(f"looked for a model folder at {path}: not found (--model)")
     try:
+        check_reachable(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         if num_labels is not None:
             model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=num_labels)
@@ -613,7 +615,7 @@ def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Su
         head=args.head,
         config=str(args.deepspeed),
         config_hash=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
-        optimizer=str(optimizer.get("type", (config.get("ds_zo") or {}).get("backend", ""))),
+        optimizer=str(optimizer.get("type", backend_of(config) or "")),
         lr=(optimizer.get("params") or {}).get("lr"),
         seed=args.seed,
         batch_size=trainer.samples_per_step,

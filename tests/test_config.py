@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 
 from ds_zo.config import BACKENDS, ConfigError, ZOParams, backend_of, resolve
+from ds_zo.config.rules import check_top_level, largest_zo_lr
+from ds_zo.config.stock import known_keys
 
 NAN, INF = float("nan"), float("inf")
 DROP = object()
@@ -147,7 +150,15 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", {"ds_zo.strict": True}, ["unknown key"], "ds_zo.strict"),
     ("ZO", stream("device_slot", 2), ['did you mean "device_slots"?'], "ds_zo.stream.device_slot"),
     ("ZO", {"ds_zo.checkpoint.async": True}, ["unknown key"], "ds_zo.checkpoint.async"),
+    ("ZO", {"zero_optimisation": {"stage": 0}}, ['did you mean "zero_optimization"?', '"_"'], "zero_optimisation"),
+    ("LSP", {"Gradient_clipping": 1.0}, ['did you mean "gradient_clipping"?'], "Gradient_clipping"),
+    ("ZO", {"lr_scheduler": {}}, ['did you mean "scheduler"?'], "lr_scheduler"),
+    ("ZO", {"ds_zoo": {"rounding": "nearest"}}, ["ds_zo"], "ds_zoo"),
+    ("ZO", {"stream": {"device_slots": 3}}, ["belongs inside ds_zo,", "move it"], "stream"),
+    ("LOMO", {"device_memory_gb": 24}, ["belongs inside ds_zo.stream,"], "device_memory_gb"),
+    ("ZO", {"offload_param": {"device": "cpu"}}, ["belongs inside zero_optimization,"], "offload_param"),
     # combinations of ours
+    ("ZO", {"ds_zo": {}, "zero_optimization.ds_zo": {}}, ["one place", "remove one"], "zero_optimization.ds_zo"),
     ("ZO", {"ds_zo.params": {"zo_eps": 1e-3}}, ["goes with ds_zo.backend", "optimizer.params"], "ds_zo.params"),
     ("ZO", {"optimizer": DROP, "ds_zo.params": {"zo_eps": 1e-3}}, ["must be named"], "optimizer.type"),
     ("ZO", {"ds_zo.backend": "lomo"}, ["one backend", '"ZO"', '"lomo"', "remove ds_zo.backend"], "ds_zo.backend"),
@@ -275,7 +286,14 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
         "zero_optimization.offload_param.device",
     ),
     ("ZO", {"zero_optimization.offload_param": "cpu"}, ["must be an object"], "zero_optimization.offload_param"),
+    (
+        "ZO",
+        {"zero_optimization.offload_param": True},
+        ["must be an object", 'write {"device": ...}'],
+        "zero_optimization.offload_param",
+    ),
     ("ZO", {"zero_optimization": None}, ["must be an object"], "zero_optimization"),
+    ("ZO", {"optimizer": "ZO"}, ["must be an object", 'write {"type": "ZO", "params": {...}}'], "optimizer"),
     ("ZO", {"bf16": True}, ["must be an object"], "bf16"),
     ("LOMO", {"fp16.enabled": 3}, ["true or false"], "fp16.enabled"),
     ("LOMO", {"fp16.enabled": True, "fp16.initial_scale_power": 4000}, ["0..126"], "fp16.initial_scale_power"),
@@ -285,6 +303,12 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", {"scheduler": {"type": "WarmUpLR", "params": {}}}, ['did you mean "WarmupLR"?'], "scheduler.type"),
     ("ZO", {"scheduler": {"type": "LinearLR"}}, ["must be an object"], "scheduler.params"),
     ("ZO", {"scheduler": {"type": "LinearLR", "params": {"warmup": 3}}}, ["warmup"], "scheduler.params"),
+    (
+        "LSP",
+        {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1e-3, "total_steps": 10}}},
+        ["cycles momentum", "optimizer.params", "set cycle_momentum to false"],
+        "scheduler.params.cycle_momentum",
+    ),
 ]
 
 
@@ -466,6 +490,11 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LSP", param("betas", [0.9, 0.99]), {"ignored": (), "offload_optimizer": False}),
     ("LSP", param("betas", (0.9, 0.99)), {"ignored": ()}),
     ("LOMO", {"flops_profiler": {"enabled": True}}, {"backend": "lomo"}),
+    (
+        "LSP",
+        {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1e-3, "total_steps": 10, "cycle_momentum": False}}},
+        {"backend": "lsp"},
+    ),
 ]
 
 
@@ -544,6 +573,12 @@ def test_a_learning_rate_left_out_was_not_chosen_for_adamw() -> None:
         assert len(found) == warns
 
 
+def test_the_rate_that_zo_is_warned_of_falls_with_the_number_of_parameters() -> None:
+    rates = [largest_zo_lr(round(size)) for size in (1e6, 1.4e8, 1.3e9, 1.3e10)]
+    assert rates == [5e-4, pytest.approx(7e-5, rel=0.1), 1e-5, 1e-5]
+    assert rates[1] > 3e-5, "which trains a model of 135M in the shipped grids"
+
+
 def test_stock_eps_is_not_the_perturbation() -> None:
     config = resolve(edited(base(), param("eps", 1e-8)))
     assert isinstance(config.optimizer, ZOParams)
@@ -552,12 +587,75 @@ def test_stock_eps_is_not_the_perturbation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "warns"),
-    [({}, True), ({"warmup_max_lr": 1e-6}, False), ({"warmup_max_lr": 5e-5}, True)],
+    ("kind", "params"),
+    [
+        ("WarmupLR", {}),
+        ("WarmupLR", {"warmup_max_lr": 1e-6}),
+        ("WarmupLR", {"warmup_max_lr": 5e-5}),
+        ("WarmupDecayLR", {}),
+        ("WarmupDecayLR", {"warmup_max_lr": None}),
+        ("WarmupDecayLR", {"warmup_max_lr": 1e-6}),
+        ("WarmupCosineLR", {}),
+    ],
 )
-def test_a_scheduler_with_its_own_peak_is_warned_of(params: dict[str, Any], warns: bool) -> None:
-    config = edited(base(), {**param("lr", 1e-6), "scheduler": {"type": "WarmupLR", "params": params}})
-    assert any("warmup_max_lr" in line for line in resolve(config).warnings) == warns
+def test_a_scheduler_is_warned_of_where_it_climbs_to_another_rate(kind: str, params: dict[str, Any]) -> None:
+    """What DeepSpeed's schedulers reach is found by running them."""
+    params = {"warmup_num_steps": 3, **params, **({} if kind == "WarmupLR" else {"total_num_steps": 10})}
+    group = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-6)
+    scheduler, rates = getattr(lr_schedules, kind)(group, **params), []
+    for _ in range(6):
+        scheduler.step()
+        rates.append(group.param_groups[0]["lr"])
+    peak = max(rates)
+    config = edited(base(), {**param("lr", 1e-6), "scheduler": {"type": kind, "params": params}})
+    found = [line for line in resolve(config).warnings if "warmup_max_lr" in line]
+    assert len(found) == (peak != pytest.approx(1e-6))
+    assert all(f"warmup_max_lr {peak:g}" in line for line in found)
+
+
+DOCUMENTED = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler communication_data_type
+prescale_gradients gradient_predivide_factor sparse_gradients fp16 bf16 bfloat16 torch_autocast amp gradient_clipping
+zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown
+dump_state memory_breakdown autotuning flops_profiler activation_checkpointing sparse_attention data_efficiency
+curriculum_learning tensorboard wandb comet csv_monitor comms_logger elasticity compression_training checkpoint
+data_types aio hybrid_engine pipeline tensor_parallel compile timers weight_quantization nebula progressive_layer_drop
+eigenvalue quantize_training use_data_before_expert_parallelism sequence_parallel_size data_parallel_size
+disable_allgather dataloader_drop_last load_universal_checkpoint fp32_allreduce graph_harvesting
+seq_parallel_communication_data_type managed_gradient_accumulation gradient_allreduce_op expert_parallel log_level
+vocabulary_size
+""".split()
+FOREIGN = """
+my_comment comment comments _note //optimizer #zero_optimisation _stream wandb_project wandb_name run_name model dtype
+seed precision version description tensorboard_dir checkpoint_dir log_dir optimizer_name fp32 fp8 eval_batch_size
+max_grad_norm
+""".split()
+
+
+def test_keys_of_deepspeed_and_of_the_user_are_left_alone() -> None:
+    for key in (*DOCUMENTED, *FOREIGN, *known_keys()):
+        check_top_level({**base(), key: {}})
+    read_where_optional = {"optimizer", "scheduler", "flops_profiler", "activation_checkpointing", "aio", "csv_monitor"}
+    assert read_where_optional <= known_keys(), "those that DeepSpeed asks for by another method than get"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_section_may_stand_in_zero_optimization(backend: str) -> None:
+    section = {"backend": backend, "stream": {"device_slots": 3}}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1, "ds_zo": section}}
+    before = copy.deepcopy(config)
+    assert backend_of(config) == backend
+    found = resolve(config, client_optimizer=True)
+    assert (found.backend, found.zero_stage, found.section.stream.device_slots) == (backend, 1, 3)
+    assert config == before
+
+
+def test_an_optimizer_block_spelt_another_way_is_never_ignored() -> None:
+    with pytest.raises(ConfigError, match=r'write "optimizer" \(optimiser\)$'):
+        backend_of({"optimiser": {"type": "ZO"}})
+    assert backend_of({"optimiser": {"type": "AdamW"}}) is None
+    assert backend_of({"_optimizer": {"type": "ZO"}}) is None, "switched off"
+    assert backend_of({"optimizers": {"type": "ZO"}, "optimizer": {"type": "AdamW"}}) is None
 
 
 def test_stage_3_that_shards_nothing_and_serialising_clip_scope_are_warned_of() -> None:
@@ -596,7 +694,7 @@ def test_a_wrong_backend_name_is_never_taken_for_a_stock_configuration(name: Any
         backend_of({"ds_zo": {"backend": name}})
 
 
-@pytest.mark.parametrize("key", ["ds-zo", "dszo", "DS_ZO"])
+@pytest.mark.parametrize("key", ["ds-zo", "dszo", "DS_ZO", "ds_zoo"])
 def test_a_section_spelt_another_way_is_never_ignored(key: str) -> None:
     for config in ({key: {"backend": "zo"}}, {**base("ZO"), key: {}}):
         with pytest.raises(ConfigError, match=rf'write "ds_zo" \({key}\)$'):

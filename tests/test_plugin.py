@@ -7,6 +7,7 @@ against DeepSpeed's own engine with torch's SGD.
 from __future__ import annotations
 
 import contextvars
+import copy
 import csv
 import gc
 import json
@@ -26,6 +27,7 @@ from test_config import MALFORMED, edited
 from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
+from ds_zo import plugin
 from ds_zo.config import ConfigError
 from ds_zo.engines import Backend, GroupedOptimizer, StepOutcome, base
 from ds_zo.engines.late import Late
@@ -246,6 +248,23 @@ def test_a_misspelt_type_is_told_from_stock_ones():
         with pytest.raises(ConfigError, match=rf'got "{written}"; did you mean "{remedy}"\? \(optimizer.type\)'):
             start(zo_config(optimizer={"type": written}), torch.nn.Linear(2, 2))
     assert type(start(zo_config(optimizer={"type": "RMSprop"}), torch.nn.Linear(2, 2))) is DeepSpeedEngine
+
+
+@pytest.mark.parametrize("kind", ["ZO", "LOMO", "AdaLOMO", "LSP"])
+def test_embeddings_keep_their_size_while_an_engine_has_them(kind):
+    model = tiny_model("llama")
+    engine = start(zo_config(optimizer={"type": kind, "params": {"lr": 1e-4}}), model)
+    num_tokens = model.config.vocab_size
+    train(engine, 1)
+    for owner in (model, model.model):
+        with pytest.raises(ValueError, match=rf"from {num_tokens} to {num_tokens + 5} rows: call it before deepspeed"):
+            owner.resize_token_embeddings(pad_to_multiple_of=8)
+    assert model.resize_token_embeddings(num_tokens) is model.get_input_embeddings()
+    train(engine, 1)
+    copied = copy.deepcopy(model)
+    assert copied.resize_token_embeddings(num_tokens + 8).num_embeddings == num_tokens + 8
+    engine.destroy()
+    assert model.resize_token_embeddings(num_tokens + 8).num_embeddings == num_tokens + 8
 
 
 def test_pipeline_models_are_refused_by_name():
@@ -725,6 +744,42 @@ def test_a_run_that_would_train_or_stream_nothing_says_so(seen):
     assert text.count("a learning rate of 0.001 is AdamW's kind") == 1, "of the script's own AdamW, and only there"
 
 
+def told_of_rates(seen, config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> list[str]:
+    seen.clear()
+    start({"train_micro_batch_size_per_gpu": 4, **config}, model or torch.nn.Linear(2, 2), **kwargs)
+    return [text for record in seen if "AdamW's kind" in (text := record.getMessage())]
+
+
+def test_the_learning_rate_that_a_schedule_reaches_is_warned_of(seen, monkeypatch):
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}}
+    model = torch.nn.Linear(2, 2)
+    own = {"ds_zo": {"backend": "zo"}, "scheduler": cosine}
+    [text] = told_of_rates(seen, own, model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    assert "learning rate of 0.001" in text and "the script's own optimizer and its scheduler" in text
+
+    named = {"optimizer": {"type": "ZO", "params": {"lr": 1e-6}}}
+    climbs = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3}}
+    assert "learning rate of 0.002" in told_of_rates(seen, named | {"scheduler": climbs})[0]
+    assert not told_of_rates(seen, named | {"scheduler": cosine})
+
+    shipped = json.loads(Path(__file__).parents[1].joinpath("ds_configs", "zo.json").read_text())
+    assert not told_of_rates(seen, shipped), "of the small model that it is for"
+    monkeypatch.setattr(plugin, "largest_zo_lr", lambda num_trainable: 1e-5 * num_trainable / 6)
+    assert "learning rate of 0.0005" in told_of_rates(seen, shipped)[0], "of a larger one"
+
+
+def test_a_script_that_builds_its_optimizer_is_told_of_the_schedulers_own_peak(seen):
+    model = torch.nn.Linear(2, 2)
+    for params, peaks in (({}, ["0.001"]), ({"warmup_max_lr": 1e-5}, [])):
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, **params}}
+        config = {"train_micro_batch_size_per_gpu": 4, "ds_zo": {"backend": "zo"}, "scheduler": scheduler}
+        seen.clear()
+        start(config, model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5))
+        found = [text for record in seen if "warmup_max_lr" in (text := record.getMessage())]
+        assert len(found) == len(peaks)
+        assert all(f"warmup_max_lr {peak}, not to the script's own 1e-05" in found[0] for peak in peaks)
+
+
 def test_a_logger_set_to_errors_shows_nothing(seen):
     logger.setLevel(logging.ERROR)
     start(zo_config())
@@ -780,6 +835,70 @@ def test_an_accelerate_script_with_its_own_adamw_trains_by_the_section_alone(run
     train(direct, 4)
     expected = sum(value.double().sum().item() for value in direct.module_state_dict().values())
     assert total == pytest.approx(expected, rel=1e-9)
+
+
+SAFE_FORM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2] == "with":
+    import ds_zo
+import deepspeed, torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
+from pathlib import Path
+from tiny_models import tiny_batch, tiny_model
+from transformers import Trainer, TrainingArguments
+
+section = {"backend": "zo", "params": {"zo_eps": 1e-2}}
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
+          "zero_optimization": {"stage": 0, "ds_zo": section}}
+file = Path(sys.argv[3], "config.json")
+file.write_text(json.dumps(config))
+
+def raw(model, optimizer):
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=str(file))[0]
+    engine.backward(engine(**tiny_batch("llama")).loss)
+    engine.step()
+    return engine
+
+def accelerate(model, optimizer):
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(engine(**tiny_batch("llama")).loss)
+    optimizer.step()
+    return engine
+
+def trainer(model, optimizer):
+    arguments = TrainingArguments(output_dir=sys.argv[3], deepspeed=str(file), max_steps=1, report_to=[],
+                                  per_device_train_batch_size=4, use_cpu=not torch.cuda.is_available(),
+                                  max_grad_norm=1.0, save_strategy="no", dataloader_pin_memory=False)
+    rows = [{name: value[0] for name, value in tiny_batch("llama", seed=seed).items()} for seed in range(4)]
+    found = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
+    found.train()
+    return found.model_wrapped
+
+for route in (raw, accelerate, trainer):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = tiny_model("llama")
+    try:
+        engine = route(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+        told = [type(engine).__name__, engine.resolved.backend, engine.resolved.optimizer.zo_eps, engine.global_steps]
+    except Exception as error:
+        told = f"{type(error).__name__} {error}"
+    print("OUT", json.dumps(told))
+    file.write_text(json.dumps(config))
+"""
+
+
+def test_a_section_inside_zero_optimization_is_refused_where_the_import_is_forgotten(run_python, tmp_path):
+    """Through DeepSpeed, Accelerate and Trainer; with the import it trains."""
+    here = str(Path(__file__).parent)
+    for told in (forgotten := printed(run_python(SAFE_FORM, here, "without", str(tmp_path)), "OUT ")):
+        assert "ValidationError" in told and "DeepSpeedZeroConfig" in told and "ds_zo" in told, told
+    trained = printed(run_python(SAFE_FORM, here, "with", str(tmp_path)), "OUT ")
+    assert trained == [["PluginEngine", "zo", 1e-2, 1]] * 3
+    assert len(forgotten) == 3
 
 
 TRAINER = """

@@ -12,7 +12,7 @@ from ds_zo.config.optimizers import (
     UpdateRms,
     ZOParams,
 )
-from ds_zo.config.resolve import BACKENDS, backend_of, resolve
+from ds_zo.config.resolve import BACKENDS, backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import LossScale
@@ -34,4 +34,5 @@ __all__ = [
     "ZOParams",
     "backend_of",
     "resolve",
+    "with_section_on_top",
 ]

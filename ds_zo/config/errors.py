@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 _RULE_ERROR = "ds_zo_rule"
 _MAX_VALUE_CHARS = 60
+_NEAR = 0.85
 
 _TYPE_RULES = {
     "int": "must be an integer",
@@ -59,6 +60,11 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else f"choose from: {', '.join(names)}"
 
 
+def is_near(word: str, known: str) -> bool:
+    """Whether `word` is `known` misspelt, rather than a word of its own such as wandb_name beside wandb."""
+    return difflib.SequenceMatcher(None, known, word).ratio() >= _NEAR
+
+
 def translate(error: ValidationError, model: type[BaseModel], *, at: str) -> ConfigError:
     """The first of pydantic's complaints about `model`, which stands at `at` in the JSON, and how many follow."""
     details = error.errors(include_url=False)
@@ -81,7 +87,7 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
     owner, field = _find(model, path)
     name = _spelled(path) if path else model.__name__
     if kind == "extra_forbidden":
-        return f'unknown key "{name}" with value {shown(value)}; {suggestion(name, _keys(owner))}'
+        return f'unknown key "{name}" with value {shown(value)}; {suggestion(name, keys_of(owner))}'
     if kind in ("literal_error", "enum"):
         options = _options(str(context.get("expected", "")))
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
@@ -94,14 +100,20 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
         return f"{name} must be {sign} {context[key]}, got {shown(value)}; {_default_remedy(field)}"
     if kind in ("value_error", "assertion_error"):
         return f"{context['error']}, got {shown(value)}; {_default_remedy(field)}"
-    rule = _TYPE_RULES.get(kind.split("_")[0])
+    wanted = kind.split("_")[0]
+    rule = _TYPE_RULES.get(wanted)
     if rule is None:
         return f"{name} is not valid: {detail['msg']}, got {shown(value)}; {_default_remedy(field)}"
-    return f"{name} {rule}, got {shown(value)}; {type_remedy(value) or _default_remedy(field)}"
+    form: str | None = None
+    if wanted in ("int", "float", "bool"):
+        form = type_remedy(value)
+    elif wanted == "model" and field is not None and (inner := _model_in(field.annotation)) is not None:
+        form = f'write {{"{keys_of(inner)[0]}": ...}}, or leave it out'
+    return f"{name} {rule}, got {shown(value)}; {form or _default_remedy(field)}"
 
 
 def type_remedy(value: Any) -> str | None:
-    """What to write instead, where the value gives away what was meant."""
+    """What to write instead of `value` for a number or a switch, where the value gives away what was meant."""
     if isinstance(value, str):
         try:
             float(value)
@@ -142,7 +154,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _keys(model: type[BaseModel]) -> list[str]:
+def keys_of(model: type[BaseModel]) -> list[str]:
     return [info.alias or key for key, info in model.model_fields.items()]
 
 

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ds_zo.config.errors import ConfigError, shown, suggestion
+from ds_zo.config.errors import ConfigError, is_near, shown, suggestion
 from ds_zo.config.optimizers import PARAMS, STOCK_PARAMS, LOMOParams
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import check_rules, ignored_keys, warnings_for
+from ds_zo.config.rules import check_rules, check_top_level, ignored_keys, warnings_for
 from ds_zo.config.section import DsZoConfig
 from ds_zo.config.stock import block, parse, read_stock
 
@@ -21,16 +21,37 @@ _GROUP_KEYS = ("lr", "weight_decay")
 def backend_of(ds_config: Any) -> str | None:
     """Which of ours a DeepSpeed JSON names; None for a stock one. Cheap, and checks nothing else.
 
-    Raises only for a `ds_zo.backend` that is no backend, and for a section spelt another way: nothing stock has that
-    key, and a typo there would otherwise train with the stock optimizer in silence.
+    Raises only for a `ds_zo.backend` that is no backend, and for a section or an optimizer block of ours spelt another
+    way: nothing stock has that key, and a typo there would otherwise train with the stock optimizer in silence.
     """
     if not isinstance(ds_config, dict):
         return None
     for key in ds_config:
-        if key != "ds_zo" and re.sub("[^a-z]", "", str(key).lower()) == "dszo":
+        if key != "ds_zo" and is_near(re.sub("[^a-z]", "", str(key).lower()), "dszo"):
             text = f'the section is called ds_zo, got "{key}", which DeepSpeed would ignore; write "ds_zo"'
             raise ConfigError(text, at=str(key))
+        is_misspelt = str(key)[:1].isalpha() and key != "optimizer" and is_near(str(key).lower(), "optimizer")
+        if is_misspelt and "optimizer" not in ds_config and _backend_in_type(ds_config, key):
+            text = f'the block is called optimizer, got "{key}", which DeepSpeed would ignore; write "optimizer"'
+            raise ConfigError(text, at=str(key))
+    ds_config = with_section_on_top(ds_config)
     return _backend_in_type(ds_config) or _backend_in_section(ds_config)
+
+
+def with_section_on_top(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The same JSON with its `ds_zo` section at the top level, as all code but this expects it.
+
+    The section may stand inside `zero_optimization`. DeepSpeed without this package refuses unknown keys there, and
+    ignores unknown keys at the top level.
+    """
+    zero = ds_config.get("zero_optimization")
+    if not isinstance(zero, dict) or "ds_zo" not in zero:
+        return ds_config
+    if "ds_zo" in ds_config:
+        text = f"the ds_zo section must stand in one place, got {shown(zero['ds_zo'])} beside one at the top level"
+        raise ConfigError(f"{text}; remove one of them", at="zero_optimization.ds_zo")
+    rest = {key: value for key, value in zero.items() if key != "ds_zo"}
+    return {**ds_config, "zero_optimization": rest, "ds_zo": zero["ds_zo"]}
 
 
 def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_size: int | None = None) -> Resolved:
@@ -41,7 +62,9 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
     """
     if not isinstance(ds_config, dict):
         raise ConfigError(f"the configuration must be an object, got {shown(ds_config)}; pass a dict", at="top level")
+    ds_config = with_section_on_top(ds_config)
     backend = _select(ds_config, client_optimizer=client_optimizer)
+    check_top_level(ds_config)
     params, foreign = _own_and_foreign_params(ds_config, backend)
     section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
     if section.params is None:
@@ -76,8 +99,8 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
     )
 
 
-def _backend_in_type(ds_config: dict[str, Any]) -> str | None:
-    optimizer = ds_config.get("optimizer")
+def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str | None:
+    optimizer = ds_config.get(key)
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     return name.lower() if isinstance(name, str) and name.lower() in BACKENDS else None
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.errors import ConfigError, is_near, keys_of, shown, suggestion
 from ds_zo.config.optimizers import LOMOParams, LSPParams, ZOParams
 from ds_zo.config.resolved import Resolved
+from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
+from ds_zo.config.stock import known_keys
 
 _REFUSED = {
     "pipeline": "pipeline stages split the model before the plugin sees it; remove the section",
@@ -20,11 +25,38 @@ _REFUSED = {
     "zero_optimization.zenflow": "ZenFlow is another update path; remove it, or use a stock optimizer.type",
     "compile.deepcompile": "DeepCompile schedules ZeRO's own transfers; set it to false",
 }
+_PLACES = {
+    key: place
+    for place, model in (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("ds_zo.checkpoint", CheckpointConfig),
+        ("ds_zo.stream", StreamConfig),
+        ("ds_zo", DsZoConfig),
+    )
+    for key in keys_of(model)
+}
+"""Where keys belong that do nothing at the top level."""
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
-_DEFAULT_WARMUP_MAX_LR = 0.001
+_MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 LARGEST_ZO_LR = 5e-4
 """The shipped JSON's, for a model of a million parameters. Above it nobody has trained a language model by ZO."""
+
+
+def check_top_level(ds_config: dict[str, Any]) -> None:
+    """DeepSpeed ignores top-level keys that it does not know: a misspelt or misplaced one would do nothing."""
+    known = {*known_keys(), "ds_zo"}
+    own = 'a key of your own may begin with "_"'
+    for key in map(str, ds_config):
+        if key in known or not key[:1].isalpha():
+            continue
+        if key in _PLACES:
+            text = f"{key} belongs inside {_PLACES[key]}, got it at the top level, where nothing reads it; move it"
+            raise ConfigError(f"{text} ({own})", at=key)
+        near = [name for name in sorted(known) if is_near(key.lower(), name)]
+        if near:
+            text = f'unknown key "{key}" with value {shown(ds_config[key])}, which DeepSpeed would ignore'
+            raise ConfigError(f"{text}; {suggestion(key, near)} ({own})", at=key)
 
 
 def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
@@ -33,6 +65,7 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     _check_placement(ds_config, config)
     _check_dtypes(config)
     _check_streaming(config)
+    _check_momentum(ds_config, config)
     if isinstance(config.optimizer, ZOParams):
         _check_zo(ds_config, config)
     else:
@@ -71,7 +104,8 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
             f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
             f"{optimizer.lr:g}, about {usual_lr:g} is usual"
         )
-    found += _scheduler_warning(ds_config, optimizer.lr)
+    if config.params_at == "optimizer.params":
+        found += scheduler_warning(ds_config, optimizer.lr, at="optimizer.params.lr")
     shards_host = config.stream and config.backend in ("zo", "lomo", "adalomo")
     if config.zero_stage == 3 and not (shards_host or config.shards_device):
         but = ", and a part of Adam's states" if config.backend == "lsp" else ""
@@ -83,6 +117,11 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
             "layerwise schedule overlaps nothing; clip_scope matrix does not"
         )
     return found
+
+
+def largest_zo_lr(num_trainable: int) -> float:
+    """Ten times what is advised for a model of this size. A warning above it is not a matter of taste."""
+    return min(LARGEST_ZO_LR, max(1e-5, 1e4 / max(1, num_trainable)))
 
 
 def large_zo_lr(lr: float, *, at: str) -> str:
@@ -210,19 +249,31 @@ def _check_storage(config: Resolved) -> None:
         raise ConfigError(text, at="ds_zo.rounding")
 
 
-def _scheduler_warning(ds_config: dict[str, Any], lr: float) -> list[str]:
-    """DeepSpeed's older warm-up schedulers climb to a learning rate of their own and forget the optimizer's."""
+def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[str]:
+    """WarmupLR and WarmupDecayLR climb to their own `warmup_max_lr`, not to the optimizer's rate. Left out, it is the
+    optimizer's rate for WarmupLR and a number for WarmupDecayLR."""
     kind = _lookup(ds_config, "scheduler.type")
     if kind not in _ABSOLUTE_SCHEDULERS:
         return []
-    peak = _lookup(ds_config, "scheduler.params.warmup_max_lr")
-    peak = _DEFAULT_WARMUP_MAX_LR if peak is None else peak
-    if peak in (lr, "auto"):
+    default = inspect.signature(getattr(lr_schedules, kind)).parameters["warmup_max_lr"].default
+    peak = (_lookup(ds_config, "scheduler.params") or {}).get("warmup_max_lr", default)
+    if peak in (lr, "auto", None):
         return []
     return [
-        f"scheduler {kind} raises the learning rate to its own warmup_max_lr {shown(peak)}, not to "
-        f"optimizer.params.lr {lr:g}; write warmup_max_lr, or use WarmupCosineLR, which scales lr"
+        f"scheduler {kind} raises the learning rate to its own warmup_max_lr {shown(peak)}, not to {at} {lr:g}; set "
+        "warmup_max_lr to the rate you want, or use WarmupCosineLR, which scales lr"
     ]
+
+
+def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
+    """torch's cyclic schedulers fail on an optimizer without momentum, after the model has moved."""
+    kind = _lookup(ds_config, "scheduler.type")
+    cycles = _lookup(ds_config, "scheduler.params.cycle_momentum")
+    if kind not in _MOMENTUM_SCHEDULERS or cycles is False or config.params_at != "optimizer.params":
+        return
+    whose = "LSP's betas stay those of optimizer.params" if config.backend == "lsp" else "this backend has none"
+    text = f"{kind} cycles momentum unless cycle_momentum is false, got {shown(cycles)}, and {whose}"
+    raise ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
 
 
 def _lookup(ds_config: dict[str, Any], path: str) -> Any:

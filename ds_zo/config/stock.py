@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -21,6 +23,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_SCALE_POWER = 126
 _NULLABLE = ("ds_zo", "bf16")
+_TYPED = ("optimizer", "scheduler")
+_KEYS_OF_INITIALIZE = frozenset({"data_parallel_size", "sequence_parallel_size"})
+"""Read by `deepspeed.initialize` itself."""
 _SCHEDULER_HOMES = (lr_schedules, torch.optim.lr_scheduler)
 _AUTOCAST_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -85,8 +90,36 @@ def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
     if found is None and key in _NULLABLE:
         return {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{key} must be an object, got {shown(found)}; write {{...}} or leave it out", at=key)
+        form = f'{{"type": {shown(found)}, "params": {{...}}}}' if key in _TYPED and isinstance(found, str) else "{...}"
+        raise ConfigError(f"{key} must be an object, got {shown(found)}; write {form} or leave it out", at=key)
     return found
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Top-level keys that DeepSpeed looks for, found by letting it read a JSON that notes what it is asked for."""
+    probe = _NotingDict(train_micro_batch_size_per_gpu=1)
+    DeepSpeedConfig(probe)
+    return frozenset(probe.asked_for) | _KEYS_OF_INITIALIZE
+
+
+class _NotingDict(dict[str, Any]):
+    """A JSON object that notes every key that is looked up. A shallow copy notes in the same set."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.asked_for: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked_for.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked_for.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # DeepSpeed asks `key in config.keys()`
 
 
 def parse(model: type[Model], data: dict[str, Any], *, at: str) -> Model:

@@ -35,17 +35,21 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def losses_of(output: Any) -> list[torch.Tensor]:
-    """The loss, and what stands beside it that the caller may add to it: losses of other heads, regularisers. None
-    where there is no loss."""
+    """The loss, and what stands beside it that the caller may make a loss of: losses of other heads, regularisers, and
+    the labels' log-probabilities of a fused head, which TRL's trainers sum themselves. None where there is no loss."""
     loss = loss_of(output)
-    return [] if loss is None else [loss, *(t for t in floats_of(output) if t.numel() == 1 and t is not loss)]
+    return [] if loss is None else [loss, *(t for t in floats_of(output) if t is not loss and _is_loss(t, output))]
+
+
+def _is_loss(tensor: torch.Tensor, output: Any) -> bool:
+    return tensor.numel() == 1 or tensor is getattr(output, "log_probs", None)
 
 
 def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
     """The same output with others in the place of `losses_of` it; the original is not touched."""
     loss, floats, others = loss_of(output), floats_of(output), iter(losses[1:])
     if len(losses) > 1 or sum(t is loss for t in floats) > 1:
-        new = [losses[0] if t is loss else next(others) if t.numel() == 1 else t for t in floats]
+        new = [losses[0] if t is loss else next(others) if _is_loss(t, output) else t for t in floats]
         output = with_floats(output, new)
     return with_loss(output, losses[0])
 

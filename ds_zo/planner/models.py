@@ -149,10 +149,13 @@ def load_config(name: str, *, seq: int) -> Any:
     """Of a shape, long enough for `seq` tokens; of a folder or a Hub name, as it stands there."""
     from transformers import AutoConfig
 
+    from ds_zo.tasks.hub import check_reachable
+
     if name.startswith(RANDOM) or name in SHAPES:
         return config_of(name, max_length=max(2048, seq))
 
     try:
+        check_reachable(name)
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -1,14 +1,37 @@
-"""Public copies of the tasks, read through `datasets`."""
+"""The Hub: public copies of the tasks, read through `datasets`, and whether a model's name can be read at all."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ds_zo.tasks.errors import TaskError
 
 PARQUET = "refs/convert/parquet"
 """The Hub's own conversion of datasets that are kept as loading scripts, which `datasets` no longer runs."""
+
+
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def check_reachable(model: str) -> None:
+    """Raises OSError where a Hub name is not in the cache and there is no way to the Hub. transformers would try again
+    for half a minute. Behind a proxy nothing is said."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(model).exists() or constants.is_offline_mode() or getproxies():
+        return
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise OSError(f"{model} is not in the Hub's cache, and {hub.hostname} cannot be reached: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ python launch/examples/sft_trainer.py --steps 20
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 from datasets import Dataset
 from embedded import accuracy, load, world_of_one  # makes ds_zo importable from a clone
-from transformers import Trainer, set_seed
+from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
 import ds_zo  # noqa: F401  (teaches DeepSpeed the name ZO)
@@ -26,13 +25,6 @@ CONFIG = {
     "optimizer": {"type": "ZO", "params": {"lr": "auto", "weight_decay": "auto", "zo_eps": 1e-3}},
     "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}},
 }
-
-
-class ModelLossTrainer(SFTTrainer):
-    """ZO measures the loss that the model returns; SFTTrainer would sum one from log-probabilities beside it."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return Trainer.compute_loss(self, *args, **kwargs)
 
 
 def main() -> None:
@@ -65,7 +57,7 @@ def main() -> None:
         dataloader_pin_memory=torch.cuda.is_available(),
     )
     data = Dataset.from_list(rows)
-    trainer = ModelLossTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
     before = accuracy(model, tokenizer)
     trainer.train()
     trainer.save_model(f"{args.output_dir}/model")

@@ -14,6 +14,7 @@ from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 from zo_runs import (
     EPS,
     LR,
@@ -121,6 +122,42 @@ def test_every_form_of_output_trains_the_same(form: str) -> None:
         engine.backward(loss)
         engine.step()
     assert_equal(weights(engine.module), weights(reference.module))
+
+
+@dataclass
+class Fused(ModelOutput):
+    """As TRL's fused heads return: the labels' log-probabilities beside the loss."""
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+class ReturnsLogProbs(LogitsToy):
+    def forward(self, ids: torch.Tensor) -> Fused:
+        logits, loss = self.both(ids)
+        every = logits[:, :-1].log_softmax(-1)
+        log_probs = every.gather(-1, ids[:, 1:, None])[..., 0]
+        return Fused(loss=loss, log_probs=log_probs, entropy=-(every.exp() * every).sum(-1))
+
+
+def test_a_loss_that_the_caller_sums_from_log_probabilities() -> None:
+    """TRL's trainers do."""
+    engine, reference = engine_for(ReturnsLogProbs(), JSON), engine_for(Toy(), JSON)
+    for batch in BATCHES[:4]:
+        expected = reference(**batch)
+        reference.backward(expected)
+        reference.step()
+        output = engine(**batch)
+        assert not output.entropy.requires_grad
+        loss = -output.log_probs.sum() / output.log_probs.numel()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        engine.backward(loss)
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-3, abs=2e-3)
+    expected_weights = weights(reference.module)
+    for name, value in weights(engine.module).items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=1e-4, msg=name)
 
 
 class ReturnsLogits(LogitsToy):

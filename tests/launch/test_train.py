@@ -15,10 +15,12 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import launcher_command
+from huggingface_hub import constants
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_zo.tasks import TASKS
+from ds_zo.planner.models import load_config
+from ds_zo.tasks import TASKS, hub
 from ds_zo.tasks.embedded_model import FOLDER
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -159,6 +161,22 @@ def test_mistakes_say_what_was_looked_for(
     config = [] if "--deepspeed" in arguments else ["--deepspeed", str(write_config(tmp_path, SGD))]
     with pytest.raises(ValueError, match=re.escape(message)):
         script.run(script.parse_args([*config, *arguments, "--output-dir", str(tmp_path / "out")]))
+
+
+def test_a_hub_name_out_of_reach_is_told_at_once(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    """By the trainer and by `ds-zo plan`: transformers would try again for half a minute."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port}")  # where nothing listens
+    monkeypatch.setattr(hub, "getproxies", dict)
+    for load in (
+        lambda: script.load_model("no/such-model", dtype=torch.float32, lazily=False),
+        lambda: load_config("no/such-model", seq=8),
+    ):
+        with pytest.raises(ValueError, match=r"no/such-model is not in the Hub's cache, and 127\.0\.0\.1 cannot be"):
+            load()
+    hub.check_reachable(str(FOLDER))
 
 
 def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path, script: ModuleType) -> None:
