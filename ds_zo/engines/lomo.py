@@ -50,7 +50,13 @@ from ds_zo.engines.compiled_blocks import BlockCompiler, is_compiled, run_backwa
 from ds_zo.engines.foreign_leaves import ForeignLeaves
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, note_initial_lr
-from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
+from ds_zo.engines.lomo_blocks import (
+    Call,
+    RecomputedBlock,
+    refuse_router_logits,
+    refuse_shared_modules,
+    shared_parameters,
+)
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
 from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, Pieces, buckets_of
 from ds_zo.engines.lomo_skips import SkippedUpdates
@@ -198,13 +204,7 @@ class LOMOBackend(Backend):
     def _wrap_blocks(self) -> list[RecomputedBlock]:
         if self._homes is None:
             return []
-        for m in self.module.modules():
-            if getattr(getattr(m, "config", None), "output_router_logits", False) is True:
-                raise ConfigError(
-                    "router logits leave a block past its outputs, so a streamed block gives their loss no gradient, "
-                    "got output_router_logits true in the model's config: set it to false, or remove offload_param",
-                    at="zero_optimization.offload_param.device",
-                )
+        refuse_router_logits(self.module)
         slot_of = {id(slot.parameter): slot for slot in self._slots}
         units = self._homes.placement.blocks
         refuse_shared_modules(units)
@@ -289,6 +289,8 @@ class LOMOBackend(Backend):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._in_bare = False
+        if self._homes is not None:
+            refuse_router_logits(self.module, kwargs)
         if self.module.training:
             self._check_parameters()
             if self._reducer is not None:

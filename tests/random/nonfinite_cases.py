@@ -72,6 +72,12 @@ class Case:
     parameter: str
 
     @property
+    def updates_pieces(self) -> bool:
+        """Each rank updates its own pieces of blocks, so that no rank sees all of a gradient."""
+        whole = self.kind == "AdaLOMO" or self.clips in ("group", "global") or self.adapter
+        return self.stage == 3 and not self.streamed and not whole
+
+    @property
     def config(self) -> dict[str, Any]:
         params: dict[str, Any] = {"weight_decay": 0.1, "accumulation": "sequential"}
         if self.clips == "value":
@@ -96,7 +102,7 @@ class Case:
 
 
 def draw(seed: int, *, num_ranks: int) -> Case:
-    dice = random.Random(seed)
+    dice = random.Random(f"{seed} of {num_ranks} ranks")  # numbers in a row draw alike
     clips = dice.choice(["none", "none", "value", "group", "global"])
     streamed = dice.random() < 0.4
     bare = clips in ("none", "value") and not streamed and dice.random() < 0.2
