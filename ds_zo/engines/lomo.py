@@ -126,7 +126,7 @@ class LOMOBackend(Backend):
         self._pending = False
         """A backward has been made since the last step."""
         self._bare = False
-        """A bare backward has."""
+        """A bare backward has, and its update is not counted yet."""
         self._in_bare = False
         """The same of the last forward."""
         self._has_updated = False
@@ -363,13 +363,22 @@ class LOMOBackend(Backend):
             self._norms = []
         self._num_updates += finite
         self._settle(norm, applied=finite and self._skipped.end())
+        self._has_updated |= finite
 
     def _read_skipped(self) -> None:
         """See [Note: skipped updates]."""
+        self._end_bare()
         self._num_updates -= not self._skipped.read()
         if self._pending and isinstance(self._outcome.applied, Late):
             self._outcome = replace(self._outcome, applied=bool(self._outcome.applied.get()))
             self._has_updated &= self._outcome.applied is True
+
+    def _end_bare(self) -> None:
+        """Counts the update of the last `loss.backward()`, which had no end of its own."""
+        if self._bare:
+            self._bare = self._in_bare = False
+            self._num_updates += 1
+            self._settle(None, applied=self._skipped.end())
 
     def _refuse_accumulation(self, *arrived: nn.Parameter) -> None:
         """By hand, as the JSON's is refused: the boundary moved, or several losses a step."""
@@ -714,7 +723,6 @@ class LOMOBackend(Backend):
         made = True if self._pending and self._outcome.applied is True else applied
         self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made is not False or not overflow)
         self._pending = True
-        self._has_updated |= applied is not False
 
     def _show_scale(self, *, overflow: bool) -> None:
         """Where DeepSpeed's monitors and Accelerate look for them."""
@@ -723,9 +731,7 @@ class LOMOBackend(Backend):
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def step(self) -> StepOutcome:
-        if self._bare:
-            self._num_updates += 1
-            self._settle(None, applied=self._skipped.end())
+        self._end_bare()
         outcome = self._outcome if self._pending else StepOutcome(applied=True)
         self._pending = self._bare = self._in_bare = self._has_updated = False
         if self._homes is not None:

@@ -90,8 +90,8 @@ class Call:
         for i, tensor in zip(self._where, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        given = (*args, *kwargs.values())
-        given = [UserDict(v) if is_one else v for v, is_one in zip(given, self._user_dicts, strict=True)]
+        plain = (*args, *kwargs.values())
+        given = [UserDict(v) if is_one else v for v, is_one in zip(plain, self._user_dicts, strict=True)]
         self._mappings = [(v, dict(v)) for v in given if _is_mapping(v)]
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
@@ -202,7 +202,7 @@ class RecomputedBlock:
         may_train = torch.is_grad_enabled() and self._consumer() is not None
         if may_train and not self._has_cache(args, kwargs):
             given = (*args, *kwargs.values())
-            user_dicts = [isinstance(v, UserDict) for v in given]
+            user_dicts = [type(v) is UserDict for v in given]
             plain = tuple(map(_plain, args)), {name: _plain(v) for name, v in kwargs.items()}
             leaves, spec = tree_flatten(plain)
             # A graph keeps no tensor that was made in inference mode, such as a mask.
@@ -364,7 +364,7 @@ def _is_mapping(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """A UserDict as a dict, which torch flattens."""
-    return value.data if isinstance(value, UserDict) else value
+    return value.data if type(value) is UserDict else value
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

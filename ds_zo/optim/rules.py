@@ -149,14 +149,14 @@ def adalomo_update_(
     square = 1.0 if coef is None else coef.square()
     if moments.rows is None:
         squares = grad.float().square()
-        guard = _decision(guards, squares if guard is None else guard)
-        _average_(moments.cols, squares * square + eps[0], kept, guard)
+        guard, is_made = _decision(guards, squares if guard is None else guard)
+        _average_(moments.cols, squares * square + eps[0], kept, is_made)
         rows, cols = None, moments.cols.rsqrt()
     else:
         row_sums, col_sums = _row_and_col_square_sums(grad)
-        guard = _decision(guards, row_sums if guard is None else guard)
-        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], kept, guard)
-        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], kept, guard)
+        guard, is_made = _decision(guards, row_sums if guard is None else guard)
+        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], kept, is_made)
+        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], kept, is_made)
         rows = (moments.rows / moments.rows.mean(dim=-1, keepdim=True)).rsqrt_()
         cols = moments.cols.rsqrt()
     root_numel = math.sqrt(p.numel())
@@ -195,11 +195,11 @@ def adamw_update_(
     guards: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
     """AdamW for the few parameters that are worth two moments. Guarded and returns as `adalomo_update_`."""
-    guard = _decision(guards, gradient_guard(grad)) if guards else None
+    guard, is_made = _decision(guards, gradient_guard(grad)) if guards else (None, None)
     g = _clipped(grad.float(), coef, clip_value)
     moments.num_updates += 1
-    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), guard)
-    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), guard)
+    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_made)
+    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_made)
     bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
     denominator = (moments.mean_square / bias_square).sqrt_().add_(_ADAMW_EPS)
     direction = (moments.mean / bias).div_(denominator)
@@ -208,21 +208,29 @@ def adamw_update_(
     return guard
 
 
-def _decision(guards: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor | None:
-    """One guard in place of `guards` and of values that are not negative; None without guards."""
-    return sum(guards, values.sum()) if guards else None
+def _decision(
+    guards: Sequence[torch.Tensor], values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """One guard in place of `guards` and of values that are not negative, and whether it is finite."""
+    if not guards:
+        return None, None
+    guard = sum(guards, values.sum())
+    return guard, guard < math.inf
 
 
-def _average_(average: torch.Tensor, value: torch.Tensor, kept: float, guard: torch.Tensor | None) -> None:
-    if guard is None:
+def _average_(average: torch.Tensor, value: torch.Tensor, kept: float, is_made: torch.Tensor | None) -> None:
+    if is_made is None:
         average.mul_(kept).add_(value, alpha=1.0 - kept)
     else:
-        _set_(average, (average * kept).add_(value, alpha=1.0 - kept), guard)
+        _set_(average, (average * kept).add_(value, alpha=1.0 - kept), is_made)
 
 
-def _set_(target: torch.Tensor, value: torch.Tensor, guard: torch.Tensor | None) -> None:
+def _set_(target: torch.Tensor, value: torch.Tensor, is_made: torch.Tensor | None) -> None:
     """See [Note: guards]."""
-    target.copy_(value if guard is None else torch.where(guard < math.inf, value, target))
+    if is_made is None:
+        target.copy_(value)
+    else:
+        torch.where(is_made, value, target, out=target)
 
 
 def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:

@@ -95,7 +95,7 @@ class Case:
             lr=LR,
             params=params,
             zero_optimization=place,
-            gradient_accumulation_steps=self.accumulation,
+            gradient_accumulation_steps=1 if self.bare else self.accumulation,
             bf16={"enabled": self.is_bf16},
             ds_zo={"rounding": self.rounding, "stream": {"resident_blocks": 0} if self.streamed else {}},
         )
@@ -118,7 +118,7 @@ def draw(seed: int, *, num_ranks: int) -> Case:
         streamed=streamed,
         stage=stage,
         bare=bare,
-        accumulation=1 if bare else dice.choice([1, 1, 2]),
+        accumulation=dice.choice([1, 1, 2]),
         adapter=dice.random() < 0.3,
         place=dice.choice(["batch", "gradient", *([] if bare else ["loss", "gradient"])]),  # bare, no loss is seen
         value=dice.choice([math.nan, math.inf, -math.inf]),
@@ -232,12 +232,13 @@ def check(seed: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if case.place == "gradient" and (number, rank) == (case.when, case.rank):
             handle = dict(engine.module.named_parameters())[case.parameter].register_hook(partial(spoilt_copy, case))
         if case.bare:
-            loss.backward()
+            (loss / case.accumulation).backward()
         else:
             engine.backward(loss)
         if handle is not None:
             handle.remove()
-        engine.step()
+        if not case.bare or (number + 1) % case.accumulation == 0:
+            engine.step()
         after, kept = weights(engine), plain.step(number)
         for name, value in after.items():
             assert value.isfinite().all(), f"{name} is not finite after batch {number}"
