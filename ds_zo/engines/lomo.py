@@ -3,7 +3,8 @@ pass, so that one is alive at a time and `step` has nothing left to do but to re
 
 [Note: two passes] A norm over all gradients is known only when all of them are gone. Where one is needed (clipping by
 the global norm, overflow under fp16) the same graph is run backward twice: the first pass measures and drops, the
-second updates with the factor that follows. No second forward, no change of weights between the passes; both kinds of
+second updates with the factor that follows, or drops the step where the norm is not finite. With one pass, updates are
+skipped one by one ([Note: skipped updates]). No second forward, no change of weights between the passes; both kinds of
 activation checkpointing recompute the same twice, dropout masks included. A step that is dropped still makes its second
 pass, with nothing kept: it frees the graph, which the next forward could not afford beside its own.
 
@@ -26,8 +27,9 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -48,13 +50,29 @@ from ds_zo.engines.compiled_blocks import BlockCompiler, is_compiled, run_backwa
 from ds_zo.engines.foreign_leaves import ForeignLeaves
 from ds_zo.engines.late import Late
 from ds_zo.engines.lomo_adapters import adapter_parameters, note_initial_lr
-from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
+from ds_zo.engines.lomo_blocks import (
+    Call,
+    RecomputedBlock,
+    refuse_router_logits,
+    refuse_shared_modules,
+    shared_parameters,
+)
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState
 from ds_zo.engines.lomo_ranks import Bucket, GradientReducer, Gradients, Pieces, buckets_of
+from ds_zo.engines.lomo_skips import SkippedUpdates
 from ds_zo.engines.lomo_slots import Layer, Phase, Slot
 from ds_zo.engines.membership import Membership
 from ds_zo.engines.pretrained import PretrainedSaving
-from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, Dither, FactoredMoments, LossScaler, adamw_update_, sgd_update_
+from ds_zo.optim import (
+    OFFSET_ALIGNMENT,
+    AdamMoments,
+    Dither,
+    FactoredMoments,
+    LossScaler,
+    adamw_update_,
+    gradient_guard,
+    sgd_update_,
+)
 from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import Segment
@@ -101,13 +119,14 @@ class LOMOBackend(Backend):
         self._coef: torch.Tensor | None = None
         """What gradients of this backward are multiplied by: clipping and unscaling."""
         self._norms: list[torch.Tensor] = []
+        self._skipped = SkippedUpdates(device)
         self._membership = Membership()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
         self._pending = False
         """A backward has been made since the last step."""
         self._bare = False
-        """A bare backward has."""
+        """A bare backward has, and its update is not counted yet."""
         self._in_bare = False
         """The same of the last forward."""
         self._has_updated = False
@@ -185,13 +204,7 @@ class LOMOBackend(Backend):
     def _wrap_blocks(self) -> list[RecomputedBlock]:
         if self._homes is None:
             return []
-        for m in self.module.modules():
-            if getattr(getattr(m, "config", None), "output_router_logits", False) is True:
-                raise ConfigError(
-                    "router logits leave a block past its outputs, so a streamed block gives their loss no gradient, "
-                    "got output_router_logits true in the model's config: set it to false, or remove offload_param",
-                    at="zero_optimization.offload_param.device",
-                )
+        refuse_router_logits(self.module)
         slot_of = {id(slot.parameter): slot for slot in self._slots}
         units = self._homes.placement.blocks
         refuse_shared_modules(units)
@@ -276,6 +289,8 @@ class LOMOBackend(Backend):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._in_bare = False
+        if self._homes is not None:
+            refuse_router_logits(self.module, kwargs)
         if self.module.training:
             self._check_parameters()
             if self._reducer is not None:
@@ -321,8 +336,10 @@ class LOMOBackend(Backend):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
+        self._read_skipped()
         self._refuse_accumulation()
         self._membership.follow(self.param_groups)
+        self._skipped.begin(loss)
         self._retains = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
         scaled = loss if self._scaler is None else loss.float() * scale
@@ -345,7 +362,23 @@ class LOMOBackend(Backend):
             norm = Late(torch.stack(self._norms).norm() / scale)
             self._norms = []
         self._num_updates += finite
-        self._settle(norm, applied=finite)
+        self._settle(norm, applied=finite and self._skipped.end())
+        self._has_updated |= finite
+
+    def _read_skipped(self) -> None:
+        """See [Note: skipped updates]."""
+        self._end_bare()
+        self._num_updates -= not self._skipped.read()
+        if self._pending and isinstance(self._outcome.applied, Late):
+            self._outcome = replace(self._outcome, applied=bool(self._outcome.applied.get()))
+            self._has_updated &= self._outcome.applied is True
+
+    def _end_bare(self) -> None:
+        """Counts the update of the last `loss.backward()`, which had no end of its own."""
+        if self._bare:
+            self._bare = self._in_bare = False
+            self._num_updates += 1
+            self._settle(None, applied=self._skipped.end())
 
     def _refuse_accumulation(self, *arrived: nn.Parameter) -> None:
         """By hand, as the JSON's is refused: the boundary moved, or several losses a step."""
@@ -365,7 +398,9 @@ class LOMOBackend(Backend):
         try:
             self._start_sweep(phase)
             if self._reducer is not None and phase is not Phase.DISCARD:
-                self._reducer.begin(self._trains, measures=phase is Phase.MEASURE)
+                measures = phase is Phase.MEASURE
+                guard = self._skipped.loss_guard if measures or not self._two_passes else None
+                self._reducer.begin(self._trains, measures=measures, loss_guard=guard)
             with run_backward_twice() if self._runs_compiled_twice() else nullcontext():
                 yield
             self._end_sweep()
@@ -373,6 +408,7 @@ class LOMOBackend(Backend):
                 self._reducer.finish()
         except BaseException:
             self._norms = []
+            self._skipped.drop()
             for slot in self._slots:
                 slot.parameter.grad = None
             if self._reducer is not None:
@@ -439,7 +475,7 @@ class LOMOBackend(Backend):
         if self._reducer is not None:
             return self._reducer.norm()
         norms, self._norms = self._norms, []
-        return torch.stack(norms).norm().item() if norms else 0.0
+        return torch.stack([*norms, self._skipped.loss_guard]).norm().item()
 
     def _coefficient(self, norm: float, scale: float) -> torch.Tensor | None:
         limit = 0.0 if self._by_layer else self.config.gradient_clipping
@@ -483,7 +519,7 @@ class LOMOBackend(Backend):
             self._consume(slot, grad)
             return
         if phase is Phase.IDLE and not self._reducer.active:
-            self._reducer.begin(self._trains, measures=False)
+            self._reducer.begin(self._trains, measures=False, loss_guard=self._skipped.loss_guard)
             torch.autograd.Variable._execution_engine.queue_callback(self._reducer.finish)
         p.grad = None
         self._reducer.add(slot, grad)
@@ -520,7 +556,8 @@ class LOMOBackend(Backend):
             yield
             visit.changed = self._has_changed(block)
 
-    def consume(self, gradients: Gradients) -> None:
+    def consume(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
+        self._skipped.loss_guard = loss_guard
         for slot, grad in gradients:
             slot.parameter.grad = grad
             self._consume(slot, grad)
@@ -528,14 +565,25 @@ class LOMOBackend(Backend):
             if slot.layer is not None:
                 self._update_layer(slot.layer)
 
-    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces) -> None:
+    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
         """See [Note: gradients in pieces]."""
         assert self._homes is not None
+        if not self._two_passes:
+            for slot, guard in guards:
+                self._skipped.add(slot, guard)
+        guard_of = {} if self._two_passes else {id(slot): (guard,) for slot, guard in guards}
         with self._homes.updating(block.unit) as shard:
             for slot, segment, grad in pieces:
-                self._update_piece(slot, segment, shard, grad)
+                self._update_piece(slot, segment, shard, grad, guard_of.get(id(slot), ()))
 
-    def _update_piece(self, slot: Slot, segment: Segment, shard: torch.Tensor, grad: torch.Tensor) -> None:
+    def _update_piece(
+        self,
+        slot: Slot,
+        segment: Segment,
+        shard: torch.Tensor,
+        grad: torch.Tensor,
+        guards: Sequence[torch.Tensor],
+    ) -> None:
         group = self._membership[slot.parameter]
         lr, dtype = float(group["lr"]), slot.parameter.dtype
         rounds = self._rounding == "stochastic" and dtype is not torch.float32
@@ -547,6 +595,7 @@ class LOMOBackend(Backend):
             coef=self._coef,
             clip_value=self.settings.clip_grad_value,
             dither=Dither(step=self._num_updates, offset=slot.offset + segment.begin) if rounds else None,
+            guards=guards,
         )
 
     def _check_visited(self, slot: Slot) -> None:
@@ -569,30 +618,36 @@ class LOMOBackend(Backend):
                 '"gradient_clipping" to 0 and use bf16'
             )
         if not self._in_bare:
+            self._read_skipped()
             self._refuse_accumulation(p)
+            self._skipped.begin(None)
             self._membership.follow(self.param_groups)
             self._pass += 1
             self._bare = self._in_bare = self._has_updated = True
 
     def _update_layer(self, layer: Layer) -> None:
         waiting, layer.waiting = layer.waiting, []
-        grads = [(slot, slot.parameter.grad) for slot in waiting]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in grads if grad is not None]
-        if not norms:
+        grads = [(slot, grad) for slot in waiting if (grad := slot.parameter.grad) is not None]
+        if not grads:
             return
-        norm = torch.stack(norms).norm()
-        self._norms.append(norm)
+        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in grads])
+        self._norms.append(norms.norm())
+        norm = torch.where(norms < math.inf, norms, 0.0).norm()  # of the parameters that are updated
         scale = 1.0 if self._scaler is None else self._scaler.scale
         coef = (self.config.gradient_clipping / (norm / scale + _NORM_FLOOR)).clamp_(max=1.0) / scale
-        for slot, grad in grads:
-            assert grad is not None
-            self._update(slot, grad, coef)
+        for (slot, grad), own in zip(grads, norms, strict=True):
+            self._update(slot, grad, coef, own)
             slot.parameter.grad = None
 
     # Updates
 
-    def _update(self, slot: Slot, grad: torch.Tensor, coef: torch.Tensor | None) -> None:
+    def _update(
+        self, slot: Slot, grad: torch.Tensor, coef: torch.Tensor | None, norm: torch.Tensor | None = None
+    ) -> None:
+        """`norm`: the gradient's, where it is known."""
         p = slot.parameter
+        known = (self._skipped.loss_guard,) if norm is None else (self._skipped.loss_guard, norm)
+        guards = () if self._two_passes else known
         slot.last_update = self._pass
         group = self._membership[p]
         lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
@@ -605,7 +660,7 @@ class LOMOBackend(Backend):
             lr = self.settings.adapter.lr * self._schedule_factor(group)
             slot.moments = slot.moments or AdamMoments.zeros(p)
             assert isinstance(slot.moments, AdamMoments)
-            adamw_update_(
+            guard = adamw_update_(
                 p,
                 grad,
                 slot.moments,
@@ -616,9 +671,13 @@ class LOMOBackend(Backend):
                 clip_value=self.settings.clip_grad_value,
                 dither=dither,
                 residue=slot.residue,
+                guards=guards,
             )
-            return
-        self._update_weight(slot, grad, lr=lr, decay=1.0 - lr * weight_decay, coef=coef, dither=dither)
+        else:
+            decay = 1.0 - lr * weight_decay
+            guard = self._update_weight(slot, grad, lr=lr, decay=decay, coef=coef, dither=dither, guards=guards)
+        if guard is not None:
+            self._skipped.add(slot, guard)
 
     def _update_weight(
         self,
@@ -629,7 +688,11 @@ class LOMOBackend(Backend):
         decay: float,
         coef: torch.Tensor | None,
         dither: Dither | None,
-    ) -> None:
+        guards: Sequence[torch.Tensor],
+    ) -> torch.Tensor | None:
+        """`guards` are the loss's and, where it is known, the gradient's. Returns the latter, if there are any."""
+        if len(guards) == 1:
+            guards = (*guards, gradient_guard(grad))
         sgd_update_(
             slot.parameter,
             grad,
@@ -639,7 +702,9 @@ class LOMOBackend(Backend):
             clip_value=self.settings.clip_grad_value,
             dither=dither,
             residue=slot.residue,
+            guards=guards,
         )
+        return guards[-1] if guards else None
 
     def _schedule_factor(self, group: Mapping[str, Any]) -> float:
         """How far a schedule has moved the rate of the group that an adapter stands in: its own follows."""
@@ -649,16 +714,15 @@ class LOMOBackend(Backend):
 
     # step
 
-    def _settle(self, norm: float | Late | None, *, applied: bool) -> None:
+    def _settle(self, norm: float | Late | None, *, applied: bool | Late) -> None:
         """What `step` will report; with sequential accumulation a step is skipped when all its micro-batches were."""
-        overflow = self._scaler is not None and not applied
+        overflow = self._scaler is not None and applied is False
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
             self._show_scale(overflow=overflow)
-        made = applied or (self._pending and self._outcome.applied is True)
-        self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made or not overflow)
+        made = True if self._pending and self._outcome.applied is True else applied
+        self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made is not False or not overflow)
         self._pending = True
-        self._has_updated |= applied
 
     def _show_scale(self, *, overflow: bool) -> None:
         """Where DeepSpeed's monitors and Accelerate look for them."""
@@ -667,7 +731,7 @@ class LOMOBackend(Backend):
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def step(self) -> StepOutcome:
-        self._num_updates += self._bare
+        self._end_bare()
         outcome = self._outcome if self._pending else StepOutcome(applied=True)
         self._pending = self._bare = self._in_bare = self._has_updated = False
         if self._homes is not None:
@@ -681,6 +745,7 @@ class LOMOBackend(Backend):
     # Saving, loading, describing
 
     def state_dict(self) -> dict[str, Any]:
+        self._read_skipped()
         return {
             "step": self._num_updates,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -701,6 +766,7 @@ class LOMOBackend(Backend):
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}
         self._num_updates = int(kept["step"])
+        self._skipped.forget()
         self._pending = self._bare = self._in_bare = self._has_updated = False
         if self._scaler is not None:
             self._scaler.restart()
@@ -716,6 +782,7 @@ class LOMOBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         """What the micro-batches of a window that is not over have come to."""
+        self._read_skipped()
         outcome = self._outcome
         norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, Late) else outcome.grad_norm
         window = {"applied": bool(outcome.applied), "grad_norm": norm, "advance_schedule": outcome.advance_schedule}

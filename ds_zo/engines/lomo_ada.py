@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -26,10 +27,11 @@ class AdaLOMOBackend(LOMOBackend):
         decay: float,
         coef: torch.Tensor | None,
         dither: Dither | None,
-    ) -> None:
+        guards: Sequence[torch.Tensor],
+    ) -> torch.Tensor | None:
         slot.moments = slot.moments or FactoredMoments.zeros(slot.parameter)
         assert isinstance(slot.moments, FactoredMoments)
-        adalomo_update_(
+        return adalomo_update_(
             slot.parameter,
             grad,
             slot.moments,
@@ -42,4 +44,5 @@ class AdaLOMOBackend(LOMOBackend):
             clip_value=self.settings.clip_grad_value,
             dither=dither,
             residue=slot.residue,
+            guards=guards,
         )

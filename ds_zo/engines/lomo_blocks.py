@@ -9,14 +9,19 @@ user's checkpointing around a block would do is thereby done; checkpointing insi
 [Note: gradients in parts] That inner backward ends with the visit. The gradient of a weight that is used elsewhere too
 is handed to the outer graph, which adds up what comes from all its uses. A block that ran several times is visited as
 often: the gradients of its weights are held until the last of these visits.
+
+[Note: entries in mappings] A block may leave tensors for later blocks in a dict that it is given, as Gemma 3n's layers
+share keys and values. It gets a copy; entries that it writes are outputs of its node, and then go to the caller's dict.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +29,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ds_zo.config import ConfigError
 from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.engines.lomo_homes import BlockHomes
 from ds_zo.engines.plain_copies import StandIn
@@ -46,7 +52,16 @@ class Consumer(Protocol):
 class Call:
     """One run of a block, to be made again. Lives as long as the graph that it is a node of."""
 
-    def __init__(self, block: RecomputedBlock, leaves: Sequence[Any], spec: TreeSpec, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        block: RecomputedBlock,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        *,
+        user_dicts: Sequence[bool],
+        device: torch.device,
+    ) -> None:
+        """`user_dicts`: which of the arguments are of that class, and stand here as plain dicts."""
         self.block = block
         self.number = next(_numbers)
         """In the order that blocks run in."""
@@ -60,6 +75,9 @@ class Call:
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._spec = spec
+        self._user_dicts = list(user_dicts)
+        self._mappings: list[tuple[Any, dict[Any, Any]]] = []
+        """Those that the block is given while it runs, with what stood in them; see [Note: entries in mappings]."""
         self._surroundings = Surroundings(block.habits, device)
         self._weights: list[int] = []
 
@@ -72,7 +90,10 @@ class Call:
         for i, tensor in zip(self._where, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        plain = (*args, *kwargs.values())
+        given = [UserDict(v) if is_one else v for v, is_one in zip(plain, self._user_dicts, strict=True)]
+        self._mappings = [(v, dict(v)) for v in given if _is_mapping(v)]
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     def note_weights(self) -> None:
         self._weights = self.block.versions()
@@ -94,20 +115,24 @@ class Call:
         return self._surroundings.restored()
 
     def keep_output(self, output: Any) -> list[torch.Tensor]:
-        """The output's tensors; the rest waits here for `output`."""
-        leaves, self.output_spec = tree_flatten(output)
+        """The tensors of the output and of what the block wrote to mappings; the rest waits here for `output`."""
+        written = [{k: v for k, v in m.items() if v is not before.get(k)} for m, before in self._mappings]
+        self._mappings = []
+        leaves, self.output_spec = tree_flatten((output, written))
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._output_where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for leaf in self.output_leaves:
             _refuse_hidden_tensors(leaf, self.block.unit.name)
         return [leaves[i] for i in self._output_where]
 
-    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
+        """And what the block wrote to each mapping that it was given."""
         assert self.output_spec is not None
         leaves, self.output_leaves = self.output_leaves, []
         for i, tensor in zip(self._output_where, tensors, strict=True):
             leaves[i] = tensor
-        return tree_unflatten(leaves, self.output_spec)
+        output, written = tree_unflatten(leaves, self.output_spec)
+        return output, written
 
 
 class RecomputedBlock:
@@ -176,7 +201,10 @@ class RecomputedBlock:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         may_train = torch.is_grad_enabled() and self._consumer() is not None
         if may_train and not self._has_cache(args, kwargs):
-            leaves, spec = tree_flatten((args, kwargs))
+            given = (*args, *kwargs.values())
+            user_dicts = [type(v) is UserDict for v in given]
+            plain = tuple(map(_plain, args)), {name: _plain(v) for name, v in kwargs.items()}
+            leaves, spec = tree_flatten(plain)
             # A graph keeps no tensor that was made in inference mode, such as a mask.
             leaves = [x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for x in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -184,11 +212,14 @@ class RecomputedBlock:
             if trains or any(t.requires_grad for t in tensors):
                 for leaf in leaves:
                     _refuse_hidden_tensors(leaf, self.unit.name)
-                call = Call(self, leaves, spec, device=self._homes.device)
+                call = Call(self, leaves, spec, user_dicts=user_dicts, device=self._homes.device)
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
-                return call.output(outputs)
+                output, written = call.output(outputs)
+                for mapping, entries in zip(filter(_is_mapping, given), written, strict=True):
+                    mapping.update(entries)
+                return output
         with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
             leaves = self._own(leaves)
@@ -224,7 +255,7 @@ class RecomputedBlock:
             self._homes.visit(self.unit),
             _no_autocast_cache(self._homes.device),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _nothing_kept),
+            torch.autograd.graph.saved_tensors_hooks(partial(_keep_nothing, self.unit.name), _nothing_kept),
         ):
             call.note_weights()
             outputs = self._own(call.keep_output(self._compute(*args, **kwargs)))
@@ -314,16 +345,26 @@ class _NoWayBack(torch.autograd.Function):
         )
 
 
-def _keep_nothing(tensor: Any) -> None:
+def _keep_nothing(block: str, tensor: Any) -> str:
     """What a graph saves that nobody goes back through: nothing here, nor in a checkpoint around the block."""
+    return block
 
 
-def _nothing_kept(packed: Any) -> torch.Tensor:
+def _nothing_kept(block: str) -> torch.Tensor:
     raise RuntimeError(
-        "a streamed block's gradients pass through its outputs alone, and the loss reaches into the block past them, "
-        "by a tensor in an object that it returns or that a hook took from inside: return tensors in tuples, lists or "
-        "dicts, or keep the model on the device (remove zero_optimization.offload_param)"
+        f"a streamed block's gradients pass through its outputs alone, and the loss reaches into block {block} past "
+        "them, by a tensor in an object that it returns or that a hook took from inside: return tensors in tuples, "
+        "lists or dicts, or keep the model on the device (remove zero_optimization.offload_param)"
     )
+
+
+def _is_mapping(value: Any) -> bool:
+    return type(value) in (dict, UserDict)
+
+
+def _plain(value: Any) -> Any:
+    """A UserDict as a dict, which torch flattens."""
+    return value.data if type(value) is UserDict else value
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -350,6 +391,22 @@ def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
             "tensors in tuples, lists or dicts, or keep the model on the device (remove "
             "zero_optimization.offload_param)"
         )
+
+
+def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = None) -> None:
+    """transformers' hooks take them from inside a block. `call`: keywords of a forward; without, the config is read."""
+    configs = (getattr(m, "config", None) for m in module.modules())
+    if call is not None and call.get("output_router_logits") is True:
+        found = "output_router_logits=True in a call"
+    elif call is None and any(getattr(config, "output_router_logits", False) is True for config in configs):
+        found = "output_router_logits true in the model's config"
+    else:
+        return
+    raise ConfigError(
+        "router logits leave a block past its outputs, so a streamed block gives their loss no gradient, got "
+        f"{found}: set it to false, or remove offload_param",
+        at="zero_optimization.offload_param.device",
+    )
 
 
 def refuse_shared_modules(units: Sequence[Unit]) -> None:

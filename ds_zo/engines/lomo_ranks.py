@@ -9,12 +9,15 @@ gradient which the others have keeps those that come after it to the end of the 
 
 [Note: marks] A parameter that no rank has a gradient for is left alone, weight decay included, as on one rank. So each
 bucket ends with a mark a parameter, the number of ranks that had its gradient; only ranks that had none look at it.
+To these marks each rank adds its loss times zero, so that a loss that is not finite on one rank turns marks to NaN on
+all of them, which skips updates ([Note: skipped updates]).
 
 [Note: gradients in pieces] Where devices keep weights in pieces ([Note: device shards]), a rank needs the sum of its
 own piece's gradients alone. Its bucket is laid out by ranks, so that one reduce-scatter brings each what it updates,
-and the block's weights may be gone by then: the next block's backward pass runs meanwhile. Rules that look at a
-parameter as a whole (AdaLOMO, a layer's norm, adapters) take whole sums, which every rank applies to the gathered
-weights.
+and the block's weights may be gone by then: the next block's backward pass runs meanwhile. The marks tell a rank
+whether a gradient is finite outside its piece: each rank adds the largest magnitude of its own gradient, times zero.
+Rules that look at a parameter as a whole (AdaLOMO, a layer's norm, adapters) take whole sums, which every rank applies
+to the gathered weights.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from torch import nn
 
 from ds_zo.engines.lomo_blocks import RecomputedBlock, shared_parameters
 from ds_zo.engines.lomo_slots import Slot
+from ds_zo.optim import gradient_guard
 from ds_zo.streaming.device_shards import DeviceShards, Segment
 from ds_zo.streaming.node import one_may_be_gone, waiting_time
 
@@ -40,6 +44,10 @@ _ALIGN = 16
 _PIECES_NBYTES = 128 * 2**20
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Gradients = list[tuple[Slot, torch.Tensor]]
+Pieces = list[tuple[Slot, Segment, torch.Tensor]]
 
 
 class Stage(Enum):
@@ -109,21 +117,28 @@ class Bucket:
         self.gradient(slot).copy_(grad)
         self.arrived.add(id(slot))
 
-    def mark(self) -> None:
+    def mark(self, loss_guard: torch.Tensor | None) -> None:
         """See [Note: marks]."""
         for dtype, begin in self._marks_at.items():
             here = [slot for slot in self.trained if self._where[id(slot)][0] is dtype]
-            self._buffers[dtype][begin : begin + len(here)].fill_(1)
+            marks = self._buffers[dtype][begin : begin + len(here)].fill_(1)
             for i, slot in enumerate(here):
                 if id(slot) not in self.arrived:
-                    self._buffers[dtype][begin + i].zero_()
+                    marks[i].zero_()
+            if loss_guard is not None:
+                marks.add_(loss_guard)
+
+    def loss_guard(self) -> torch.Tensor:
+        """Finite where the losses of all ranks are."""
+        dtype, begin = next(iter(self._marks_at.items()))
+        return self._buffers[dtype][begin].to(torch.float32, copy=True)
 
     def present(self) -> list[Slot]:
         """Those that some rank had a gradient for."""
         if len(self.arrived) == len(self.trained):
             return self.trained
         marks = {d: iter(self._buffers[d][begin:].tolist()) for d, begin in self._marks_at.items()}
-        return [slot for slot in self.trained if next(marks[self._where[id(slot)][0]]) > 0]
+        return [slot for slot in self.trained if next(marks[self._where[id(slot)][0]]) != 0]
 
     def drop(self) -> None:
         self.stage = Stage.DONE
@@ -143,6 +158,8 @@ class PiecesBucket(Bucket):
         self._segments = segments
         self._places: dict[int, list[tuple[Segment, int]]] = {}
         """Where in its rank's row each of a parameter's segments begins, by the slot's id."""
+        self._own_guards: dict[int, torch.Tensor] = {}
+        """Of this rank's gradients, by the slot's id."""
         self._num_ranks = 1
 
     def train(self, trained: Sequence[Slot], *, num_ranks: int) -> None:
@@ -166,19 +183,38 @@ class PiecesBucket(Bucket):
             rows[segment.rank, at : at + segment.numel].copy_(flat[segment.begin : segment.begin + segment.numel])
         self.arrived.add(id(slot))
 
-    def mark(self) -> None:
+    def check(self, slot: Slot, grad: torch.Tensor) -> None:
+        """See [Note: gradients in pieces]. A gradient whose sum over ranks may overflow counts as not finite."""
+        self._own_guards[id(slot)] = gradient_guard(grad).to(grad.dtype) * self._num_ranks
+
+    def mark(self, loss_guard: torch.Tensor | None) -> None:
         for dtype, begin in self._marks_at.items():
             here = [slot for slot in self.trained if slot.parameter.dtype is dtype]
             marks = self._rows(dtype)[:, begin : begin + len(here)].fill_(1)
             for i, slot in enumerate(here):
                 if id(slot) not in self.arrived:
                     marks[:, i].zero_()
+            if loss_guard is not None:
+                none = torch.zeros_like(loss_guard, dtype=dtype)
+                own = torch.stack([self._own_guards.get(id(slot), none) for slot in here])
+                marks.add_(own * 0 + loss_guard)
 
     def present(self) -> list[Slot]:
         if len(self.arrived) == len(self.trained):
             return self.trained
         marks = {d: iter(row[self._marks_at[d] :].tolist()) for d, row in zip(self._buffers, self.pieces, strict=True)}
-        return [slot for slot in self.trained if next(marks[slot.parameter.dtype]) > 0]
+        return [slot for slot in self.trained if next(marks[slot.parameter.dtype]) != 0]
+
+    def guards(self, present: Sequence[Slot]) -> Gradients:
+        """Each parameter's, for the gradients and losses of all ranks."""
+        rows = zip(self._buffers, self.pieces, strict=True)
+        marks = {dtype: iter(row[self._marks_at[dtype] :].to(torch.float32, copy=True)) for dtype, row in rows}
+        guards = {id(slot): next(marks[slot.parameter.dtype]) for slot in self.trained}
+        return [(slot, guards[id(slot)]) for slot in present]
+
+    def drop(self) -> None:
+        super().drop()
+        self._own_guards = {}
 
     def sums(self, slot: Slot, *, rank: int) -> list[tuple[Segment, torch.Tensor]]:
         """What of a parameter's summed gradient came to this rank."""
@@ -196,10 +232,6 @@ def _by_dtype(slots: Sequence[Slot]) -> dict[torch.dtype, list[Slot]]:
     return found
 
 
-Gradients = list[tuple[Slot, torch.Tensor]]
-Pieces = list[tuple[Slot, Segment, torch.Tensor]]
-
-
 class Consumer(Protocol):
     """Who takes averaged gradients."""
 
@@ -207,10 +239,13 @@ class Consumer(Protocol):
         """Context in which a bucket is reduced and consumed: its weights are here before any rank changes them. None:
         not now, for another block is being visited."""
 
-    def consume(self, gradients: Gradients) -> None: ...
+    def consume(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
+        """`loss_guard`: finite where the losses of all ranks are."""
 
-    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces) -> None:
-        """This rank's pieces of a block's averaged gradients; at least one rank has some."""
+    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
+        """This rank's pieces of a block's averaged gradients; at least one rank has some. `guards` has a scalar for
+        each parameter, also for those of which this rank has no piece: finite where gradients and losses of all ranks
+        are."""
 
 
 class GradientReducer:
@@ -249,6 +284,7 @@ class GradientReducer:
         self._on_their_way: list[Bucket] = []
         self._measures = False
         self._norms: list[torch.Tensor] = []
+        self._loss_guard: torch.Tensor | None = None
         self._has_warned = False
         self.active = False
         """Between `begin` and `finish`."""
@@ -263,8 +299,9 @@ class GradientReducer:
 
     # A pass
 
-    def begin(self, trains: Callable[[Slot], bool], *, measures: bool) -> None:
-        """`measures`: only the norm is wanted, and nothing is consumed."""
+    def begin(self, trains: Callable[[Slot], bool], *, measures: bool, loss_guard: torch.Tensor | None) -> None:
+        """`measures`: only the norm is wanted, and nothing is consumed. `loss_guard`: a scalar that is finite where
+        this rank's loss is; None where losses and gradients have been found to be."""
         trained = [id(slot) for bucket in self._buckets for slot in bucket.slots if trains(slot)]
         if trained != self._trained:  # at first, and when parameters were frozen or thawed
             chosen = set(trained)
@@ -277,6 +314,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.begin()
         self._measures = measures
+        self._loss_guard = loss_guard
         self.most_alive = 0
         self.active = True
 
@@ -285,6 +323,8 @@ class GradientReducer:
         assert bucket.stage is Stage.OPEN, f"the bucket of {slot.name} has gone"
         bucket.fill(self._device)
         bucket.put(slot, grad)
+        if isinstance(bucket, PiecesBucket) and self._loss_guard is not None and not self._measures:
+            bucket.check(slot, grad)
         self.most_alive = max(self.most_alive, sum(b.alive for b in self._buckets))
         if len(bucket.arrived) == len(bucket.trained) and (bucket.block is None or bucket.in_pieces):
             self.close(bucket)
@@ -331,6 +371,8 @@ class GradientReducer:
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
         if norms:
             squares += torch.stack(norms).double().square().sum()
+        if self._loss_guard is not None:
+            squares += self._loss_guard
         with one_may_be_gone(self._device):
             dist.all_reduce(squares, group=self._group)
             return float(squares.sqrt().item()) / self._num_ranks
@@ -364,7 +406,7 @@ class GradientReducer:
     def _launch(self, bucket: Bucket) -> None:
         bucket.fill(self._device)
         if not self._measures:
-            bucket.mark()
+            bucket.mark(self._loss_guard)
         bucket.stage = Stage.REDUCING
         with one_may_be_gone(self._device):
             for buffer in bucket.buffers:
@@ -398,7 +440,8 @@ class GradientReducer:
                     buffer.div_(self._num_ranks)
                 consumer = self._consumer()
                 assert consumer is not None
-                consumer.consume([(slot, bucket.gradient(slot)) for slot in present])
+                gradients = [(slot, bucket.gradient(slot)) for slot in present]
+                consumer.consume(gradients, loss_guard=bucket.loss_guard())
             bucket.drop()
 
     def _hand_over(self, bucket: PiecesBucket, rank: int) -> None:
@@ -409,7 +452,7 @@ class GradientReducer:
         assert consumer is not None and bucket.block is not None
         if present:
             found = [(slot, segment, grad) for slot in present for segment, grad in bucket.sums(slot, rank=rank)]
-            consumer.consume_pieces(bucket.block, found)
+            consumer.consume_pieces(bucket.block, found, guards=bucket.guards(present))
 
     def _learn_order(self) -> None:
         number = {id(bucket): i for i, bucket in enumerate(self._buckets)}

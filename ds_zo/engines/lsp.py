@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.compiled_blocks import BlockCompiler
+from ds_zo.engines.lomo_blocks import refuse_router_logits
 from ds_zo.engines.lsp_calibration import Calibration, adopt
 from ds_zo.engines.lsp_groups import LSPGroups
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
@@ -269,6 +270,8 @@ class LSPBackend(Backend):
         """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if self._streamed is not None:
+            refuse_router_logits(self.module, kwargs)
         if self.module.training:
             self._check_parameters()
             if self._streamed is not None:

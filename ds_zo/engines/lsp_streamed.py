@@ -24,7 +24,13 @@ from ds_zo.config import Resolved
 from ds_zo.engines.caches import Caches
 from ds_zo.engines.compiled_blocks import BlockCompiler
 from ds_zo.engines.interrupts import interrupts
-from ds_zo.engines.lomo_blocks import Call, RecomputedBlock, refuse_shared_modules, shared_parameters
+from ds_zo.engines.lomo_blocks import (
+    Call,
+    RecomputedBlock,
+    refuse_router_logits,
+    refuse_shared_modules,
+    shared_parameters,
+)
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState, Visit
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.streaming.units import Placed, Unit
@@ -103,6 +109,7 @@ class StreamedBlocks:
         compiler: BlockCompiler | None = None,
     ) -> None:
         """`ended`: all gradients of a visit have come; the flag says that the unit is visited again in this pass."""
+        refuse_router_logits(module)
         self.homes = SettlingHomes(module, config, settle=settle, param_groups=param_groups, device=device)
         self._module = module
         self._ended = ended

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -66,7 +68,10 @@ def _direction(
     return u
 
 
-@triton.jit(do_not_specialize=[*_SCALARS, "offset", "lr", "decay", "clip", "k0", "k1", "step"])
+@triton.jit(
+    do_not_specialize=[*_SCALARS, "offset", "lr", "decay", "clip", "k0", "k1", "step"],
+    do_not_specialize_on_alignment=["guard_ptr", "other_guard_ptr"],
+)
 def _update_kernel(
     p_ptr,
     u_ptr,
@@ -75,6 +80,8 @@ def _update_kernel(
     rows_ptr,
     cols_ptr,
     residue_ptr,
+    guard_ptr,
+    other_guard_ptr,
     numel,
     matrix_numel,
     num_cols,
@@ -93,12 +100,15 @@ def _update_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_COLS: tl.constexpr,
     HAS_RESIDUE: tl.constexpr,
+    HAS_GUARDS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     WHOLE_LANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if HAS_GUARDS:  # NaN compares as not less
+        numel = tl.where(tl.load(guard_ptr) + tl.load(other_guard_ptr) < float("inf"), numel, 0)
     mask = start + within < numel
     u = _direction(
         u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, numel, matrix_numel, num_cols, clip,
@@ -189,9 +199,11 @@ def update_triton(
     cols: torch.Tensor | None = None,
     dither: tuple[int, int, int] | None = None,
     residue: torch.Tensor | None = None,
+    guards: Sequence[torch.Tensor] = (),
 ) -> None:
     """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols); `dither` is (seed, step, offset),
-    `residue` a contiguous tensor of p's dtype that takes what rounding drops.
+    `residue` a contiguous tensor of p's dtype that takes what rounding drops. One or two `guards`, float32 scalars that
+    are not negative: nothing is read nor written unless they are finite.
 
     A parameter that is not contiguous goes through a copy.
     """
@@ -206,6 +218,8 @@ def update_triton(
         p if rows is None else rows,
         p if cols is None else cols,
         _raw(flat if residue is None else residue),
+        guards[0] if guards else p,
+        guards[-1] if guards else p,
         p.numel(),
         *_shape(p),
         offset,
@@ -223,6 +237,7 @@ def update_triton(
         HAS_ROWS=rows is not None,
         HAS_COLS=cols is not None,
         HAS_RESIDUE=residue is not None,
+        HAS_GUARDS=bool(guards),
         STOCHASTIC=dither is not None,
         WHOLE_LANES=_shape(p)[1] % 8 == 0,
         LANES=LANES,

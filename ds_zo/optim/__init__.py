@@ -10,6 +10,7 @@ from ds_zo.optim.rules import (
     FactoredMoments,
     adalomo_update_,
     adamw_update_,
+    gradient_guard,
     sgd_update_,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "LossScaler",
     "adalomo_update_",
     "adamw_update_",
+    "gradient_guard",
     "sgd_update_",
 ]

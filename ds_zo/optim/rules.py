@@ -3,12 +3,17 @@
 On the CPU they are torch operations; on CUDA each ends in one Triton kernel (`ops.triton_lomo`, not imported before).
 Nothing is read by the host. The gradient itself stays as it is: where an addition hands one gradient on to both its
 terms, a parameter's may be a view of memory that the backward pass has yet to read.
+
+[Note: guards] An update takes float32 scalars on the parameter's device, its guards, and changes nothing unless all are
+finite: neither weights, residue nor moments. The decision stays on the device, so `num_updates` counts every call, and
+the caller subtracts skipped ones when it reads the guards. A gradient's largest magnitude is its guard; where a rule
+computes sums of squares anyway, these serve.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +95,22 @@ def sgd_update_(
     clip_value: float | None = None,
     dither: Dither | None = None,
     residue: torch.Tensor | None = None,
+    guards: Sequence[torch.Tensor] = (),
 ) -> None:
     """p <- round(decay * p - lr * clamp(coef * grad, -clip_value, clip_value)).
 
     `coef` is a float32 scalar on p's device. Without `dither` rounding is to nearest. `residue`, of p's shape and
-    dtype, takes what rounding to nearest drops and adds it the next time (Kahan); it starts as zeros.
+    dtype, takes what rounding to nearest drops and adds it the next time (Kahan); it starts as zeros. `guards`: at most
+    two, see [Note: guards].
     """
-    _apply_(p, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither, residue=residue)
+    _apply_(
+        p, grad, lr=lr, decay=decay, coef=coef, clip_value=clip_value, dither=dither, residue=residue, guards=guards
+    )
+
+
+def gradient_guard(grad: torch.Tensor) -> torch.Tensor:
+    """Finite where all of a gradient is; see [Note: guards]."""
+    return torch.linalg.vector_norm(grad, ord=math.inf, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -114,13 +128,17 @@ def adalomo_update_(
     clip_value: float | None = None,
     dither: Dither | None = None,
     residue: torch.Tensor | None = None,
-) -> None:
+    guards: Sequence[torch.Tensor] = (),
+) -> torch.Tensor | None:
     """AdaLOMO's update (arXiv 2310.10195) of one parameter, which is its own normalisation group.
 
     With g = clamp(coef * grad): moving averages of mean(g^2) + eps[0] over rows and over columns make v, their outer
     product; u = g / sqrt(v), scaled down where its root mean square exceeds `clip_threshold`; then
     p <- round(decay * p - lr * max(eps[1], rms(p)) * u).
+
+    With `guards` the gradient is checked as well. Returns the one scalar that decided; see [Note: guards].
     """
+    guard = gradient_guard(grad) if guards and clip_value is not None else None  # clamping would hide an infinity
     if clip_value is not None:
         if coef is None:
             grad = grad.clamp(-clip_value, clip_value)
@@ -130,20 +148,35 @@ def adalomo_update_(
     kept = 1.0 - moments.num_updates**decay_rate
     square = 1.0 if coef is None else coef.square()
     if moments.rows is None:
-        _average_(moments.cols, grad.float().square() * square + eps[0], kept)
+        squares = grad.float().square()
+        guard, is_made = _decision(guards, squares if guard is None else guard)
+        _average_(moments.cols, squares * square + eps[0], kept, is_made)
         rows, cols = None, moments.cols.rsqrt()
     else:
-        for average, sums, dim in zip(
-            (moments.rows, moments.cols), _row_and_col_square_sums(grad), (-1, -2), strict=True
-        ):
-            _average_(average, sums.div_(grad.shape[dim]) * square + eps[0], kept)
+        row_sums, col_sums = _row_and_col_square_sums(grad)
+        guard, is_made = _decision(guards, row_sums if guard is None else guard)
+        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], kept, is_made)
+        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], kept, is_made)
         rows = (moments.rows / moments.rows.mean(dim=-1, keepdim=True)).rsqrt_()
         cols = moments.cols.rsqrt()
     root_numel = math.sqrt(p.numel())
     update_rms = _factored_square_sum(grad, rows=rows, cols=cols, coef=coef).sqrt() / root_numel
     weight_rms = torch.linalg.vector_norm(p, dtype=torch.float32) / root_numel
     scale = weight_rms.clamp_(min=eps[1]) / (update_rms / clip_threshold).clamp_(min=1.0)
-    _apply_(p, grad, lr=lr, decay=decay, coef=coef, scale=scale, rows=rows, cols=cols, dither=dither, residue=residue)
+    _apply_(
+        p,
+        grad,
+        lr=lr,
+        decay=decay,
+        coef=coef,
+        scale=scale,
+        rows=rows,
+        cols=cols,
+        dither=dither,
+        residue=residue,
+        guards=() if guard is None else (guard,),
+    )
+    return guard
 
 
 @torch.no_grad()
@@ -159,19 +192,45 @@ def adamw_update_(
     clip_value: float | None = None,
     dither: Dither | None = None,
     residue: torch.Tensor | None = None,
-) -> None:
-    """AdamW for the few parameters that are worth two moments."""
+    guards: Sequence[torch.Tensor] = (),
+) -> torch.Tensor | None:
+    """AdamW for the few parameters that are worth two moments. Guarded and returns as `adalomo_update_`."""
+    guard, is_made = _decision(guards, gradient_guard(grad)) if guards else (None, None)
     g = _clipped(grad.float(), coef, clip_value)
     moments.num_updates += 1
-    moments.mean.lerp_(g, 1 - betas[0])
-    moments.mean_square.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_made)
+    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_made)
     bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
     denominator = (moments.mean_square / bias_square).sqrt_().add_(_ADAMW_EPS)
-    _apply_(p, (moments.mean / bias).div_(denominator), lr=lr, decay=decay, dither=dither, residue=residue)
+    direction = (moments.mean / bias).div_(denominator)
+    held = () if guard is None else (guard,)
+    _apply_(p, direction, lr=lr, decay=decay, dither=dither, residue=residue, guards=held)
+    return guard
 
 
-def _average_(average: torch.Tensor, value: torch.Tensor, kept: float) -> None:
-    average.mul_(kept).add_(value, alpha=1.0 - kept)
+def _decision(
+    guards: Sequence[torch.Tensor], values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """One guard in place of `guards` and of values that are not negative, and whether it is finite."""
+    if not guards:
+        return None, None
+    guard = sum(guards, values.sum())
+    return guard, guard < math.inf
+
+
+def _average_(average: torch.Tensor, value: torch.Tensor, kept: float, is_made: torch.Tensor | None) -> None:
+    if is_made is None:
+        average.mul_(kept).add_(value, alpha=1.0 - kept)
+    else:
+        _set_(average, (average * kept).add_(value, alpha=1.0 - kept), is_made)
+
+
+def _set_(target: torch.Tensor, value: torch.Tensor, is_made: torch.Tensor | None) -> None:
+    """See [Note: guards]."""
+    if is_made is None:
+        target.copy_(value)
+    else:
+        torch.where(is_made, value, target, out=target)
 
 
 def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:
@@ -223,9 +282,11 @@ def _apply_(
     cols: torch.Tensor | None = None,
     dither: Dither | None,
     residue: torch.Tensor | None = None,
+    guards: Sequence[torch.Tensor] = (),
 ) -> None:
     """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)) + residue); residue <- what is dropped."""
     assert dither is None or residue is None
+    assert len(guards) <= 2
     if p.is_cuda:
         from ds_zo.ops.triton_lomo import update_triton
 
@@ -241,7 +302,10 @@ def _apply_(
             cols=cols,
             dither=None if dither is None else (dither.seed, dither.step, dither.offset),
             residue=residue,
+            guards=guards,
         )
+        return
+    if not all(map(torch.isfinite, guards)):
         return
     u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
     if scale is not None:

@@ -85,13 +85,13 @@ def watch(backend: Any) -> list[tuple[str, int]]:
         events.append(("sent", bucket_of[id(bucket.slots[0])]))
         launch(bucket)
 
-    def watched_consume(gradients: Any) -> None:
+    def watched_consume(gradients: Any, **guard: Any) -> None:
         events.append(("taken", bucket_of[id(gradients[0][0])]))
-        consume(gradients)
+        consume(gradients, **guard)
 
-    def watched_consume_pieces(block: Any, pieces: Any) -> None:
+    def watched_consume_pieces(block: Any, pieces: Any, **guards: Any) -> None:
         events.extend(("taken", bucket) for bucket in {bucket_of[id(slot)] for slot, _, _ in pieces})
-        consume_pieces(block, pieces)
+        consume_pieces(block, pieces, **guards)
 
     reducer.add, reducer._launch = watched_add, watched_launch
     backend.consume, backend.consume_pieces = watched_consume, watched_consume_pieces

@@ -238,6 +238,36 @@ def test_value_clipping_warns_at_large_rates(lr: float, warns: bool, caplog: pyt
     assert ("prefer gradient_clipping" in caplog.text) == warns
 
 
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+def test_what_is_not_finite_is_counted_and_logged(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run counts the updates that were made."""
+    config = config_for(kind, lr=0.01, bf16={"enabled": True})
+    engine, reference = start(config, lively("llama")), start(config, lively("llama"))
+    data = list(batches("llama", 3))
+    logger.addHandler(caplog.handler)
+    try:
+        train(engine, data[:2], scale=lambda step: float("inf") if step == 0 else 1.0)
+        assert (engine.skipped_steps, engine.global_steps) == (1, 2)
+        assert caplog.text.count("step skipped") == 1
+        p = engine.module.model.layers[1].mlp.up_proj.weight
+        before = p.detach().clone()
+        handle = p.register_hook(lambda grad: grad * float("nan"))
+        train(engine, data[:1])
+        handle.remove()
+        engine.save_checkpoint(str(tmp_path))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert torch.equal(p, before) and engine.skipped_steps == 1
+    num_parameters = len(list(engine.module.parameters()))
+    assert f"1 of {num_parameters} parameters kept their values" in caplog.text and "up_proj" in caplog.text
+    train(reference, data[1:2])
+    reference.load_checkpoint(str(tmp_path))
+    assert reference.backend.state_dict()["step"] == 2
+    train(engine, data[2:])
+    train(reference, data[2:])
+    assert_equal(weights_of(engine.module), weights_of(reference.module))
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_a_compiled_model_trains_alike(clipping: float) -> None:
     engine, reference = (start(config_for(clipping=clipping), lively("llama")) for _ in range(2))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_close, config_for, start, streamed
+import transformers as hf
+from lomo_runs import assert_close, assert_equal, batches, config_for, start, streamed, train, weights_of
+from lsp_runs import lsp_json, settled
 from torch import nn
 from torch.nn.utils import parametrizations
 from zoo import seeded
@@ -173,3 +176,94 @@ def test_a_streamed_backward_through_changed_weights_or_past_outputs_is_an_error
     with pytest.raises(RuntimeError, match=r"through its outputs alone.*offload_param"):
         engine.backward(engine({"x": x}))
     engine.backward(engine(x))
+
+
+class Sharing(nn.Module):
+    """Each block leaves its keys to the next one, some under a name that is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(WIDTH, WIDTH)
+        self.values = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, number: int, *, left: Any) -> torch.Tensor:
+        keys = self.keys(x)
+        x = x + torch.tanh(self.values(x)) + (left[number % 2][0] if number > 1 else 0.0)
+        if number < 4:
+            left[number % 2] = keys, number
+        return x
+
+
+class Shared(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sharing() for _ in range(6))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = self.kind()
+        for i, layer in enumerate(self.layers):
+            x = layer(x, i, left=left)
+        assert left[0][1] == 2 and left[1][1] == 3
+        return x.square().mean() + left[1][0].mean()
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+def test_blocks_may_leave_tensors_for_later_ones_in_a_mapping(kind: type, clipping: float) -> None:
+    engines = [start(make(clipping=clipping), seeded(lambda: Shared(kind))) for make in (config_for, streamed)]
+    for engine in engines:
+        for seed in range(3):
+            engine.backward(engine(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))))
+            engine.step()
+    assert_equal(weights_of(engines[1].module), weights_of(engines[0].module))
+    engines[1].eval()
+    with torch.no_grad():
+        assert engines[1](torch.ones(2, WIDTH)) == engines[0](torch.ones(2, WIDTH))
+
+
+GEMMA: dict[str, Any] = {
+    "vocab_size": 67,
+    "vocab_size_per_layer_input": 67,
+    "hidden_size": 16,
+    "hidden_size_per_layer_input": 4,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+GEMMAS: dict[str, dict[str, Any]] = {
+    "Gemma3n": {
+        "intermediate_size": [24] * 4,
+        "altup_num_inputs": 2,
+        "laurel_rank": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "Gemma4": {"intermediate_size": 24, "global_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_layers_that_share_keys_and_values_stream(name: str) -> None:
+    if not hasattr(hf, f"{name}ForCausalLM"):
+        pytest.skip(f"this transformers has no {name}")
+
+    def make() -> nn.Module:
+        config = getattr(hf, f"{name}TextConfig")(**GEMMA, **GEMMAS[name])
+        return seeded(lambda: getattr(hf, f"{name}ForCausalLM")(config)).train()
+
+    lsp = lsp_json()
+    on_host = {**lsp, "zero_optimization": {**lsp["zero_optimization"], "offload_param": {"device": "cpu"}}}
+    for resident, other in ((config_for(lr=0.01), streamed(lr=0.01)), (lsp, on_host)):
+        engines = [start(config, make()) for config in (resident, other)]
+        before = settled(engines[0])
+        losses = [train(engine, batches("llama", 2)) for engine in engines]
+        assert losses[0] == losses[1]
+        assert_equal(settled(engines[1]), settled(engines[0]))
+        source = "model.layers.1.self_attn.k_proj.weight"  # whose keys layer 3 takes
+        assert not torch.equal(settled(engines[1])[source], before[source])

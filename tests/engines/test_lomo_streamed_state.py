@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lomo_runs import assert_equal, batches, config_for, lively, start, streamed, train, weights_of
+from lsp_runs import lsp_json
 from torch import nn
 from zoo import CASES, Wandering, plain_batch, seeded
 
@@ -164,8 +165,15 @@ def test_a_module_in_two_blocks_is_refused() -> None:
 
 
 def test_router_losses_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"router logits.*set it to false"):
-        start(streamed(), CASES["mixtral"].make())
+    lsp = lsp_json()
+    on_host = {**lsp, "zero_optimization": {**lsp["zero_optimization"], "offload_param": {"device": "cpu"}}}
+    for config in (streamed(), on_host):
+        with pytest.raises(ConfigError, match=r"router logits.*set it to false"):
+            start(config, CASES["mixtral"].make())
+        engine = start(config, lively("mixtral"))
+        with pytest.raises(ConfigError, match=r"router logits.*output_router_logits=True in a call.*set it to false"):
+            engine(**next(batches("mixtral", 1)), output_router_logits=True)
+        train(engine, batches("mixtral", 1))
 
 
 def test_a_cache_in_training_is_refused() -> None:

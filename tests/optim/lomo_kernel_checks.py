@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,8 @@ def both(p: torch.Tensor, g: torch.Tensor, device: str, **given: Any) -> tuple[t
     expected = p.clone()
     rules._apply_(expected, g.clone(), **given)
     on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    if "guards" in given:
+        on_device["guards"] = [guard.to(device) for guard in given["guards"]]
     dither = on_device.pop("dither")
     found = p.to(device, copy=True)
     where = None if dither is None else (dither.seed, dither.step, dither.offset)
@@ -110,6 +114,23 @@ def check_residue(device: str) -> None:
             sums = found.cpu().float() + theirs.cpu().float(), expected.float() + residues[0].float()
             torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-5)
             assert (found.cpu() != expected).float().mean() < 0.002
+
+
+def check_guards(device: str) -> None:
+    """With one that is not finite, not a bit changes, of weights nor residue; with finite ones all is as without."""
+    for dtype in DTYPES:
+        for values in ([math.nan], [math.inf, 0.0], [1.0, math.nan], [3.0], [1.0, 0.0]):
+            p, g = case((9, 200), dtype)
+            is_finite = all(map(math.isfinite, values))
+            g[3, 7] = 1.0 if is_finite else math.nan
+            given: dict[str, Any] = {"lr": 0.1, "decay": 0.9, "dither": None}
+            if dtype is not torch.float32:
+                given["residue"] = torch.ones_like(p)
+            plain = both(p, g, device, **copy.deepcopy(given))
+            found = both(p, g, device, guards=[torch.tensor(value) for value in values], **given)
+            for unguarded, guarded in zip(plain, found, strict=True):
+                assert torch.equal(guarded, unguarded if is_finite else p)
+            assert is_finite or dtype is torch.float32 or (given["residue"] == 1).all()
 
 
 def check_strided_parameter(device: str) -> None:

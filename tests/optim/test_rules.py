@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from typing import Any
+
 import pytest
 import torch
 
 from ds_zo.config import LossScale
-from ds_zo.optim import AdamMoments, Dither, LossScaler, adamw_update_, sgd_update_
+from ds_zo.optim import (
+    AdamMoments,
+    Dither,
+    FactoredMoments,
+    LossScaler,
+    adalomo_update_,
+    adamw_update_,
+    gradient_guard,
+    sgd_update_,
+)
 
 
 def test_float32_is_torchs_sgd_bit_for_bit() -> None:
@@ -71,6 +84,44 @@ def test_adamw_is_torchs() -> None:
         theirs.step()
         adamw_update_(p, g, moments, lr=0.01, decay=1 - 0.01 * 0.1, betas=(0.8, 0.9))
     torch.testing.assert_close(p, expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+def update(rule: str, p: torch.Tensor, g: torch.Tensor, moments: Any, **given: Any) -> None:
+    given |= {"lr": 0.1, "decay": 0.9}
+    if rule == "adalomo":
+        adalomo_update_(p, g, moments, decay_rate=-0.8, eps=(1e-30, 1e-3), clip_threshold=1.0, **given)
+    elif rule == "adamw":
+        adamw_update_(p, g, moments, betas=(0.9, 0.999), **given)
+    else:
+        guards = [*given.pop("guards", []), gradient_guard(g)]
+        sgd_update_(p, g, guards=guards, **given)
+
+
+@pytest.mark.parametrize("clip_value", [None, 0.5])
+@pytest.mark.parametrize("rule", ["sgd", "adalomo", "adamw"])
+@pytest.mark.parametrize("shape", [(40,), (6, 7), (2, 3, 5)])
+def test_a_guard_that_is_not_finite_keeps_weights_and_moments(
+    shape: tuple[int, ...], rule: str, clip_value: float | None
+) -> None:
+    """Whether it is the loss's or the gradient's; and finite ones change no bit of what is made without."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(shape, generator=generator)
+    moments: Any = {"adalomo": FactoredMoments, "adamw": AdamMoments}.get(rule, AdamMoments).zeros(p)
+    plain, of_plain = p.clone(), copy.deepcopy(moments)
+    for step in range(4):
+        g = torch.randn(shape, generator=generator)
+        for loss, spoilt in ((math.nan, 0.0), (0.0, math.nan), (0.0, -math.inf)):
+            bad = g.clone()
+            bad.view(-1)[-1] += spoilt
+            before = p.clone()
+            tensors = {name: v.clone() for name, v in vars(moments).items() if isinstance(v, torch.Tensor)}
+            update(rule, p, bad, moments, clip_value=clip_value, guards=[torch.tensor(loss)])
+            assert torch.equal(p, before)
+            assert all(torch.equal(getattr(moments, name), value) for name, value in tensors.items())
+            moments.num_updates = step  # which the caller counts
+        update(rule, p, g, moments, clip_value=clip_value, guards=[torch.tensor(0.0)])
+        update(rule, plain, g, of_plain, clip_value=clip_value)
+        assert torch.equal(p, plain)
 
 
 def test_the_loss_scale_resumes() -> None:
