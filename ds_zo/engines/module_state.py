@@ -22,7 +22,7 @@ from torch import nn
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.lending import Lending
 from ds_zo.engines.plain_copies import Hook, StandIn
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Placed, Unit
 from ds_zo.streaming.watched import plain_class, unwatch, watch
 
 
@@ -70,8 +70,8 @@ class ModuleState(ABC):
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Around the engine's own work: parameters are plain."""
-        self.unwatch()
         try:
+            self.unwatch()
             yield
         finally:
             self.watch()
@@ -277,17 +277,19 @@ class ReplayedState(ModuleState):
 
     @torch.no_grad()
     def bring_up(self, parameter: nn.Parameter) -> None:
-        """A fold that the next forward would make is made now: the bits are the same. So is one that loses nothing. Any
-        other would round at a step of its own, and training would depend on who looks: a copy is shown instead."""
+        """A fold that the next forward would make is made now: the bits are the same. So is one that rounds nothing.
+        Any other would round out of turn, and training would depend on who looks: a copy is shown instead."""
         unit, _ = self._where[id(parameter)]
-        if self._is_busy():
+        if self._is_busy() and (unit.streamed or unit.low_streamed):
             return
         visits = self._homes.visits
         pending = visits.pending(unit) > 0
-        keeps_bits = visits.folds(unit, step=visits.log.length) or all(map(_is_exact, unit.parts))
+        is_exact = all(part.direct or part.wire is torch.float32 for part in unit.parts)
+        keeps_bits = is_exact or visits.folds(unit, step=visits.log.length)
         with torch.inference_mode(False):
             if self._is_shared(unit) or not all(part.viewable for part in unit.parts) or (pending and not keeps_bits):
-                self._show_copies(unit, step=visits.log.length)
+                if not self._is_busy():
+                    self._show_copies(unit, step=visits.log.length)
                 return
             if pending:
                 visits.fold_now(unit)
@@ -346,8 +348,3 @@ class ReplayedState(ModuleState):
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
         self._homes.visits.leave_clean(unit)
         return found
-
-
-def _is_exact(part: Part) -> bool:
-    """Folding it loses nothing, so that it does not matter when. (float16 with a low plane has not float32's range.)"""
-    return part.direct or part.wire is torch.float32 or (part.split and part.wire is part.dtype is torch.bfloat16)

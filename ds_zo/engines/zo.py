@@ -120,7 +120,11 @@ class ZOBackend(Backend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.state.unwatched():
-            return self._forward(*args, **kwargs)
+            try:
+                return self._forward(*args, **kwargs)
+            except KeyboardInterrupt:
+                self._copies.recover()
+                raise
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._never_in_train_mode &= not self.module.training

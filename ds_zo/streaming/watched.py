@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -43,16 +44,27 @@ class WatchedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with told_to_nobody():
-            if sets_data(func):
-                owner = _owner_of(args[0])
-                if owner is not None and owner.replace(args[0], args[1]):
-                    return None
-            elif not is_harmless(func) or getattr(func, "__name__", "") == "data_ptr":  # kernels read there
-                for parameter in parameters_in((*args, *kwargs.values())):
-                    owner = _owner_of(parameter)
-                    if owner is not None:
-                        owner.bring_up(parameter)
+            if not _asks_nothing(func) and _tell(func, args, kwargs):
+                return None
             return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _asks_nothing(func: Any) -> bool:
+    """Loops over parameters ask for shapes and flags at every step."""
+    return is_harmless(func) and not _sets_data(func) and getattr(func, "__name__", "") != "data_ptr"  # kernels use it
+
+
+def _tell(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True: the parameter's owner has done what was asked for."""
+    if _sets_data(func):
+        owner = _owner_of(args[0])
+        return owner is not None and owner.replace(args[0], args[1])
+    for parameter in parameters_in((*args, *kwargs.values())):
+        owner = _owner_of(parameter)
+        if owner is not None:
+            owner.bring_up(parameter)
+    return False
 
 
 def _owner_of(parameter: Any) -> Owner | None:
@@ -91,7 +103,7 @@ def is_harmless(func: Any) -> bool:
     return name in _HARMLESS
 
 
-def sets_data(func: Any) -> bool:
+def _sets_data(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__set__" and _property_of(func) == "data"
 
 

@@ -163,6 +163,7 @@ READS: list[Read] = [
 
 def moments(engine: Any, rng: random.Random) -> Iterator[str]:
     """One training run, which stops wherever somebody might read."""
+    first = promised(engine)
     yield "at the start"
     for step in range(NUM_STEPS):
         loss = engine(**tiny_batch("llama", seed=step)).loss
@@ -178,8 +179,7 @@ def moments(engine: Any, rng: random.Random) -> Iterator[str]:
             engine.train()
             yield f"after an evaluation at step {step}"
         if rng.random() < 0.2:
-            doubled = {name: value * 2 for name, value in promised(engine).items()}
-            engine.module.load_state_dict(doubled, strict=False)
+            engine.module.load_state_dict({name: value * 2 for name, value in first.items()}, strict=False)
             yield f"after loading at step {step}"
 
 
