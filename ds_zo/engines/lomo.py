@@ -77,6 +77,7 @@ from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import Segment
 from ds_zo.streaming.node import wait_as_long_as_the_world
+from ds_zo.streaming.watched import told_to_nobody
 
 _NORM_FLOOR = 1e-6
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
@@ -286,6 +287,13 @@ class LOMOBackend(Backend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
+        with self._at_work():
+            return self._forward(*args, **kwargs)
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state is None else self._state.unwatched()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._in_bare = False
@@ -336,6 +344,10 @@ class LOMOBackend(Backend):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
+        with self._at_work():
+            self._backward(loss, retain_graph=retain_graph)
+
+    def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
         self._read_skipped()
         self._refuse_accumulation()
         self._membership.follow(self.param_groups)
@@ -816,7 +828,8 @@ class LOMOBackend(Backend):
         self._homes.wait()
         collected = {} if self._state is None else self._state.collected
         named = self.module.named_parameters(remove_duplicate=False)
-        weights = {name: collected.get(id(p), p.detach()) for name, p in named}
+        with told_to_nobody():
+            weights = {name: collected.get(id(p), p.detach()) for name, p in named}
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
         return weights | (held(buffers) if collected else buffers)
 

@@ -331,6 +331,25 @@ class HomesState(ModuleState):
         """Parameters of which this rank has a piece at most ([Note: device shards])."""
 
     @torch.no_grad()
+    def bring_up(self, parameter: nn.Parameter) -> None:
+        """Updates come home by themselves: all there is to do is to wait. Where no rank has more than a piece, a
+        parameter stays a placeholder, as under DeepSpeed's own stage 3."""
+        unit, _ = self._where[id(parameter)]
+        if self._is_busy() or unit.is_cut:
+            return
+        with torch.inference_mode(False):
+            if self._is_shared(unit):
+                self._show_copies(unit, step=unit.version)
+            else:
+                self._homes.runtime.expose(unit)
+
+    def _is_busy(self) -> bool:
+        return self._homes.is_visiting
+
+    def _is_shared(self, unit: Unit) -> bool:
+        return unit.is_cut or (self._homes.shared is not None and unit.streamed)
+
+    @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, placed = self._where[id(parameter)]
         if id(parameter) in self.collected:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -131,7 +131,9 @@ class LSPBackend(Backend):
         _reachable[module] = self._handles
         self._weights: SettledState | None = None
         if self._streamed is None:
-            self._weights = SettledState(module, weakly(self.settle), device=device)
+            self._weights = SettledState(
+                module, weakly(self.settle), lags=weakly(self._has_lagging_weights), device=device
+            )
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._queue)
         self._is_closed = False
         self._membership.follow(self.param_groups)
@@ -235,6 +237,14 @@ class LSPBackend(Backend):
             if group.moment is Moment.DUE:
                 self._settle_for(index)
 
+    def _has_lagging_weights(self) -> bool:
+        return any(group.moment is Moment.DUE for group in self._host_groups)
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        state = self._weights if self._streamed is None else self._streamed.state
+        assert state is not None
+        return state.unwatched()
+
     def _settle_all(self, *hooked: Any) -> None:
         self.settle()
 
@@ -268,6 +278,10 @@ class LSPBackend(Backend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
+        with self._at_work():
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if self._streamed is not None:
@@ -284,6 +298,10 @@ class LSPBackend(Backend):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        with self._at_work():
+            self._backward(loss, retain_graph=retain_graph)
+
+    def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
         self.settle()  # layers that this forward pass did not use
         self._heed_zero_grad()
         self._membership.follow(self.param_groups)
@@ -455,6 +473,10 @@ class LSPBackend(Backend):
     # step
 
     def step(self) -> StepOutcome:
+        with self._at_work():
+            return self._step()
+
+    def _step(self) -> StepOutcome:
         self.settle()  # for a backward pass that was not this engine's; what that left is compressed below
         self._heed_zero_grad()
         self._membership.follow(self.param_groups)

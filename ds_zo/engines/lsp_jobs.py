@@ -39,6 +39,7 @@ from ds_zo.optim.subspace_adam import (
 )
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.units import Unit
+from ds_zo.streaming.watched import told_to_nobody
 
 NUM_LANDINGS = 3
 _PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -392,7 +393,7 @@ class HostGroup:
             return
         assert self.job is not None
         self.job.wait()
-        with interrupts.whole():
+        with interrupts.whole(), told_to_nobody():
             self._settle(self.job)
 
     def _settle(self, job: Job) -> None:

@@ -21,6 +21,7 @@ from ds_zo.engines.lsp_matrices import Group, Slot
 from ds_zo.engines.lsp_queue import Job, ToldJob
 from ds_zo.engines.lsp_ranks import Call, RankLine
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.watched import told_to_nobody
 
 _UNUSED = -1.0
 """In the place of a gradient's norm: no rank had one."""
@@ -196,7 +197,7 @@ class SharedHostGroup(HostGroup):
         norms = self.job.wait()
         self._shared.wait()
         is_finite = bool(norms.isfinite().all())
-        with interrupts.whole():
+        with interrupts.whole(), told_to_nobody():
             if is_finite:
                 self._apply(self.sent)
             if self._device.type == "cuda":

@@ -34,6 +34,7 @@ from ds_zo.engines.lomo_blocks import (
 from ds_zo.engines.lomo_homes import BlockHomes, HomesState, Visit
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.watched import told_to_nobody
 
 
 class SettlingHomes(BlockHomes):
@@ -71,6 +72,14 @@ class SettledHomesState(HomesState):
     def __init__(self, homes: BlockHomes, module: nn.Module, settle: Callable[[], None]) -> None:
         self._settle = settle
         super().__init__(homes, module)
+
+    def _is_watched(self, unit: Unit) -> bool:
+        return True
+
+    def bring_up(self, parameter: nn.Parameter) -> None:
+        if not self._is_busy():
+            self._settle()
+            super().bring_up(parameter)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         self._settle()
@@ -176,7 +185,8 @@ class StreamedBlocks:
 
     def stored(self) -> dict[str, torch.Tensor]:
         self.homes.wait()
-        weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
+        with told_to_nobody():
+            weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
         return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
 
     def close(self) -> None:

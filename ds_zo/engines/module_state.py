@@ -10,7 +10,8 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from ds_zo.engines.homes import Homes
 from ds_zo.engines.lending import Lending
 from ds_zo.engines.plain_copies import Hook, StandIn
 from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.watched import plain_class, unwatch, watch
 
 
 class ModuleState(ABC):
@@ -29,15 +31,18 @@ class ModuleState(ABC):
 
     def __init__(self, units: Iterable[Unit], module: nn.Module, *, device: torch.device) -> None:
         self.device = device
-        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in units for p in u.placed}
+        self._units = list(units)
+        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in self._units for p in u.placed}
         names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
         self._staged: list[nn.Parameter] = []
         self.lending = Lending()
+        self._has_warned_of_copies = False
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._where for p in m._parameters.values()):
+                self._handles.append(m.register_state_dict_pre_hook(Hook(self._read_stored)))
                 self._handles.append(m.register_state_dict_post_hook(Hook(self._fold_into)))
                 self._handles.append(m.register_load_state_dict_pre_hook(Hook(self._stage)))
                 self._handles.append(m.register_load_state_dict_post_hook(Hook(self._take)))
@@ -47,6 +52,74 @@ class ModuleState(ABC):
         self._apply = StandIn(self._stay, module._apply) if self._where else None
         if self._apply is not None:
             object.__setattr__(module, "_apply", self._apply)
+        self.watch()
+
+    # Reads and writes that ask nobody: [Note: bare reads]
+
+    def watch(self) -> None:
+        """From now on parameters tell who reads them, until `unwatch`."""
+        for unit in self._units:
+            if self._is_watched(unit):
+                unit.watch()
+
+    def unwatch(self) -> None:
+        for unit in self._units:
+            if unit.is_watched:
+                unit.unwatch()
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Around the engine's own work: parameters are plain."""
+        try:
+            self.unwatch()
+            yield
+        finally:
+            self.watch()
+
+    def _is_watched(self, unit: Unit) -> bool:
+        return self._visits(unit)
+
+    @abstractmethod
+    def bring_up(self, parameter: nn.Parameter) -> None:
+        """Makes it show the weights of the current step. A read inside a forward finds what visits have left."""
+
+    def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
+        """What somebody assigns to `parameter.data` becomes the stored weight. False: it is none of the weight's
+        kind, or not this rank's alone to store."""
+        unit, _ = self._where[id(parameter)]
+        if value.shape != parameter.shape or value.dtype is not parameter.dtype or self._is_busy():
+            return False
+        if self._is_shared(unit):
+            self._warn_of_copies(unit)
+            return False
+        self.store(parameter, value)
+        return True
+
+    def _is_busy(self) -> bool:
+        """A forward has bound parameters to what it brought up."""
+        return False
+
+    def _is_shared(self, unit: Unit) -> bool:
+        """Ranks keep what is stored together, so that one rank must not write to it."""
+        return False
+
+    def _show_copies(self, unit: Unit, *, step: int) -> None:
+        """Where what is stored is not for others to see."""
+        if unit.shown_step != step:
+            self._warn_of_copies(unit)
+            values = [self.read(placed.parameter).to(placed.parameter.device, copy=True) for placed in unit.placed]
+            unit.show(values, step=step)
+
+    def _warn_of_copies(self, unit: Unit) -> None:
+        if self._has_warned_of_copies:
+            return
+        self._has_warned_of_copies = True
+        logger.warning(
+            f"ds_zo: weights of {unit.name} were read between steps by their parameters, which show copies in host "
+            "memory until the next forward: what is written to a copy in place is lost. Write under "
+            "deepspeed.zero.GatheredParameters(..., modifier_rank=0) or by load_state_dict; before "
+            "merge_and_unload(), where several ranks keep blocks together, call engine.destroy()"
+        )
 
     def _stay(self, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """What `to`, `half`, `cpu` and the like call: moved, weights would leave their homes behind."""
@@ -90,6 +163,9 @@ class ModuleState(ABC):
 
     def close(self) -> None:
         self.lending.close(comes_home=self.owns_module() and not sys.is_finalizing())
+        if self.owns_module():
+            self.unwatch()
+        self._units = []
         for handle in self._handles:
             handle.remove()
         if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
@@ -97,10 +173,18 @@ class ModuleState(ABC):
         for _, placed in self._where.values():
             self._leave(placed.parameter)
 
+    def _read_stored(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """`state_dict` takes what parameters show, which `_fold_into` replaces."""
+        unwatch(p for p in module._parameters.values() if p is not None)
+
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
-            if p is not None and prefix + name in state_dict and id(p) in self._where and p not in self.lending:
+            if p is None or id(p) not in self._where or p in self.lending:
+                continue
+            if prefix + name in state_dict:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
+            if self._where[id(p)][0].is_watched:
+                watch([p])
 
     def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
         """A tied weight is one tensor under all its names there, as in any `state_dict`."""
@@ -125,6 +209,7 @@ class ModuleState(ABC):
             self._before_load(self._where[id(p)][0])
         # Read first: a read binds the whole unit to its home again.
         values = [torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p)) for p in staged]
+        unwatch(staged)
         for p, value in zip(staged, values, strict=True):
             p.data = value
         self._staged += staged
@@ -168,7 +253,7 @@ class ModuleState(ABC):
         else:
             value = self.read(parameter).to(device, copy=True)
             self.return_home(parameter)
-        return type(parameter)(value, parameter.requires_grad)
+        return plain_class(parameter)(value, parameter.requires_grad)
 
     def store(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Writes a weight, and shows it where a copy is shown."""
@@ -186,7 +271,37 @@ class ReplayedState(ModuleState):
         """The last unit read, at which step: a block's parameters are asked for one owner at a time."""
         self.on_write: Callable[[], None] = lambda: None
         """Told that a weight was replaced."""
+        self.in_forward: Callable[[], bool] = lambda: False
+        """Whether units are being visited."""
         super().__init__(homes.placement.units, module, device=homes.device)
+
+    @torch.no_grad()
+    def bring_up(self, parameter: nn.Parameter) -> None:
+        """A fold that the next forward would make is made now: the bits are the same. So is one that rounds nothing.
+        Any other would round out of turn, and training would depend on who looks: a copy is shown instead."""
+        unit, _ = self._where[id(parameter)]
+        if self._is_busy() and (unit.streamed or unit.low_streamed):
+            return
+        visits = self._homes.visits
+        pending = visits.pending(unit) > 0
+        is_exact = all(part.direct or part.wire is torch.float32 for part in unit.parts)
+        keeps_bits = is_exact or visits.folds(unit, step=visits.log.length)
+        with torch.inference_mode(False):
+            if self._is_shared(unit) or not all(part.viewable for part in unit.parts) or (pending and not keeps_bits):
+                if not self._is_busy():
+                    self._show_copies(unit, step=visits.log.length)
+                return
+            if pending:
+                visits.fold_now(unit)
+            elif unit.shown_step is not None:
+                unit.bind_home()
+            visits.runtime.expose(unit)
+
+    def _is_busy(self) -> bool:
+        return self.in_forward()
+
+    def _is_shared(self, unit: Unit) -> bool:
+        return self._homes.shared is not None and unit.streamed
 
     def forget(self) -> None:
         """Stored weights were rewritten."""

@@ -324,7 +324,8 @@ class Visits:
         """Stores what is pending, out of turn, in one pass: before something that replay could not express (a changed
         group, loaded weights). By all ranks, where they share a host store."""
         behind = [unit for unit in units if self.pending(unit)]
-        if not behind:
+        if not any(unit.streamed or unit.low_streamed for unit in behind):
+            self._fold_here(behind)
             return
         self._break_off()
         self._folding = {id(unit) for unit in behind}
@@ -341,6 +342,16 @@ class Visits:
                 unit.bind_home()
         finally:
             self.end()
+
+    def _fold_here(self, units: Sequence[Unit]) -> None:
+        """Of units that are on the device whole. Nothing that streams is disturbed."""
+        before, self._folding = self._folding, {id(unit) for unit in units}
+        try:
+            for unit in units:
+                self._bring_up_to_date(unit, None)
+                unit.bind_home()
+        finally:
+            self._folding = before
 
     # Slices of buffers that live as long as we do. Slicing costs more than launching a small block's kernels.
 

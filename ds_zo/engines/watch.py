@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ds_zo.streaming.units import Unit
-
-_HARMLESS = frozenset(
-    "__set__ __len__ __hash__ size dim numel element_size is_floating_point is_complex data_ptr stride".split()
-)
-"""Questions about a parameter that its placeholder answers as well."""
-_CONTENTS = frozenset("data T mT H mH real imag".split())
-"""Of its properties, those that it does not."""
+from ds_zo.streaming.watched import is_harmless, parameters_in
 
 
 class Watch(TorchFunctionMode):
@@ -35,8 +28,8 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_harmless(func):
-            for parameter in _parameters((*args, *kwargs.values())):
+        if not is_harmless(func):
+            for parameter in parameters_in((*args, *kwargs.values())):
                 if id(parameter) in self._unit_of:
                     self._note(*self._unit_of[id(parameter)])
         return func(*args, **kwargs)
@@ -56,19 +49,3 @@ class Watch(TorchFunctionMode):
                 "weights are not brought up: name the list whose entries are called whole, or [] for none "
                 "(ds_zo.stream.blocks)"
             ) from None
-
-
-def _is_harmless(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _CONTENTS
-    return name in _HARMLESS
-
-
-def _parameters(values: Iterable[Any]) -> Iterator[nn.Parameter]:
-    """Also of lists, as `cat` and `stack` take them."""
-    for value in values:
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _parameters(value)

@@ -47,6 +47,7 @@ from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
+from ds_zo.streaming.watched import told_to_nobody
 
 
 class ZOBackend(Backend):
@@ -88,6 +89,7 @@ class ZOBackend(Backend):
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
         self.state.on_write = self._break_trajectory
+        self.state.in_forward = lambda: bool(self._copies.visited)
         self._closed = False
         self._never_in_train_mode = not module.training
         """`from_pretrained` returns models in eval mode, and DeepSpeed trains those of scripts that never call
@@ -117,6 +119,14 @@ class ZOBackend(Backend):
     # The training forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.state.unwatched():
+            try:
+                return self._forward(*args, **kwargs)
+            except KeyboardInterrupt:
+                self._copies.recover()
+                raise
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._never_in_train_mode &= not self.module.training
         if self.module.training or self._never_in_train_mode:
             self._copies.recover()
@@ -421,7 +431,8 @@ class ZOBackend(Backend):
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         aliases = self.aliases()
-        here = {p.name: p.parameter.data for unit in self.homes.placement.units for p in unit.placed}
+        with told_to_nobody():
+            here = {p.name: p.parameter.data for unit in self.homes.placement.units for p in unit.placed}
         here |= dict(persistent_buffers(self.module))
         every = {**here, **{alias: here[name] for alias, name in aliases.items()}}
         check_weights(weights, every, aliases, strict=strict)
@@ -495,6 +506,7 @@ class ZOBackend(Backend):
             # finalizer. Where it fails, for lack of memory say, the weights stay in their homes, and it may be tried
             # again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
+                self.state.unwatch()
                 self.state.lending.close(comes_home=True)
                 self._leave_module_whole()
             self._closed = True

@@ -196,6 +196,19 @@ class Runtime:
             slot.give_up()
         self.finish()
 
+    def expose(self, unit: Unit) -> None:
+        """Somebody gets hold of `unit.home` and may write to it. What was sent back has landed before, and nothing that
+        was brought up counts any more."""
+        self.host_wait(unit)
+        held = [slot for slot in self._all_slots() if slot.unit is unit]
+        for slot in held:
+            if slot.filled is not None:
+                slot.filled.synchronize()
+            slot.give_up()
+        if held:
+            self._actions = deque()  # the next visit plans anew
+            self._take_back_lows(keep=self._low_of)
+
     def let_go(self) -> None:
         """Frees what slots hold, now: who asks a runtime and whom it asks know each other, and would keep it until
         Python looks for such rings."""

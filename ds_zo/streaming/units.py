@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.ops.formats import FORMATS
+from ds_zo.streaming.watched import unwatch, watch
 
 ALIGN = ops.SEGMENT_ALIGNMENT
 """Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
@@ -36,12 +37,11 @@ class Placed:
     start: int = 0
     """Of its first element in its plane."""
 
-    @property
-    def numel(self) -> int:
-        return self.parameter.numel()
+    def __post_init__(self) -> None:
+        self.numel, self.shape = self.parameter.numel(), self.parameter.shape
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
-        return plane[self.start : self.start + self.numel].view(self.parameter.shape)
+        return plane[self.start : self.start + self.numel].view(self.shape)
 
 
 @dataclass
@@ -127,6 +127,7 @@ class Unit:
         self.name = name
         self.module = module
         self.parts = list(parts)
+        self._parameters = [placed.parameter for placed in self.placed]
         self.index = index
         """Its turn in staggered folding."""
         self.is_block = is_block
@@ -150,6 +151,10 @@ class Unit:
         """Its parameters are working copies now."""
         self._lent: dict[int, torch.Tensor] = {}
         """What parameters show between visits instead of what is stored, by id."""
+        self.is_watched = False
+        """Between visits its parameters tell who reads them ([Note: bare reads])."""
+        self.shown_step: int | None = None
+        """Whose weights copies hold that somebody's bare read made the parameters show; None: there are none."""
 
     @property
     def placed(self) -> Iterator[Placed]:
@@ -234,6 +239,9 @@ class Unit:
         """Points the parameters at `views` (in `placed` order)."""
         self._look_after_lent()
         self.is_visited = True
+        self.shown_step = None
+        if self.is_watched:
+            unwatch(self._parameters)
         for placed, view in zip(self.placed, views, strict=True):
             placed.parameter.data = view
 
@@ -255,9 +263,32 @@ class Unit:
         for placed in self.placed if self._lent else ():
             if id(placed.parameter) in self._lent:
                 placed.parameter.data = self._lent[id(placed.parameter)]
+        if self.is_watched:
+            self._watch()
+
+    def watch(self) -> None:
+        """Until `unwatch`, whenever no visit has bound them."""
+        self.is_watched = True
+        if not self.is_visited:
+            self._watch()
+
+    def unwatch(self) -> None:
+        self.is_watched = False
+        unwatch(self._parameters)
+
+    def _watch(self) -> None:
+        watch([p for p in self._parameters if id(p) not in self._lent] if self._lent else self._parameters)
+
+    def show(self, values: Iterable[torch.Tensor], *, step: int) -> None:
+        """Parameters show copies of the weights of `step` (in `placed` order) until the next visit."""
+        for placed, value in zip(self.placed, values, strict=True):
+            if id(placed.parameter) not in self._lent:
+                placed.parameter.data = value
+        self.shown_step = step
 
     def lend(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """`parameter` shows `value` between visits, or whatever it is pointed at then, until `take_back`."""
+        unwatch([parameter])
         self._lent[id(parameter)] = parameter.data = value
 
     def lent(self, parameter: nn.Parameter) -> torch.Tensor:

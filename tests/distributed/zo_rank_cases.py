@@ -302,6 +302,10 @@ def alone(rank: int) -> dict[str, Any]:
             one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
             if rank == step % dist.get_world_size():
                 seen.append(digest(made))
+                bare = {name: p.data.cpu() for name, p in model.named_parameters()}
+                assert all(torch.equal(bare[name], value) for name, value in state(made).items())
+                if stage == 3:
+                    model.blocks[0].linear.weight.data.zero_()  # a copy, not memory that the others read
                 made.module.eval()
                 with torch.no_grad():
                     seen.append(made(**batch).item())

@@ -336,3 +336,26 @@ def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
             assert num_left < 0
         found.append(weights(model))
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("num_whole", range(4))
+def test_weights_are_read_bare_after_ctrl_c_in_an_evaluation(num_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Toy().train()
+    engine = engine_for(model, zo_json(interval=4))
+    held = dict(model.named_parameters())
+    for batch in toy_batches(2):
+        one_step(engine, batch)
+    expected = weights(model)
+    apply, num_left = Visits._apply, num_whole
+
+    def counted(self: Visits, *args: Any, **kwargs: Any) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise KeyboardInterrupt
+        apply(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        patch.setattr(Visits, "_apply", counted)
+        engine(**batch)
+    assert_equal({name: p.data.clone() for name, p in held.items()}, expected)

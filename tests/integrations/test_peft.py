@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from accelerate.utils import DummyOptim
@@ -122,6 +124,59 @@ def test_merging_after_training_keeps_what_was_learnt(backend: str) -> None:
     merged = model.merge_and_unload().to(engine.device)  # blocks were left on the host
     with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=0, atol=1e-5)
+
+
+def merged(engine: Any, how: str) -> torch.nn.Module:
+    if how == "after an evaluation":
+        logits_of(engine, engine.module)
+    if how == "after state_dict":
+        engine.module.state_dict()
+    model = engine.module
+    if how == "of a gathered copy":
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            model = copy.deepcopy(model)
+    if how == "in turn":
+        model.merge_adapter()
+        model.unmerge_adapter()
+    found: torch.nn.Module = model.merge_and_unload(safe_merge=how == "safely")
+    return found
+
+
+def logits_of(engine: Any, model: torch.nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(**on_device(engine, batches(1)[0])).logits
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_merging_and_saving_under_a_living_engine_keep_what_was_learnt(
+    backend: str, stream: bool, tmp_path: Path
+) -> None:
+    """The usual last lines of a script. Frozen blocks were brought up ahead of the merge, which they must not miss."""
+    config = config_for(backend, stream=stream)
+    if backend == "lsp":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config["optimizer"]["params"]["lr"] *= 10
+    engine = start(config, lora_model())
+    untrained = logits_of(engine, lora_model().to(engine.device))
+    train(engine, batches(3))
+    expected, learnt = logits_of(engine, engine.module), adapters(weights_of(engine))
+    assert (expected - untrained).abs().max() > 1e-3
+    ways = ["bare", "safely"]
+    if backend == "zo":
+        ways += ["after an evaluation", "after state_dict", "of a gathered copy", "in turn"]
+    for how in ways:
+        engine = start(config, lora_model())
+        train(engine, batches(3))
+        if how == "bare":
+            engine.module.save_pretrained(tmp_path)
+        if stream and engine.device.type == "cuda":  # merging takes adapters and blocks in one place
+            return
+        found = logits_of(engine, merged(engine, how))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=lambda m, how=how: f"{how}: {m}")
+    saved = peft.load_peft_weights(str(tmp_path))
+    assert_same(saved, {name.replace(".default", ""): value for name, value in learnt.items()})
 
 
 @pytest.mark.parametrize("stream", [False, True])
