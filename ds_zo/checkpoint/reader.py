@@ -22,6 +22,7 @@ from ds_zo.checkpoint.manifest import (
     read_manifest,
 )
 from ds_zo.checkpoint.progress import progress_bar
+from ds_zo.checkpoint.trajectory import Point
 from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
 
 
@@ -66,6 +67,18 @@ class Saved:
 def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
     """The tag asked for, or what `latest` names; None where there is no `latest`."""
     return read_latest(load_dir) if tag is None else str(tag)
+
+
+def point_of(saved: Saved) -> Point:
+    """A checkpoint of ZO, as trajectories refer to it."""
+    manifest, state = saved.manifest, saved.backend_state
+    return Point(
+        step=state["step"],
+        sha256=manifest.weights_sha256,
+        manifest_sha256=manifest.to_json()["sha256"],
+        recorded_as=saved.engine_state["trajectory"],
+        has_all_weights=not state["omitted"],
+    )
 
 
 def is_ours(load_dir: Path, tag: str) -> bool:
