@@ -22,10 +22,12 @@ from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
 from ds_zo.checkpoint.manifest import Manifest, is_unfinished, offer
-from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, tag_to_load
+from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, point_of, tag_to_load
+from ds_zo.checkpoint.recorder import read_logs
 from ds_zo.checkpoint.rng import random_states, set_random_states
 from ds_zo.checkpoint.snapshot import held
 from ds_zo.checkpoint.stock import model_source, plain_loading
+from ds_zo.checkpoint.trajectory import Trajectory
 from ds_zo.checkpoint.writer import Background, Save, check_tag, write_checkpoint
 from ds_zo.config import Resolved
 from ds_zo.engines import Backend
@@ -86,23 +88,26 @@ class CheckpointingEngine(DeepSpeedEngine):
         settings = self.resolved.section.checkpoint
         recorder = self.backend.recorder
         # A trajectory loses no step once there is a whole checkpoint that it goes on from: the first is waited for.
-        asynchronous = settings.asynchronous and (recorder is None or recorder.path is not None)
+        asynchronous = settings.asynchronous and (recorder is None or recorder.follows_a_checkpoint)
+        log_folder = Path(settings.trajectory_dir or save_dir)
         if recorder is not None:
             recorder.raise_error()
-            recorder.start(Path(settings.trajectory_dir or save_dir))
+            recorder.prepare(log_folder)
+        recorded_as = None if recorder is None else recorder.id
         common = super()._common_checkpoint_state({}, False, False)
         state = {
             "common": {name: value for name, value in common.items() if name != "module"},
             "micro_steps": self.micro_steps,
             "client": client,
             "ranks": ranks,
-            "trajectory": None if recorder is None else recorder.id,
+            "trajectory": recorded_as,
         }
         step = 0 if recorder is None else self.backend.state_dict()["step"]
 
-        def mark(manifest: Manifest) -> None:
-            if recorder is not None and not omit_frozen:
-                recorder.mark(step, manifest.weights_sha256)
+        def complete(manifest: Manifest) -> None:
+            if recorder is not None and recorded_as is not None:
+                sha256 = None if omit_frozen else manifest.weights_sha256
+                recorder.complete(log_folder, recorded_as, step=step, sha256=sha256)
 
         kept = held(state) if asynchronous else state
         extra_files = _model_description(self.module)
@@ -120,7 +125,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             latest=latest,
             keep_last=settings.keep_last,
             progress=not asynchronous,
-            on_complete=mark,
+            on_complete=complete,
         )
         if asynchronous:
             self._background.start(asked)
@@ -214,6 +219,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         groups = saved.engine_state["common"]["optimizer"]["param_groups"]
         if resume:
             _check_groups(self.optimizer, groups)
+        logs = self._read_logs(folder) if resume else []
         if custom_load_fn is not None:
             custom_load_fn(src=dict(saved_weights(saved)[1]), dst=self.module)
         elif saved.manifest.backend == self.resolved.backend:
@@ -226,7 +232,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         if resume:
             _load_groups(self.optimizer, groups)
             self._load_rank_state(saved.engine_state["ranks"])
-            self._go_on_with_trajectory(saved, folder, newest=tag is None)
+            self._go_on_with_trajectory(saved, folder, logs, newest=tag is None)
         return str(saved.folder), client
 
     def _load_counters(self, saved: Saved, load_lr_scheduler_states: bool) -> None:
@@ -257,7 +263,15 @@ class CheckpointingEngine(DeepSpeedEngine):
         if len(ranks) == dist.get_world_size():  # half a window's sum means nothing to other ranks
             self.backend.load_rank_state(mine["backend"])
 
-    def _go_on_with_trajectory(self, saved: Saved, folder: Path, *, newest: bool) -> None:
+    def _read_logs(self, folder: Path) -> list[Trajectory]:
+        """Before weights are replaced: a log that can't be read is an error that changes nothing."""
+        settings = self.resolved.section.checkpoint
+        if not settings.trajectory:
+            return []
+        folders = [Path(settings.trajectory_dir or folder), folder]
+        return self._together(lambda: [] if self.backend.recorder is None else read_logs(*folders))
+
+    def _go_on_with_trajectory(self, saved: Saved, folder: Path, logs: list[Trajectory], *, newest: bool) -> None:
         """Steps that were made after the checkpoint are made again from the trajectory, if there is one."""
         settings = self.resolved.section.checkpoint
         if not settings.trajectory:
@@ -266,13 +280,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         def resume() -> torch.Tensor | None:
             if self.backend.recorder is None:
                 return None
-            return self.backend.recorder.resume(
-                Path(settings.trajectory_dir or folder),
-                step=saved.backend_state["step"],
-                sha256=saved.manifest.weights_sha256,
-                recorded_as=saved.engine_state["trajectory"],
-                newest=newest,
-            )
+            log_folder = Path(settings.trajectory_dir or folder)
+            return self.backend.recorder.resume(logs, log_folder, point_of(saved), newest=newest)
 
         rows = self._of_all_ranks(self._together(resume))[0]
         if rows is None or rows.shape[0] == 0:
@@ -289,7 +298,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         self.micro_steps = (self.micro_steps // accumulation + num_steps) * accumulation
         log_dist(
             f"ds_zo: {num_steps} steps after the checkpoint were recorded in the trajectory and made again: the run is "
-            f"at step {self.global_steps}; client_state and random states are those of the checkpoint",
+            f"at step {self.global_steps}; client_state and random states are those of the checkpoint; load_checkpoint "
+            "with a tag makes none again",
             ranks=[0],
             level=logging.WARNING,
         )

@@ -10,7 +10,8 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 # 3.11 is asked first because that is where constraints.txt was tested.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.10 python3 python}; do
+    # PYTHON may be one path, with spaces in it, or several names.
+    for candidate in ${PYTHON:+"$PYTHON"} ${PYTHON:-python3.11 python3.12 python3.13 python3.10 python3 python}; do
         if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' \
             >/dev/null 2>&1; then
             "$candidate" -c 'import sys; print(sys.executable)'

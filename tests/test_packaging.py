@@ -108,6 +108,15 @@ def test_no_usable_python_is_said_clearly() -> None:
     assert in_lib_sh("find_python", PYTHON=f"python-that-is-not-there {sys.executable}").stdout.strip()
 
 
+def test_a_python_whose_path_has_a_space_is_one_path(tmp_path: Path) -> None:
+    python = tmp_path / "my tools" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    done = in_lib_sh("find_python", PYTHON=str(python))
+    assert (done.returncode, done.stdout.strip()) == (0, sys.executable), done.stderr
+
+
 def test_second_install_is_skipped_until_versions_change(tmp_path: Path) -> None:
     repo = clone_scripts(tmp_path / "clone")
     pip_calls = tmp_path / "pip-calls"

@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         found = body.pop("sha256")
-        version, kind = body["version"], body["format"]
+        version, kind, computed = body["version"], body["format"], hash_json(body)
     except FileNotFoundError:
         raise CheckpointError(
             f"no checkpoint of ds_zo in {folder}: name a folder that an engine of it saved to, or a tag's in that "
@@ -61,14 +61,14 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} is not what was written ({error})") from None
     if kind == FORMAT and isinstance(version, int) and version > VERSION:
         raise CheckpointError(
             f"checkpoint {folder} has format {version}, this ds_zo reads up to {VERSION}: load it with ds_zo "
             f"{body.get('ds_zo_version', 'of a later version')} or later"
         )
-    if kind != FORMAT or found != hash_json(body):
+    if kind != FORMAT or found != computed:
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} does not match its own hash")
     files = {name: Written(**of) for name, of in body["files"].items()}
     return Manifest(
@@ -121,7 +121,7 @@ def folder_of(save_dir: Path, tag: str) -> Path:
 
 
 def complete_tags(save_dir: Path) -> list[str]:
-    """Tags whose files are all there with their sizes, newest first."""
+    """Tags whose files are all there with their sizes, newest first: by step, because clocks go wrong."""
     found = []
     if not save_dir.is_dir():
         return []
@@ -133,8 +133,21 @@ def complete_tags(save_dir: Path) -> list[str]:
             check_sizes(folder, manifest)
         except CheckpointError:
             continue
-        found.append((manifest.saved_unix_s, folder.name))
-    return [tag for _, tag in sorted(found, reverse=True)]
+        found.append((manifest.global_steps, manifest.saved_unix_s, folder.name))
+    return [tag for *_, tag in sorted(found, reverse=True)]
+
+
+def read_latest(save_dir: Path) -> str | None:
+    """The tag that `latest` names; None where there is no such file."""
+    path = save_dir / LATEST
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"the file {LATEST} must hold a tag as UTF-8 text, got {error}; {offer(save_dir, but='')} ({path})"
+        ) from None
 
 
 def offer(save_dir: Path, *, but: str) -> str:
@@ -163,10 +176,12 @@ def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | 
     for number in sorted(numbers, reverse=True):
         beside = folder / numbers[number]
         try:
-            tag = (beside / LATEST).read_text(encoding="utf-8").strip()
+            tag = read_latest(beside)
+            if tag is None:
+                continue
             check_sizes(folder_of(beside, tag), read_manifest(folder_of(beside, tag)))
             json.loads((beside / "trainer_state.json").read_text(encoding="utf-8"))  # Trainer's last file
-        except (CheckpointError, OSError, ValueError):
+        except (CheckpointError, OSError, ValueError, RecursionError):
             continue
         return str(beside)
     return None

@@ -12,16 +12,17 @@ from safetensors import safe_open
 from ds_zo.checkpoint.encoding import decode
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.manifest import (
-    LATEST,
     Manifest,
     check_hashes,
     check_sizes,
     folder_of,
     is_checkpoint,
     offer,
+    read_latest,
     read_manifest,
 )
 from ds_zo.checkpoint.progress import progress_bar
+from ds_zo.checkpoint.trajectory import Point
 from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
 
 
@@ -65,12 +66,19 @@ class Saved:
 
 def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
     """The tag asked for, or what `latest` names; None where there is no `latest`."""
-    if tag is not None:
-        return str(tag)
-    try:
-        return (load_dir / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
+    return read_latest(load_dir) if tag is None else str(tag)
+
+
+def point_of(saved: Saved) -> Point:
+    """A checkpoint of ZO, as trajectories refer to it."""
+    manifest, state = saved.manifest, saved.backend_state
+    return Point(
+        step=state["step"],
+        sha256=manifest.weights_sha256,
+        manifest_sha256=manifest.to_json()["sha256"],
+        recorded_as=saved.engine_state["trajectory"],
+        has_all_weights=not state["omitted"],
+    )
 
 
 def is_ours(load_dir: Path, tag: str) -> bool:

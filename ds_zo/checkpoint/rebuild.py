@@ -20,7 +20,7 @@ from ds_zo.checkpoint.files import hash_json, hash_tensors
 from ds_zo.checkpoint.layout import fill_unit, give_buffers, host_tensors, rebuild, unit_key
 from ds_zo.checkpoint.manifest import is_checkpoint
 from ds_zo.checkpoint.progress import AFTER_S
-from ds_zo.checkpoint.reader import Saved, open_folder
+from ds_zo.checkpoint.reader import Saved, open_folder, point_of
 from ds_zo.checkpoint.replay import Recipe, due, fold, values
 from ds_zo.checkpoint.stock import Weights, model_source
 from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
@@ -49,7 +49,7 @@ class _Base:
         if is_checkpoint(folder):
             self.saved = open_folder(folder)
             self.step, self.sha256 = self.saved.backend_state["step"], self.saved.manifest.weights_sha256
-            if self.saved.engine_state["trajectory"] != trajectory.id:
+            if not trajectory.leads_from(point_of(self.saved)) or not _stores_alike(self.saved, self._header):
                 raise CheckpointError(f"{folder} is not a checkpoint of the run that the trajectory records (--base)")
             self._versions = {unit_key(u): u["version"] for u in self.saved.backend_state["units"]}
             return
@@ -112,6 +112,8 @@ def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: t
     step was saved; False: none was, or on another kind of device. Another hash is an error, and nothing is written."""
     device = torch.device(device)
     trajectory = read_trajectory(trajectory_file)
+    for note in trajectory.notes():
+        logger.warning(f"ds_zo: {note}")
     header, facts = trajectory.header, trajectory.header["facts"]
     for what, there, here in (
         ("noise version", facts["noise_version"], ops.NOISE_VERSION),
@@ -124,8 +126,9 @@ def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: t
             )
     start = _Base(base, trajectory)
     if not start.step <= step <= trajectory.end_step:
+        damage = "" if trajectory.damage is None else f" because {trajectory.damage}"
         raise CheckpointError(
-            f"{trajectory_file} leads from step {start.step} to {trajectory.end_step}, got {step} (--step)"
+            f"{trajectory_file} leads from step {start.step} to {trajectory.end_step}{damage}, got {step} (--step)"
         )
     _check_base(start, header["units"])
     recipe = Recipe(
@@ -171,6 +174,14 @@ def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
             f"{base.folder} is not the model that the run started from: its weights, stored as the run stored them, "
             "have another hash (--base)"
         )
+
+
+def _stores_alike(saved: Saved, header: dict[str, Any]) -> bool:
+    """Whether the run that the trajectory records took the checkpoint's stored weights as they are."""
+    state = {"fold_order": 1, **saved.backend_state}
+    units = [{name: value for name, value in unit.items() if name != "version"} for unit in state["units"]]
+    facts = {"fold_order": 1, **header["facts"]}
+    return units == header["units"] and all(state[name] == facts[name] for name in facts if name != "device")
 
 
 def _is_trained(description: dict[str, Any]) -> bool:

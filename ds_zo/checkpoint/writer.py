@@ -31,6 +31,7 @@ from ds_zo.checkpoint.manifest import (
     Manifest,
     complete_tags,
     folder_of,
+    read_latest,
 )
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.snapshot import Snapshot
@@ -95,7 +96,7 @@ def write_checkpoint(save: Save) -> Manifest:
         raise
     finally:
         save.snapshot.abandon()
-    with contextlib.suppress(OSError):  # the checkpoint is whole: what stays is only litter
+    with contextlib.suppress(OSError, CheckpointError):  # the checkpoint is whole: what stays is only litter
         _tidy(save)
     if save.on_complete is not None:
         save.on_complete(manifest)
@@ -173,7 +174,7 @@ def _tidy(save: Save) -> None:
     if save.keep_last is None:
         return
     tags = complete_tags(save.save_dir)
-    spare = {save.tag, _read_latest(save.save_dir)}
+    spare = {save.tag, read_latest(save.save_dir)}
     for tag in tags[save.keep_last :]:
         if tag in spare:
             continue
@@ -183,13 +184,6 @@ def _tidy(save: Save) -> None:
         except OSError:
             continue
         files.remove(gone)
-
-
-def _read_latest(save_dir: Path) -> str | None:
-    try:
-        return (save_dir / LATEST).read_text().strip()
-    except OSError:
-        return None
 
 
 class Background:

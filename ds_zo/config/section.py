@@ -82,10 +82,11 @@ class CheckpointConfig(ConfigModel):
     """ZO: also log every step's seed and coefficient, from which any step's weights can be replayed."""
 
     trajectory_dir: str | None = Field(None, min_length=1)
-    """Folder of that log; null: the folder of the first checkpoint saved or loaded, from when on it is on disk."""
+    """Folder of that log; null: the folder that a run saves to, or, until its first save, the one it loaded from."""
 
     keep_last: int | None = Field(None, ge=1, le=1_000_000)
-    """Complete checkpoints to keep in a folder, the newest; null: all. `latest` and the one just saved always stay."""
+    """Complete checkpoints to keep in a folder, those of most steps; null: all. `latest` and the one just saved always
+    stay."""
 
 
 class DsZoConfig(ConfigModel):

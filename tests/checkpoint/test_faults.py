@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,6 +355,36 @@ def test_the_last_k_are_kept_and_never_the_only_complete_one_deleted(tmp_path: P
     one = start("fp32", keep_last=1)
     one.save_checkpoint(str(tmp_path), tag="unnamed", save_latest=False)
     assert set(manifest.complete_tags(tmp_path)) == {"unnamed", "global_step5"}  # latest's stays
+
+
+def test_the_newest_is_the_one_of_most_steps_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("fp32", keep_last=2)
+    for step, clock_s in enumerate([1000.0, 1001.0, 2.0, 3.0, 4.0]):
+        clock = SimpleNamespace(time=lambda clock_s=clock_s: clock_s, perf_counter=time.perf_counter)
+        monkeypatch.setattr(writer_module, "time", clock)
+        train(engine, BATCHES[step : step + 1])
+        engine.save_checkpoint(str(tmp_path))
+    assert manifest.complete_tags(tmp_path) == ["global_step5", "global_step4"]
+    assert "besides it is 'global_step4'" in manifest.offer(tmp_path, but="global_step5")
+
+
+def test_a_latest_or_a_manifest_that_nobody_wrote_is_named_and_another_one_offered(tmp_path: Path) -> None:
+    engine = start("fp32")
+    for step in range(2):
+        train(engine, BATCHES[step : step + 1])
+        engine.save_checkpoint(str(tmp_path))
+    (tmp_path / "global_step1" / "manifest.json").write_text('{"sha256": ' + "[" * 200_000)
+    assert manifest.complete_tags(tmp_path) == ["global_step2"]
+    with pytest.raises(CheckpointError, match=r"global_step1 is damaged: manifest\.json .*'global_step2'"):
+        engine.load_checkpoint(str(tmp_path), tag="global_step1")
+    (tmp_path / "latest").write_bytes(b"global_step\xff")
+    with pytest.raises(CheckpointError, match=r"as UTF-8 text, got .*'global_step2'.*latest\)"):
+        engine.load_checkpoint(str(tmp_path))
+    other = start("fp32", keep_last=1)
+    other.save_checkpoint(str(tmp_path), tag="unnamed", save_latest=False)
+    assert set(manifest.complete_tags(tmp_path)) == {"unnamed", "global_step2"}, "nothing is deleted meanwhile"
 
 
 @pytest.mark.parametrize("tag", ["a", "run[1]"])

@@ -132,14 +132,14 @@ def test_recovery_further_than_the_replay_log_reaches_with_a_schedule(tmp_path: 
     assert_same_bits(planes(resumed), planes(first))
 
 
-def test_a_torn_last_record_is_dropped_and_overwritten(tmp_path: Path) -> None:
+def test_a_torn_last_record_is_dropped_and_its_step_made_again(tmp_path: Path) -> None:
     first = start("fp32", trajectory=True)
     train(first, BATCHES[:1])
     first.save_checkpoint(str(tmp_path))
     train(first, BATCHES[1:4])
     crash(first)
     file = tmp_path / "trajectory.bin"
-    whole = file.read_bytes()
+    whole, rows = file.read_bytes(), read_trajectory(file).rows
     for cut in (1, 5, 15):
         file.write_bytes(whole[:-cut])
         assert read_trajectory(file).end_step == 3
@@ -147,8 +147,11 @@ def test_a_torn_last_record_is_dropped_and_overwritten(tmp_path: Path) -> None:
     resumed.load_checkpoint(str(tmp_path))
     assert resumed.global_steps == 3
     train(resumed, BATCHES[3:5])
+    assert file.read_bytes() == whole[:-15], "another run's file stays as it is"
+    resumed.save_checkpoint(str(tmp_path))
     assert read_trajectory(file).end_step == 5
-    assert file.read_bytes()[: len(whole)] == whole
+    assert torch.equal(read_trajectory(file).rows[:4].view(torch.int32), rows.view(torch.int32))
+    assert (tmp_path / "trajectory.1.bin").read_bytes() == whole[:-15]
 
 
 @pytest.mark.parametrize("change", ["written", "frozen"])
@@ -193,11 +196,18 @@ def test_an_older_checkpoint_branches_off_and_the_other_branch_is_kept(tmp_path:
     assert branch.global_steps == 2
     train(branch, BATCHES[8:9])
     crash(branch)
-    assert read_trajectory(tmp_path / "trajectory.bin").end_step == 3
-    assert read_trajectory(tmp_path / "trajectory.1.bin").end_step == 6
-    # The newest checkpoint is of the other branch: its steps are not this file's, so none is replayed onto it.
+    # The newest checkpoint is of the other branch, and so is the folder's log until this branch saves.
     back = start("fp32", trajectory=True)
     back.load_checkpoint(str(tmp_path))
+    assert back.global_steps == 6
+    assert_same_bits(planes(back), planes(first))
+    branch.save_checkpoint(str(tmp_path))
+    assert read_trajectory(tmp_path / "trajectory.bin").end_step == 3
+    assert read_trajectory(tmp_path / "trajectory.1.bin").end_step == 6
+    back.load_checkpoint(str(tmp_path))
+    assert back.global_steps == 3
+    # The steps of the folder's log are not of this checkpoint, so none is replayed onto it.
+    back.load_checkpoint(str(tmp_path), tag="global_step4")
     assert back.global_steps == 4
 
 
@@ -217,9 +227,9 @@ def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None
     third.load_checkpoint(str(tmp_path))
     assert third.global_steps == 4
     assert_same_bits(planes(third), planes(silent))
-    assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
     train(third, BATCHES[:1])
     third.save_checkpoint(str(tmp_path), tag="five")
+    assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
     versions = [unit.version for unit in third.backend.homes.placement.blocks]
     train(third, BATCHES[1:3])
     crash(third)
@@ -252,10 +262,7 @@ def test_replay_gives_the_weights_of_any_step(recorded_run: tuple[Any, Path]) ->
     engine.load_checkpoint(str(folder / "saves"), tag="global_step5")
     five = AutoModelForCausalLM.from_pretrained(folder / "five", dtype="auto")
     assert_equal(five.state_dict(), weights(engine.module))
-    assert (
-        replay(folder / "saves" / "global_step5", file.with_name("trajectory.1.bin"), step=7, out=folder / "from5")
-        is False
-    )
+    assert replay(folder / "saves" / "global_step5", file, step=7, out=folder / "from5") is False
     from_five = AutoModelForCausalLM.from_pretrained(folder / "from5", dtype="auto")
     assert_equal(from_five.state_dict(), seven.state_dict())
 
