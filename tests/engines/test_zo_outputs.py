@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -286,13 +287,15 @@ def test_two_forwards_before_one_backward() -> None:
 class Poisoned(Toy):
     """Its loss is multiplied by one factor a pass."""
 
-    factors: tuple[float, float] = (1.0, 1.0)
-    num_calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.poison((1.0, 1.0))
+
+    def poison(self, factors: tuple[float, float]) -> None:
+        self.factors = itertools.cycle(factors)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        factor = self.factors[self.num_calls % 2]
-        self.num_calls += 1
-        return super().forward(ids) * factor
+        return super().forward(ids) * next(self.factors)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -316,11 +319,11 @@ def test_a_step_that_overflows_is_skipped(factors: tuple[float, float], params: 
     train(engine, BATCHES[:2])
     assert engine.was_step_applied()
     before, lr = weights(engine.module), engine.get_lr()
-    engine.module.num_calls, engine.module.factors = 0, factors
+    engine.module.poison(factors)
     with log_lines() as lines:
         one_step(engine, BATCHES[2])
         assert not engine.was_step_applied()
-    engine.module.factors = (1.0, 1.0)
+    engine.module.poison((1.0, 1.0))
     assert engine.skipped_steps == 1
     assert any("step skipped" in line for line in lines)
     assert engine.global_steps == 3
@@ -337,7 +340,7 @@ def test_one_bad_micro_batch_skips_its_window() -> None:
     engine = engine_for(Poisoned(), zo_json(gradient_accumulation_steps=2))
     before = weights(engine.module)
     for factors, batch in zip([(1.0, 1.0), (NAN, NAN), (1.0, 1.0), (1.0, 1.0)], BATCHES, strict=False):
-        engine.module.num_calls, engine.module.factors = 0, factors
+        engine.module.poison(factors)
         engine.backward(engine(**batch))
         engine.step()
         if engine.global_steps == 1:
