@@ -33,6 +33,7 @@ from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.graphs import BlockGraphs
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
+from ds_zo.engines.loss_terms import OwnParameters
 from ds_zo.engines.module_state import ReplayedState
 from ds_zo.engines.outputs import floats_of, loss_of, losses_of, tie, with_floats, with_losses
 from ds_zo.engines.pass_inputs import PassInputs, generators_of
@@ -104,6 +105,7 @@ class ZOBackend(Backend):
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
         }
+        self._parameters = OwnParameters(p for unit in self.homes.placement.units for p in unit.placed)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
         self._tied_outputs_logged = self._left_behind_logged = self._narrow_loss_logged = False
@@ -136,7 +138,12 @@ class ZOBackend(Backend):
             else:
                 results = self._run(calls)
         output, passes = results[-1][0], [tensors for _, tensors in results]
-        tied = tie(passes, anchor=self._anchor, accumulate=partial(self._accumulate, self.homes.log.length))
+        tied = tie(
+            passes,
+            anchor=self._anchor,
+            accumulate=partial(self._accumulate, self.homes.log.length),
+            inputs=[x for x in inputs.requiring_grad() if x not in self._parameters],
+        )
         if loss_of(output) is not None:
             self._warn_of_narrow_loss(passes[0][0].dtype)
             return with_losses(output, tied)
@@ -293,6 +300,10 @@ class ZOBackend(Backend):
                 f"{self.homes.log.length}: call engine.backward before the engine.step that follows its forward"
             )
         self._projected[self.ranks.own] += differences / (2 * self.settings.zo_eps)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        self._parameters.check(loss)
+        super().backward(loss, retain_graph=retain_graph)
 
     def zero_grad(self) -> None:
         self._projected.zero_()
@@ -502,6 +513,7 @@ class ZOBackend(Backend):
                 self._leave_module_whole()
             self._closed = True
             self._copies.close()
+            self._parameters.close()
             if self._graphs is not None:
                 self._graphs.close()
             self._pretrained.close()
