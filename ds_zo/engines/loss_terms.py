@@ -2,9 +2,9 @@
 
 [Note: terms that ZO cannot see] ZO measures the losses that a model's forward returns, in passes that keep no graph. So
 these have no effect on the update: a function of the model's other outputs, of its parameters, or of a module that made
-an input. Each is a node of the graph of a loss. Other outputs get a node of their own, which keeps no tensor
-(`marked`); parameters are leaves; inputs that require grad stand before the node of the measured loss. `engine.backward`
-looks for these nodes first and raises. In a bare `loss.backward()`, they raise themselves.
+an input. Each is a node in the graph of a loss. Other outputs get a node that keeps no tensor. Parameters are leaves.
+Inputs that require grad stand before the node of the measured loss. `engine.backward` looks for these nodes first and
+raises. In a bare `loss.backward()`, the nodes raise.
 """
 
 from __future__ import annotations

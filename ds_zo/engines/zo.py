@@ -256,9 +256,7 @@ class ZOBackend(Backend):
             self._own_state.forget_hooks()
             self._lockstep.on_again = self._own_state.restart
 
-    def _watched(
-        self, calls: Sequence[Callable[[], Any]], state: SavedState, rewind: Callable[[], None]
-    ) -> list[Any]:
+    def _watched(self, calls: Sequence[Callable[[], Any]], state: SavedState, rewind: Callable[[], None]) -> list[Any]:
         watch = Watch(self.homes.placement.units, self._copies.visited)
         try:
             with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
@@ -270,11 +268,23 @@ class ZOBackend(Backend):
         found = {id(unit): unit for unit in watch.edges} | self._copies.nesting.crowded
         if found:
             rewind()
+            self._move_whole(watch.edges)
             self._copies.make_ambient(list(found.values()))
             self._copies.nesting.crowded.clear()
             state.renew(self.module)  # with the hooks that were just made
             results = self._run(calls)
         return results
+
+    def _move_whole(self, units: Sequence[Unit]) -> None:
+        """Weights that are used outside their module, as those of a tied head, have a gradient in every row."""
+        for unit in units:
+            for part in unit.parts:
+                for p in (p for p in part.placed if any(p.still)):
+                    self.homes.visits.fold_now(unit)
+                    p.still = (0, 0)
+                    part.forget_tables()
+                    if self.homes.log.length or (self.recorder is not None and self.recorder.path is not None):
+                        self._break_trajectory()
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:

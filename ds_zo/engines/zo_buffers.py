@@ -90,9 +90,10 @@ class SavedState:
                 self._save_tensor(buffer, is_buffer=True)
 
     def _save_tensor(self, value: Any, *, is_buffer: bool) -> None:
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta:
-            if is_buffer or not value.is_inference():
-                self._tensors[id(value)] = _SavedTensor(value, is_buffer=is_buffer)
+        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.is_meta:
+            return
+        if is_buffer or not value.is_inference():
+            self._tensors[id(value)] = _SavedTensor(value, is_buffer=is_buffer)
 
     def keep_changed(self) -> Places:
         """Where something has changed since. The values of other tensors are no longer kept: masks and tables, most of
