@@ -29,11 +29,11 @@ class Places:
     """Where a forward leaves another state than it finds."""
 
     values: Sequence[tuple[dict[str, Any], str, bool]] = ()
-    """A module's attributes or buffers, the name of one, and whether its tensor is written to."""
-    contents: Sequence[tuple[Any, bool]] = ()
-    """A container, and whether a tensor in it is written to."""
-    hooks: Sequence[tuple[Any, bool]] = ()
-    """The same for containers of hooks."""
+    """A module's attributes or buffers, the name of one, and whether it is a buffer."""
+    contents: Sequence[Any] = ()
+    """Containers."""
+    hooks: Sequence[Any] = ()
+    """Containers of hooks."""
 
     def __bool__(self) -> bool:
         return bool(self.values or self.contents or self.hooks)
@@ -46,23 +46,19 @@ class SavedState:
     """State as it is now. Parameters need none of this: a pass works on copies of them."""
 
     def __init__(self, places: Places) -> None:
-        containers = [*places.contents, *places.hooks]
         self._named: list[tuple[dict[str, Any], Sequence[str] | None, dict[str, Any]]] = [
             (owner, (name,), {name: owner[name]} if name in owner else {}) for owner, name, _ in places.values
         ]
         """Attributes or buffers, those names of them that are saved (None: all), and their values."""
-        self._contents = [(container, container.copy()) for container, _ in containers]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        """Containers and copies of them, by id."""
+        self._tensors: dict[int, _SavedTensor] = {}
         self._buffers: set[int] = set()
         """Dicts of buffers, by id."""
         self._hooks: set[int] = set()
         """Dicts of hooks, by id."""
-        self._tensors: dict[int, _SavedTensor] = {}
-        for owner, name, is_written in places.values:
-            if is_written:
-                self._save_tensor(owner.get(name), is_buffer=True)
-        for container, is_written in containers:
-            for value in _values(container) if is_written else ():
-                self._save_tensor(value, is_buffer=True)
+        self._save([owner.get(name) for owner, name, _ in places.values], by_value=True)
+        self._save([*places.contents, *places.hooks], by_value=True)
 
     @classmethod
     def of(cls, module: nn.Module, *, tensors: bool = True) -> SavedState:
@@ -72,49 +68,46 @@ class SavedState:
         return saved
 
     def renew(self, module: nn.Module, *, tensors: bool = True) -> None:
-        self._named, self._contents, self._tensors, seen = [], [], {}, set()
+        self._named, self._contents, self._tensors = [], {}, {}
         for m in module.modules():
             self._buffers.add(id(m._buffers))
             self._hooks |= {id(value) for name, value in vars(m).items() if "_hooks" in name}
             self._named += [(held, None, dict(held)) for held in (vars(m), m._buffers)]
-            due = [value for name, value in vars(m).items() if name not in _STRUCTURE]
-            while due:
-                value = due.pop()
-                if type(value) in _CONTAINERS and id(value) not in seen:
-                    seen.add(id(value))
-                    self._contents.append((value, value.copy()))
-                    due += _values(value)
-                elif tensors:
-                    self._save_tensor(value, is_buffer=False)
-            for buffer in m._buffers.values() if tensors else ():
-                self._save_tensor(buffer, is_buffer=True)
+            if tensors:
+                self._save(list(m._buffers.values()), by_value=True)
+            attributes = [value for name, value in vars(m).items() if name not in _STRUCTURE]
+            self._save(attributes, by_value=False, tensors=tensors)
 
-    def _save_tensor(self, value: Any, *, is_buffer: bool) -> None:
-        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.is_meta:
-            return
-        if is_buffer or not value.is_inference():
-            self._tensors[id(value)] = _SavedTensor(value, is_buffer=is_buffer)
+    def _save(self, values: list[Any], *, by_value: bool, tensors: bool = True) -> None:
+        """Containers and tensors among `values`, and in containers among them."""
+        while values:
+            value = values.pop()
+            if type(value) in _CONTAINERS:
+                if id(value) not in self._contents:
+                    self._contents[id(value)] = (value, value.copy())
+                    values += _items(value)
+            elif tensors and _is_state(value) and id(value) not in self._tensors:
+                self._tensors[id(value)] = _SavedTensor(value, by_value=by_value)
 
     def keep_changed(self) -> Places:
         """Where something has changed since. The values of other tensors are no longer kept: masks and tables, most of
         them, that no forward changes."""
         self._tensors = {key: saved for key, saved in self._tensors.items() if saved.is_written()}
         values = [
-            (held, name, id(held) in self._buffers or id(before.get(name)) in self._tensors)
+            (held, name, id(held) in self._buffers)
             for held, _, before in self._named
             for name in {**before, **held}
             if _differ(held.get(name, _ABSENT), before.get(name, _ABSENT)) or id(before.get(name)) in self._tensors
         ]
         contents = [
-            (container, is_written)
-            for container, before in self._contents
-            if (is_written := any(id(value) in self._tensors for value in _values(before)))
-            or not _same_contents(container, before)
+            container
+            for container, before in self._contents.values()
+            if any(id(value) in self._tensors for value in _items(before)) or not _same_contents(container, before)
         ]
         return Places(
             values,
-            [place for place in contents if id(place[0]) not in self._hooks],
-            [place for place in contents if id(place[0]) in self._hooks],
+            [container for container in contents if id(container) not in self._hooks],
+            [container for container in contents if id(container) in self._hooks],
         )
 
     @torch.no_grad()
@@ -124,7 +117,7 @@ class SavedState:
             for name in [name for name in (held if names is None else names) if name in held and name not in before]:
                 del held[name]
             held.update({name: value for name, value in before.items() if held.get(name, _ABSENT) is not value})
-        for container, before in self._contents:
+        for container, before in self._contents.values():
             if not _same_contents(container, before):
                 _refill(container, before)
         for saved in self._tensors.values():
@@ -132,10 +125,10 @@ class SavedState:
 
 
 class _SavedTensor:
-    def __init__(self, tensor: torch.Tensor, *, is_buffer: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, *, by_value: bool) -> None:
         self._tensor = tensor
         self._value = tensor.detach().clone()
-        self._version = None if is_buffer or tensor.is_inference() else tensor._version
+        self._version = None if by_value or tensor.is_inference() else tensor._version
         """None: it is compared by value, because batch norms write past the counter of versions."""
 
     def is_written(self) -> bool:
@@ -198,23 +191,21 @@ class OwnState:
         values, contents = self._read()
         held = []
         for made in self._made:
-            for i, (value, (_, _, is_written)) in enumerate(zip(values, self._places.values, strict=True)):
-                made[i] = _copy(value, into=made[i]) if is_written and isinstance(value, torch.Tensor) else None
-            own = [value if copied is None else copied for value, copied in zip(values, made, strict=True)]
-            own_contents = [
-                _with_copies(container) if is_written else container
-                for container, (_, is_written) in zip(contents, self._containers, strict=True)
-            ]
-            held.append((own, own_contents))
+            memo: dict[int, Any] = {}
+            for i, (value, (_, _, is_buffer)) in enumerate(zip(values, self._places.values, strict=True)):
+                if is_buffer and _is_state(value):
+                    memo[id(value)] = made[i] = _copy(value, into=made[i])
+            own = [_own(value, memo) for value in values]
+            held.append((own, [_own(container, memo) for container in self._containers]))
         self._held = [*held, (values, contents)]
 
     @property
-    def _containers(self) -> list[tuple[Any, bool]]:
+    def _containers(self) -> list[Any]:
         return [*self._places.contents, *self._places.hooks]
 
     def _read(self) -> tuple[list[Any], list[Any]]:
         values = [owner.get(name, _ABSENT) for owner, name, _ in self._places.values]
-        return values, [container.copy() for container, _ in self._containers]
+        return values, [container.copy() for container in self._containers]
 
     def switch(self, index: int) -> None:
         """Pass `index` starts or goes on."""
@@ -232,12 +223,16 @@ class OwnState:
                 owner[name] = value
             elif name in owner:
                 del owner[name]
-        for (container, _), saved in zip(self._containers, contents, strict=True):
+        for container, saved in zip(self._containers, contents, strict=True):
             _refill(container, saved)
         self._current = index
 
 
-def _values(container: Any) -> list[Any]:
+def _is_state(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
+
+
+def _items(container: Any) -> list[Any]:
     return list(container.values() if isinstance(container, Mapping) else container)
 
 
@@ -250,9 +245,7 @@ def _same_contents(a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return {id(value) for value in a} == {id(value) for value in b}
     same_keys = not isinstance(a, Mapping) or list(a) == list(b)
-    return (
-        same_keys and len(a) == len(b) and not any(_differ(x, y) for x, y in zip(_values(a), _values(b), strict=True))
-    )
+    return same_keys and len(a) == len(b) and not any(_differ(x, y) for x, y in zip(_items(a), _items(b), strict=True))
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -263,15 +256,19 @@ def _refill(container: Any, contents: Any) -> None:
     (container.extend if isinstance(container, deque) else container.update)(contents)
 
 
-def _with_copies(contents: Any) -> Any:
-    """Of the tensors inside."""
-    if isinstance(contents, Mapping):
-        return {key: _own_copy(value) for key, value in contents.items()}
-    return type(contents)(map(_own_copy, contents))
-
-
-def _own_copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a tensor or a container, with copies of those inside; of what is in `memo`, the one there."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if _is_state(value):
+        memo[id(value)] = value.detach().clone()
+    elif type(value) in _CONTAINERS:
+        memo[id(value)] = made = value.copy()
+        if isinstance(value, Mapping):
+            made.update({key: _own(item, memo) for key, item in value.items()})
+        elif not isinstance(value, set):
+            _refill(made, [_own(item, memo) for item in value])
+    return memo.get(id(value), value)
 
 
 def _copy(value: torch.Tensor, *, into: torch.Tensor | None) -> torch.Tensor:
