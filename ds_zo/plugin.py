@@ -435,7 +435,7 @@ class PluginEngine(CheckpointingEngine):
             raise ValueError(
                 f"engine.backward takes one scalar loss with a graph, got {found}, requires_grad "
                 f"{getattr(loss, 'requires_grad', None)}: reduce it, call the engine in train mode, outside no_grad, "
-                "and where the model returns a loss of its own, start from that one (its other outputs have no graph)"
+                "and where the model returns a loss of its own, start from that one"
             )
         self._unmanaged_backward_count += not self.managed_gradient_accumulation()
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss

@@ -68,6 +68,7 @@ def describe(unit: Unit) -> dict[str, Any]:
                         "offset": p.offset,
                         "group": p.group,
                         "trainable": p.trainable,
+                        **({"still": list(p.still)} if any(p.still) else {}),
                     }
                     for p in part.placed
                 ],
@@ -88,6 +89,7 @@ def rebuild(description: Mapping[str, Any]) -> Unit:
                     p["offset"],
                     p["group"],
                     p["trainable"],
+                    still_of(p),
                 )
                 for p in part["params"]
             ],
@@ -99,6 +101,12 @@ def rebuild(description: Mapping[str, Any]) -> Unit:
         for part in description["parts"]
     ]
     return Unit(description["name"], nn.Module(), parts, index=description["index"], is_block=description["is_block"])
+
+
+def still_of(parameter: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a parameter's description. Runs that began before rows at `padding_idx` were left alone have none."""
+    first, end = parameter.get("still", (0, 0))
+    return first, end
 
 
 def unit_key(description: Mapping[str, Any]) -> str:

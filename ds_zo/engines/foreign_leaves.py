@@ -45,14 +45,19 @@ class ForeignLeaves:
     def _leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
         inputs, outputs = ([t for ref in refs if (t := ref()) is not None] for refs in (self._inputs, self._outputs))
         found = {id(t): t for t in (*inputs, *outputs) if t.is_leaf or t.retains_grad}
-        seen = {t.grad_fn for t in outputs}
-        due = [loss.grad_fn, *(t.grad_fn for t in inputs)]
-        while due:
-            node: Any = due.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        starts = [loss.grad_fn, *(t.grad_fn for t in inputs)]
+        for node in nodes_before(starts, ends=[t.grad_fn for t in outputs]):
             if hasattr(node, "variable"):  # what adds up a leaf's gradient
                 found[id(node.variable)] = node.variable
-            due += [before for before, _ in node.next_functions]
         return [leaf for key, leaf in found.items() if key not in self._own]
+
+
+def nodes_before(starts: Iterable[Any], *, ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """Nodes of a graph that a backward pass from `starts` reaches, up to `ends`, which are left out."""
+    due, seen = list(starts), {None, *ends}
+    while due:
+        node = due.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            due += [before for before, _ in node.next_functions]

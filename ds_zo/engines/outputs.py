@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+
+from ds_zo.engines.loss_terms import dropped_inputs, marked_outputs, refusal
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
@@ -46,10 +48,12 @@ def _is_loss(tensor: torch.Tensor, output: Any) -> bool:
 
 
 def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
-    """The same output with others in the place of `losses_of` it; the original is not touched."""
+    """The same output with others in the place of `losses_of` it, and its other tensors marked; the original is not
+    touched. See [Note: terms that ZO cannot see]."""
     loss, floats, others = loss_of(output), floats_of(output), iter(losses[1:])
-    if len(losses) > 1 or sum(t is loss for t in floats) > 1:
-        new = [losses[0] if t is loss else next(others) if _is_loss(t, output) else t for t in floats]
+    rest = iter(marked_outputs([t for t in floats if t is not loss and not _is_loss(t, output)]))
+    if len(floats) > 1:
+        new = [losses[0] if t is loss else next(others) if _is_loss(t, output) else next(rest) for t in floats]
         output = with_floats(output, new)
     return with_loss(output, losses[0])
 
@@ -76,16 +80,22 @@ def _set(output: Any, name: str, value: Any) -> None:
 
 
 def floats_of(output: Any) -> list[torch.Tensor]:
-    leaves = tree_flatten(_fields(output))[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    found: list[torch.Tensor] = []
+    for leaf in tree_flatten(_fields(output))[0]:
+        if _is_float(leaf):
+            found.append(leaf)
+        elif _fields(leaf) is not leaf:
+            found += floats_of(leaf)
+    return found
 
 
-def with_floats(output: Any, floats: Sequence[torch.Tensor]) -> Any:
-    leaves, spec = tree_flatten(_fields(output))
+def with_floats(output: Any, floats: Iterable[torch.Tensor]) -> Any:
     left = iter(floats)
-    made = tree_unflatten(
-        [next(left) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec
-    )
+    leaves, spec = tree_flatten(_fields(output))
+    filled = [
+        next(left) if _is_float(leaf) else leaf if _fields(leaf) is leaf else with_floats(leaf, left) for leaf in leaves
+    ]
+    made = tree_unflatten(filled, spec)
     if _fields(output) is output:
         return made
     output = copy.copy(output)
@@ -94,13 +104,19 @@ def with_floats(output: Any, floats: Sequence[torch.Tensor]) -> Any:
     return output
 
 
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
 def _fields(output: Any) -> Any:
-    """What torch does not look into, as a dict: plain dataclasses, mappings of other kinds."""
-    if tree_is_leaf(output):
+    """What torch does not look into, as a dict: plain dataclasses, mappings of other kinds, objects with a loss."""
+    if tree_is_leaf(output) and not isinstance(output, torch.Tensor):
         if isinstance(output, MutableMapping):
             return dict(output)
-        if dataclasses.is_dataclass(output):
+        if dataclasses.is_dataclass(output) and not isinstance(output, type):
             return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        if isinstance(getattr(output, "loss", None), torch.Tensor) and hasattr(output, "__dict__"):
+            return dict(vars(output))
     return output
 
 
@@ -117,8 +133,11 @@ class _Tie(torch.autograd.Function):
         anchor: torch.Tensor,
         accumulate: Callable[[torch.Tensor], None],
         passes: Sequence[Sequence[torch.Tensor]],
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.accumulate = accumulate
+        why = dropped_inputs(inputs)
+        ctx.dropped = None if why is None else [why] * len(passes[0])
         ctx.set_materialize_grads(False)
         ctx.differences = [
             [_wide(plus) - _wide(minus) for plus, minus in zip(passes[i], passes[i + 1], strict=True)]
@@ -130,7 +149,9 @@ class _Tie(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        if ctx.dropped is not None:
+            raise refusal(*ctx.dropped[0])
         projected = [
             sum(
                 (_wide(grad) * difference).sum()
@@ -145,11 +166,15 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(
-    passes: Sequence[Sequence[torch.Tensor]], *, anchor: torch.Tensor, accumulate: Callable[[torch.Tensor], None]
+    passes: Sequence[Sequence[torch.Tensor]],
+    *,
+    anchor: torch.Tensor,
+    accumulate: Callable[[torch.Tensor], None],
+    inputs: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """`passes` are outputs in the order +, -, +, - ..., one pair a direction. `accumulate` is given, a direction, the
     sum of `grad * (plus - minus)`. `anchor` is any leaf that requires grad: it is what makes the result
-    differentiable."""
+    differentiable. `inputs` are those of the forward that require grad, for which there is no gradient."""
     with torch.enable_grad():
-        tied: tuple[torch.Tensor, ...] = _Tie.apply(anchor, accumulate, passes)
+        tied: tuple[torch.Tensor, ...] = _Tie.apply(anchor, accumulate, passes, *inputs)
     return tied

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ds_zo.engines.outputs import floats_of
+
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -51,6 +53,9 @@ class PassInputs:
 
     def generators(self) -> Iterator[Any]:
         return filter(_is_generator, self._leaves)
+
+    def requiring_grad(self) -> list[torch.Tensor]:
+        return [x for x in floats_of(self._leaves) if x.requires_grad]
 
 
 def generators_of(module: nn.Module) -> list[Any]:

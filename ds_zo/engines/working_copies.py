@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ds_zo.engines.homes import Homes
+from ds_zo.engines.loss_terms import marked_results
 from ds_zo.engines.nesting import Nesting, has_room
+from ds_zo.engines.outputs import floats_of, with_floats
 from ds_zo.engines.plain_copies import Hook
 from ds_zo.engines.twins import Lockstep
 from ds_zo.logs import show
@@ -137,7 +139,7 @@ class WorkingCopies:
         kept = self._saved_from_reuse(output)
         if not self._training:
             self._leave_clean(unit)
-            return kept
+            return self._marked(module, output, kept)
         if self._lockstep.inside:
             self._went_on.add(self._lockstep.current)
             if self._lockstep.current < self._num_passes - 1:
@@ -210,7 +212,7 @@ class WorkingCopies:
                 self.visited.discard(id(unit))
             else:
                 self._leave_clean(unit)
-        return kept
+        return kept if self._training else self._marked(module, output, kept)
 
     # Outside training
 
@@ -231,6 +233,14 @@ class WorkingCopies:
             torch.clear_autocast_cache()  # it would keep a cast of every block, and of weights that are gone
         torch.set_grad_enabled(self._grad_modes.pop())
         self.visited.discard(id(unit))
+
+    def _marked(self, module: nn.Module, output: Any, kept: Any) -> Any:
+        """A call in train mode, outside the engine's forward, has a result without a graph. It is marked for
+        [Note: terms that ZO cannot see]. `kept` is what the hook returns otherwise."""
+        if not (module.training and torch.is_grad_enabled()):
+            return kept
+        output = output if kept is None else kept
+        return with_floats(output, marked_results(floats_of(output), module))
 
     def recover(self) -> None:
         """Before a training forward: puts back what an evaluation left that Ctrl-C broke off. Torch calls hooks after
@@ -277,9 +287,11 @@ class WorkingCopies:
         else:
             self._enter_clean(unit, torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device))
 
-    def _leave_ambient(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._training:
-            self._leave_clean(unit)
+    def _leave_ambient(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._training:
+            return None
+        self._leave_clean(unit)
+        return self._marked(module, output, None)
 
     def make_ambient(self, units: Sequence[Unit]) -> None:
         """Their weights are used outside their own module's forward (a tied head by `F.linear`, say), or would lie

@@ -33,6 +33,7 @@ from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.engines.graphs import BlockGraphs
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.late import Late
+from ds_zo.engines.loss_terms import OwnParameters
 from ds_zo.engines.module_state import ReplayedState
 from ds_zo.engines.outputs import floats_of, loss_of, losses_of, tie, with_floats, with_losses
 from ds_zo.engines.pass_inputs import PassInputs, generators_of
@@ -41,7 +42,7 @@ from ds_zo.engines.structure import Structure
 from ds_zo.engines.twins import CannotInterleave, Lockstep
 from ds_zo.engines.watch import Watch
 from ds_zo.engines.working_copies import WorkingCopies
-from ds_zo.engines.zo_buffers import OwnBuffers, SavedAttributes, SavedBuffers
+from ds_zo.engines.zo_buffers import OwnState, Places, SavedState
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
 from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
@@ -75,9 +76,9 @@ class ZOBackend(Backend):
         self.homes = Homes(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         self._lockstep = Lockstep(device)
         self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
-        self._buffers = OwnBuffers(self._num_passes)
+        self._own_state = OwnState(self._num_passes)
         self._lockstep.on_switch = self._switch
-        self._lockstep.on_again = self._buffers.restart
+        self._lockstep.on_again = self._own_state.restart
         self._copies_inputs = False
         """The forward was seen to write to its inputs."""
         self._generators: list[Any] = []
@@ -106,6 +107,7 @@ class ZOBackend(Backend):
         self._placed_shapes = {
             id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
         }
+        self._parameters = OwnParameters(p for unit in self.homes.placement.units for p in unit.placed)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
         self._tied_outputs_logged = self._left_behind_logged = self._narrow_loss_logged = False
@@ -146,7 +148,12 @@ class ZOBackend(Backend):
             else:
                 results = self._run(calls)
         output, passes = results[-1][0], [tensors for _, tensors in results]
-        tied = tie(passes, anchor=self._anchor, accumulate=partial(self._accumulate, self.homes.log.length))
+        tied = tie(
+            passes,
+            anchor=self._anchor,
+            accumulate=partial(self._accumulate, self.homes.log.length),
+            inputs=[x for x in inputs.requiring_grad() if x not in self._parameters],
+        )
         if loss_of(output) is not None:
             self._warn_of_narrow_loss(passes[0][0].dtype)
             return with_losses(output, tied)
@@ -178,13 +185,13 @@ class ZOBackend(Backend):
 
     def _switch(self, index: int) -> None:
         self._copies.swap_ambient(index)
-        self._buffers.switch(index)
+        self._own_state.switch(index)
 
     def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """All passes, in lockstep where the forward allows it."""
         if self._interleave:
             try:
-                with self._copies.training_pass(), self._buffers.in_passes(), torch.no_grad():
+                with self._copies.training_pass(), self._own_state.in_passes(), torch.no_grad():
                     return self._lockstep.together(calls, self._copies.ready)
             except CannotInterleave as reason:
                 self._interleave = False
@@ -195,43 +202,42 @@ class ZOBackend(Backend):
         return self._one_by_one(calls)
 
     def _one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        attributes = SavedAttributes(self.module)
+        start = SavedState.of(self.module, tensors=False)
 
-        def in_a_pass_of_its_own(call: Callable[[], Any]) -> Any:
-            attributes.put_back()
+        def in_a_pass_of_its_own(index: int, call: Callable[[], Any]) -> Any:
+            start.put_back()
+            self._own_state.enter(index)
             with self._copies.training_pass():
                 return call()
 
-        with self._buffers.in_passes():
-            return self._lockstep.one_by_one([partial(in_a_pass_of_its_own, call) for call in calls])
+        with self._own_state.in_passes():
+            return self._lockstep.one_by_one([partial(in_a_pass_of_its_own, i, call) for i, call in enumerate(calls)])
 
     def _first_forward(self, calls: Sequence[Callable[[], Any]], inputs: PassInputs) -> list[Any]:
         """State that a model keeps on its modules would mix between passes in lockstep, and a weight used behind its
         module's back would miss its perturbation; what a pass writes to a buffer or to its inputs, the next would meet.
-        All are looked for once. Of all forwards that takes, one leaves traces in buffers and random states."""
-        randomness, before = self._lockstep.snapshot(), SavedBuffers.of(self.module)
-        attributes = SavedAttributes(self.module)
-        self._buffers.set_places(())
+        All are looked for once. Of all forwards that takes, one leaves traces in the module and in random states."""
+        randomness, state = self._lockstep.snapshot(), SavedState.of(self.module)
+        self._own_state.set_places(Places())
         inputs.watch()
 
         def rewind() -> None:
             self._lockstep.set_snapshot(randomness)
-            before.put_back()
-            attributes.put_back()
+            state.put_back()
 
-        self._lockstep.on_again = before.put_back
+        self._lockstep.on_again = state.put_back
         try:
-            results = self._watched(calls, rewind)
-            changed = before.keep_changed()
+            results = self._watched(calls, state, rewind)
+            changed = state.keep_changed()
             inputs.copies = self._copies_inputs = inputs.were_written()
             if changed or inputs.copies:
                 rewind()
                 if self._graphs is not None:
                     self._graphs.forget()  # a second run would be recorded, of blocks that replace buffers in it
-                self._buffers.set_places(changed)
-                self._lockstep.on_again = self._buffers.restart
+                self._own_state.set_places(changed)
+                self._lockstep.on_again = self._own_state.restart
                 results = self._run(calls)
-            after = SavedBuffers(changed)
+            after = SavedState(changed)
             if self._interleave and self.homes.placement.blocks:
                 rewind()
                 apart = self._one_by_one(calls)
@@ -239,8 +245,8 @@ class ZOBackend(Backend):
                     self._interleave = False
                     logger.warning(
                         "ds_zo: passes in lockstep give other losses than one after the other, so the model keeps "
-                        "state on its modules between blocks; it runs one pass after the other from now on (each "
-                        "uploads every block)"
+                        "state between blocks that is neither a buffer nor an attribute of its modules; it runs one "
+                        "pass after the other from now on (each uploads every block)"
                     )
                     return apart
                 del apart  # its outputs, before more forwards
@@ -254,12 +260,13 @@ class ZOBackend(Backend):
             after.put_back()
             return results
         except BaseException:
-            before.put_back()
+            state.put_back()
             raise
         finally:
-            self._lockstep.on_again = self._buffers.restart
+            self._own_state.forget_hooks()
+            self._lockstep.on_again = self._own_state.restart
 
-    def _watched(self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None]) -> list[Any]:
+    def _watched(self, calls: Sequence[Callable[[], Any]], state: SavedState, rewind: Callable[[], None]) -> list[Any]:
         watch = Watch(self.homes.placement.units, self._copies.visited)
         try:
             with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
@@ -270,11 +277,24 @@ class ZOBackend(Backend):
         watch.raise_for_blocks()
         found = {id(unit): unit for unit in watch.edges} | self._copies.nesting.crowded
         if found:
+            rewind()
+            self._move_whole(watch.edges)
             self._copies.make_ambient(list(found.values()))
             self._copies.nesting.crowded.clear()
-            rewind()
+            state.renew(self.module)  # with the hooks that were just made
             results = self._run(calls)
         return results
+
+    def _move_whole(self, units: Sequence[Unit]) -> None:
+        """Weights that are used outside their module, as those of a tied head, have a gradient in every row."""
+        for unit in units:
+            for part in unit.parts:
+                for p in (p for p in part.placed if any(p.still)):
+                    self.homes.visits.fold_now(unit)
+                    p.still = (0, 0)
+                    part.forget_tables()
+                    if self.homes.log.length or (self.recorder is not None and self.recorder.path is not None):
+                        self._break_trajectory()
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:
@@ -300,6 +320,10 @@ class ZOBackend(Backend):
                 f"{self.homes.log.length}: call engine.backward before the engine.step that follows its forward"
             )
         self._projected[self.ranks.own] += differences / (2 * self.settings.zo_eps)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        self._parameters.check(loss)
+        super().backward(loss, retain_graph=retain_graph)
 
     def zero_grad(self) -> None:
         self._projected.zero_()
@@ -511,6 +535,7 @@ class ZOBackend(Backend):
                 self._leave_module_whole()
             self._closed = True
             self._copies.close()
+            self._parameters.close()
             if self._graphs is not None:
                 self._graphs.close()
             self._pretrained.close()

@@ -6,7 +6,7 @@ was saved, in every storage format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.files import hash_json, hash_tensors
-from ds_zo.checkpoint.layout import describe, difference, fill_unit, host_tensors, shapes_of, unit_key
+from ds_zo.checkpoint.layout import describe, difference, fill_unit, host_tensors, shapes_of, still_of, unit_key
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.replay import saved_values
@@ -127,6 +127,8 @@ class HomesCheckpoint:
             raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
         if resume and self._homes.measures:
             self._homes.set_interval(state["interval"])
+        if resume:
+            self._take_still(state["units"])
         reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
         if resume and not reasons:
             self._restore_planes(saved, omitted)
@@ -144,6 +146,14 @@ class HomesCheckpoint:
             if name in state["buffers"]:
                 buffer.copy_(saved.tensor(name))
         self._homes.runtime.forget()
+
+    def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
+        """A run goes on as it began: with the same rows left alone, or none."""
+        still = {p["name"]: still_of(p) for unit in descriptions for part in unit["parts"] for p in part["params"]}
+        for part in (part for unit in self._homes.placement.units for part in unit.parts):
+            for p in part.placed:
+                p.still = still.get(p.name, p.still)
+            part.forget_tables()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: tuple(p.parameter.shape) for u in self._homes.placement.units for p in u.placed}

@@ -79,8 +79,8 @@ def replay_perturb(
     `as_stored` rounds x like a store without making one: a call with `out` and `pair` then gives the bits of a store
     and two perturbing calls on what it stored.
 
-    Frozen segments are copied and converted only. Padding is neither read into results nor written. dst may be src, and
-    low_out may be low_in.
+    Where a segment is still, z is 0. Frozen segments are copied and converted only. Padding is neither read into
+    results nor written. dst may be src, and low_out may be low_in.
     """
     call = Call(
         src=src,

@@ -74,7 +74,8 @@ def _runs(segments: tuple[Segment, ...]) -> Iterator[list[Segment]]:
     numel = 0
     for s in segments:
         for skip in range(0, s.numel, RUN_NUMEL):
-            piece = Segment(s.start + skip, min(RUN_NUMEL, s.numel - skip), s.offset + skip, s.group, s.trainable)
+            numel_here = min(RUN_NUMEL, s.numel - skip)
+            piece = replace(s, start=s.start + skip, numel=numel_here, offset=s.offset + skip)
             follows_on = run and run[-1].offset + run[-1].numel == piece.offset
             if run and (not follows_on or numel + piece.numel > RUN_NUMEL):
                 yield run
@@ -138,6 +139,7 @@ def _joined(run: list[Segment], fmt: Format) -> Iterator[list[Segment]]:
     numel = 0
     for piece in run:
         alike = pieces and piece.trainable and pieces[0].trainable and piece.group == pieces[0].group
+        alike = alike and piece.still == pieces[0].still == (0, 0)
         if pieces and (not alike or fmt.scaled or numel + piece.numel > JOINED_NUMEL):
             yield pieces
             pieces, numel = [], 0
@@ -186,7 +188,7 @@ def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) ->
         # Each product is rounded before it is subtracted, so k entries at once are k calls of one.
         x = x * entry.decay[piece.group]
         for direction in range(call.num_directions):
-            z = draws.noise(step=entry.step, direction=direction).z[cut]
+            z = _without_still(draws.noise(step=entry.step, direction=direction).z[cut], piece)
             x -= z * entry.coefficient[piece.group, direction]
 
     perturbs = call.out is not None and call.scale != 0.0
@@ -200,13 +202,21 @@ def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) ->
         store_(call.out[at], round_to(fmt, x))
         return
     z, dither = draws.noise_here()
-    move = z[cut] * np.float32(call.scale)
+    move = _without_still(z[cut], piece) * np.float32(call.scale)
     if call.rounds_out:
         assert dither is not None
         addend = _copy_addend(call, dither[cut], fmt)
     store_(call.out[at], round_to(fmt, x + move, addend))
     if call.pair is not None:
         store_(call.pair[at], round_to(fmt, x - move, addend))
+
+
+def _without_still(z: Floats, piece: Segment) -> Floats:
+    first, end = (min(max(offset - piece.offset, 0), piece.numel) for offset in piece.still)
+    if first < end:
+        z = z.copy()  # other calls share it
+        z[first:end] = 0.0
+    return z
 
 
 def _copy_frozen(call: Call, piece: Segment) -> None:

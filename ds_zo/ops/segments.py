@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -33,6 +33,8 @@ class Segment:
     offset: int
     group: int = 0
     trainable: bool = True
+    still: tuple[int, int] = (0, 0)
+    """Global offsets [first, end) for which z is 0: they decay, and nothing else moves them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class SegmentTable:
     numel: int
     """Elements that a flat tensor must have at least."""
     num_groups: int
+    still: torch.Tensor | None = None
+    """Rows (first, end), one a chunk: the offsets for which z is 0. None where no segment has any."""
 
     @property
     def device(self) -> torch.device:
@@ -80,11 +84,15 @@ def build_table(segments: Sequence[Segment], device: torch.device | str) -> Segm
     pieces = [piece for segment in ordered for piece in _split(segment)]
     chunk = chunk_numel(sum(segment.numel for segment in ordered))
     rows: list[torch.Tensor] = []
+    still: list[tuple[int, int]] = []
     ranges: list[ChunkRange] = []
     first = 0
     for trainable, vector in ((True, True), (True, False), (False, True), (False, False)):
-        of_kind = [_chunk_rows(s, chunk) for s, is_vector in pieces if s.trainable is trainable and is_vector is vector]
+        chosen = [s for s, is_vector in pieces if s.trainable is trainable and is_vector is vector]
+        of_kind = [_chunk_rows(s, chunk) for s in chosen]
         if of_kind:
+            for s, its_rows in zip(chosen, of_kind, strict=True):
+                still += [s.still] * len(its_rows)
             count = sum(len(r) for r in of_kind)
             ranges.append(ChunkRange(first, count, trainable, vector))
             first += count
@@ -96,6 +104,7 @@ def build_table(segments: Sequence[Segment], device: torch.device | str) -> Segm
         ranges=tuple(ranges),
         numel=max((s.start + s.numel for s in ordered), default=0),
         num_groups=1 + max((s.group for s in ordered), default=-1),
+        still=torch.tensor(still, dtype=torch.int64).to(device) if any(first < end for first, end in still) else None,
     )
 
 
@@ -125,7 +134,7 @@ def _split(segment: Segment) -> list[tuple[Segment, bool]]:
     else:
         parts = [(segment.numel, 0, False)]
     return [
-        (Segment(segment.start + skip, numel, segment.offset + skip, segment.group, segment.trainable), vector)
+        (replace(segment, start=segment.start + skip, numel=numel, offset=segment.offset + skip), vector)
         for numel, skip, vector in parts
         if numel
     ]

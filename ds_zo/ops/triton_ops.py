@@ -57,6 +57,7 @@ _KEEP, _NEAREST, _COPY, _FOLD, _SPLIT = (tl.constexpr(i) for i in range(5))
 )  # fmt: skip
 def _replay_perturb_kernel(
     chunks_ptr,
+    still_ptr,
     src_ptr,
     dst_ptr,
     out_ptr,
@@ -91,6 +92,7 @@ def _replay_perturb_kernel(
     HAS_PAIR: tl.constexpr,
     PERTURB: tl.constexpr,
     DITHER_OUT: tl.constexpr,
+    HAS_STILL: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = chunks_ptr + (first_chunk + tl.program_id(0)) * 4
@@ -98,6 +100,10 @@ def _replay_perturb_kernel(
     first_offset = tl.load(row + 1)
     numel = tl.load(row + 2).to(tl.int32)
     group = tl.load(row + 3).to(tl.int32) if NUM_GROUPS > 1 else 0
+    if HAS_STILL:
+        still = still_ptr + (first_chunk + tl.program_id(0)) * 2
+        first_still = tl.load(still)
+        end_still = tl.load(still + 1)
     k0 = k0.to(tl.uint32)
     k1 = k1.to(tl.uint32)
     step = step.to(tl.uint32)
@@ -144,6 +150,8 @@ def _replay_perturb_kernel(
                         z, _ = draw_lanes(offset, then, tl.full((), d, tl.uint32), k0, k1, LANES, NORMAL)
                     else:
                         z, _ = draw_elements(offset + within, then, tl.full((), d, tl.uint32), k0, k1, NORMAL)
+                    if HAS_STILL:
+                        z = _without_still(z, offset + within, first_still, end_still)
                     x = tl.fma(tl.broadcast_to(-coefficient, x.shape), z, x)
 
         if TRAINABLE and (PERTURB or STORE == _COPY):
@@ -151,6 +159,8 @@ def _replay_perturb_kernel(
                 z, dither = draw_lanes(offset, step, direction, k0, k1, LANES, NORMAL)
             else:
                 z, dither = draw_elements(offset + within, step, direction, k0, k1, NORMAL)
+            if HAS_STILL:
+                z = _without_still(z, offset + within, first_still, end_still)
 
         if STORE != _KEEP:
             if SCALED:
@@ -228,6 +238,11 @@ def _replay_perturb_kernel(
 
 
 @triton.jit
+def _without_still(z, offset, first_still, end_still):
+    return tl.where((offset >= first_still) & (offset < end_still), 0.0, z)
+
+
+@triton.jit
 def _group_exponents(x, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
     """For each lane, the exponent that its group of 256 elements asks for."""
     magnitude = float_bits(x) & 0x7FFFFFFF
@@ -247,6 +262,7 @@ def replay_perturb_triton(call: Call) -> None:
         store = _store_kind(call, chunks.trainable)
         _replay_perturb_kernel[(chunks.count,)](
             call.table.chunks,
+            unused if call.table.still is None else call.table.still,
             _raw(call.src),
             unused if call.dst is None else _raw(call.dst),
             unused if call.out is None else _raw(call.out),
@@ -281,6 +297,7 @@ def replay_perturb_triton(call: Call) -> None:
             HAS_PAIR=call.pair is not None,
             PERTURB=call.out is not None and call.scale != 0.0,
             DITHER_OUT=call.rounds_out,
+            HAS_STILL=call.table.still is not None,
             LANES=LANES,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,

@@ -87,7 +87,7 @@ def plan_units(
     offset = 0
     for name, p in module.named_parameters():
         trainable = p.requires_grad and id(p) in group_of
-        placed = Placed(name, p, offset, group_of.get(id(p), 0), trainable)
+        placed = Placed(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
         offset += p.numel()
         homes = {block_of.get(id(m)) for m in owners[id(p)]}
         block = homes.pop() if len(homes) == 1 else None
@@ -150,6 +150,14 @@ def plan_units(
         pair_scratch_nbytes=max(largest_edge, in_blocks + pair),
         nested_at=nested_at,
     )
+
+
+def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
+    """The row that has no gradient in any of the modules that own the parameter. A head that is tied to an embedding
+    has one for every row."""
+    rows = {m.padding_idx if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else None for m in owners}
+    row = rows.pop() if len(rows) == 1 else None
+    return (0, 0) if row is None else (row * p.shape[-1], (row + 1) * p.shape[-1])
 
 
 def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -> list[Part]:

@@ -34,6 +34,8 @@ class Placed:
     group: int
     """Its optimizer group (0 for a parameter of none, which is never updated)."""
     trainable: bool
+    still: tuple[int, int] = (0, 0)
+    """Its elements [first, end) get no noise: the row of an embedding at `padding_idx`, which has no gradient."""
     start: int = 0
     """Of its first element in its plane."""
 
@@ -111,12 +113,22 @@ class Part:
 
     def table(self, device: torch.device) -> Any:
         if device not in self._tables:
-            segments = [ops.Segment(p.start, p.numel, p.offset, p.group, p.trainable) for p in self.placed]
+            segments = [
+                ops.Segment(
+                    p.start,
+                    p.numel,
+                    p.offset,
+                    p.group,
+                    p.trainable,
+                    still=(p.offset + p.still[0], p.offset + p.still[1]) if any(p.still) else (0, 0),
+                )
+                for p in self.placed
+            ]
             self._tables[device] = ops.build_table(segments, device)
         return self._tables[device]
 
     def forget_tables(self) -> None:
-        """Groups or trainability changed."""
+        """Groups, trainability or still rows changed."""
         self._tables.clear()
 
 

@@ -52,12 +52,18 @@ class PlainMeZO:
         self._draw = lru_cache(num_directions)(
             lambda step, direction: ops.noise(seed, step, direction, 0, numel, distribution, device)
         )
+        self._padding_rows = padding_rows(self.probe)
         self.num_steps = 0
 
     def noise(self, name: str, direction: int) -> torch.Tensor:
-        """z is one long vector, of which a parameter has the stretch that starts at its offset."""
+        """z is one long vector, of which a parameter has the stretch that starts at its offset. It is 0 for a row of
+        padding."""
         value, offset = self.weights[name], self._offsets[name]
-        return self._draw(self.num_steps, direction)[offset : offset + value.numel()].view(value.shape)
+        z = self._draw(self.num_steps, direction)[offset : offset + value.numel()].view(value.shape)
+        if name in self._padding_rows:
+            z = z.clone()
+            z[self._padding_rows[name]] = 0.0
+        return z
 
     @torch.no_grad()
     def losses(
@@ -103,3 +109,13 @@ class PlainMeZO:
         output = self.probe(**batch)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         return loss.detach().clone()
+
+
+def padding_rows(model: nn.Module) -> dict[str, int]:
+    """Rows of embeddings at `padding_idx`, by the names of their weights; none of a weight with a second name."""
+    names = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    return {
+        f"{name}.weight": m.padding_idx
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None and names.count(id(m.weight)) == 1
+    }

@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -220,7 +221,38 @@ class KeepsState(Toy):
         return x + self.strength * self.kept
 
 
-class KeepsALittle(KeepsState):
+class KeepsInAList(Toy):
+    """The same in a container, which both passes hold, and a tensor in a dict that is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+        self.sums = {"depth": torch.zeros(())}
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x)
+        self.sums["depth"].zero_()
+        for block in self.blocks:
+            x = block(x) * (1 + 0.1 * self.sums["depth"])
+            self.sums["depth"] += 1
+        return x + self.kept[-1] * len(self.kept) ** -0.5
+
+
+class KeepsElsewhere(KeepsState):
+    """The same in an object of its own, which nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere = SimpleNamespace()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.elsewhere.kept = x
+        for block in self.blocks:
+            x = block(x)
+        return x + self.strength * self.elsewhere.kept
+
+
+class KeepsALittle(KeepsElsewhere):
     strength = 0.05
 
 
@@ -244,11 +276,30 @@ class InAThread(Toy):
 
 
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
-@pytest.mark.parametrize("kind", [KeepsState, KeepsALittle, Counts, InAThread])
-def test_state_kept_on_modules_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+@pytest.mark.parametrize("kind", [KeepsElsewhere, KeepsALittle, InAThread])
+def test_state_that_passes_share_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
     with log_lines() as lines:
         assert_follows(kind(), toy_batches(4), toy_loss, passes, json=json)
     assert len([line for line in lines if "one pass after the other" in line]) == 1
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
+@pytest.mark.parametrize("kind", [KeepsState, Counts, KeepsInAList])
+def test_state_kept_on_modules_is_each_pass_its_own(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    """Passes stay in lockstep, and the modules keep what one forward leaves."""
+    engine, one = engine_for(kind(), json), copy.deepcopy(kind())
+    for step, batch in enumerate(toy_batches(3)):
+        reference = PlainMeZO(engine.module)
+        reference.steps = step
+        expected = reference.passes(toy_loss(batch))
+        one_step(engine, batch)
+        close(passes.last[:2], expected)
+        with torch.no_grad():
+            one(**batch)
+        if kind is KeepsInAList:
+            assert len(engine.module.kept) == len(one.kept) == step + 1
+            assert engine.module.sums == one.sums
+    assert engine.backend._interleave
 
 
 class Wanders(Toy):
@@ -312,17 +363,17 @@ def test_a_large_module_lies_where_second_copies_do(
 
 
 class Fails(Toy):
-    """Raises in one pass of one forward. `fail_at` is (pass, place)."""
+    """Raises in one pass of one forward. `plan.fail_at` is (pass, place)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fail_at: tuple[int, str] | None = None
-        self.num_calls = 0
+        self.plan = SimpleNamespace(fail_at=None, num_calls=0)
+        """An object of its own: a forward that fails leaves attributes as they were."""
         self.blocks[1].register_forward_hook(lambda *_: self._maybe("in a block"))
 
     def _maybe(self, place: str) -> None:
-        if self.fail_at == (self.running, place):
-            self.fail_at = None
+        if self.plan.fail_at == (self.running, place):
+            self.plan.fail_at = None
             raise KeyError("the user's own")
 
     @property
@@ -332,8 +383,8 @@ class Fails(Toy):
     order: contextvars.ContextVar[int] = contextvars.ContextVar("order")
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.order.set(self.num_calls % 2)
-        self.num_calls += 1
+        self.order.set(self.plan.num_calls % 2)
+        self.plan.num_calls += 1
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
             self._maybe("before any block")
             x = super().middle(x)
@@ -354,8 +405,8 @@ def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(
     losses = []
     for step, batch in enumerate(batches):
         if step in (0, 3, 4):
-            engine.module.num_calls = 0
-            engine.module.fail_at = (failing, place)
+            engine.module.plan.num_calls = 0
+            engine.module.plan.fail_at = (failing, place)
             outside, generators = thread_state(), snapshot()
             with pytest.raises(KeyError, match="the user's own"):
                 engine(**batch)
@@ -413,8 +464,8 @@ def test_an_error_in_evaluation_leaves_nothing_behind() -> None:
     losses = []
     for batch in batches:
         losses.append(one_step(engine, batch))
-        engine.module.num_calls = 0
-        engine.module.fail_at = (0, "in a block")
+        engine.module.plan.num_calls = 0
+        engine.module.plan.fail_at = (0, "in a block")
         outside = thread_state()
         engine.eval()
         with pytest.raises(KeyError):
@@ -493,7 +544,7 @@ class Remembers(Toy):
 
 
 class Anneals(Remembers):
-    """Counts without a buffer, too: passes in lockstep would share the count."""
+    """Counts without a buffer, too."""
 
     age = 0
 
@@ -512,6 +563,7 @@ class Anneals(Remembers):
         (Remembers, RESIDENT),
         (Remembers, zo_json(params={"num_directions": 2})),
         (Anneals, STREAMED),
+        (Anneals, zo_json(params={"num_directions": 2})),
     ],
 )
 def test_what_a_forward_leaves_behind_is_as_of_one_pass(
@@ -534,7 +586,7 @@ def test_what_a_forward_leaves_behind_is_as_of_one_pass(
         one_step(engine, {"batch": batch(ids)})
         close(passes.last[:2], expected)
         assert engine.module.state() == one.state()
-    assert engine.backend._interleave is (kind is Remembers)
+    assert engine.backend._interleave
     count = engine.module.count.item()
     with pytest.raises(RuntimeError):
         engine(batch(torch.zeros(2, 3, 1)))
@@ -622,6 +674,41 @@ def test_a_compiled_model(when: str, passes: Recorder) -> None:
         with torch.no_grad():
             assert engine.module(**batch).item() == pytest.approx(reference.model(**batch).item(), rel=1e-6)
     torch.compiler.reset()
+
+
+def hooks_of(module: nn.Module) -> list[int]:
+    every = (value for m in module.modules() for name, value in vars(m).items() if "_hooks" in name)
+    return [len(hooks) for hooks in every if isinstance(hooks, dict)]
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
+def test_hooks_that_a_forward_installs_are_installed_once(json: dict[str, Any]) -> None:
+    """transformers installs hooks that capture hidden states in the first forward that asks for them."""
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    batch = {**tiny_batch("llama", batch_size=2, length=8), "output_hidden_states": True}
+    assert len(plain(**batch).hidden_states) == 4
+    engine = engine_for(model, json)
+    for _ in range(2):
+        output = engine(**batch)
+        assert len(output.hidden_states) == 4
+        engine.backward(output.loss)
+        engine.step()
+    engine.eval()
+    assert len(engine(**batch).hidden_states) == 4
+    engine.destroy()
+    assert len(model(**batch).hidden_states) == 4
+    assert hooks_of(model) == hooks_of(plain)
+
+
+@pytest.mark.parametrize("first", ["long", "short"])
+def test_dynamic_rope_beyond_the_trained_length_keeps_lockstep(first: str, passes: Recorder) -> None:
+    """Its table of frequencies is a buffer, and the length that the table is for is an attribute."""
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 20.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=8, initializer_range=0.5)
+    lengths = [12, 6, 12, 16] if first == "long" else [6, 12, 16, 6]  # history plays no part in these
+    batches = [tiny_batch("llama", seed=i, batch_size=2, length=length) for i, length in enumerate(lengths)]
+    engine = assert_follows(model, batches, hf_loss, passes)
+    assert engine.backend._interleave
 
 
 def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -307,6 +308,31 @@ def check_frozen(device: str) -> None:
                 source_cpu, target_cpu = source.to("cpu"), target.to("cpu")
                 assert torch.equal(source_cpu.values(s, with_low=True), target_cpu.values(s, with_low=True)), dtype
                 assert torch.equal(out.cpu()[s.start : s.start + s.numel], source_cpu.values(s)), dtype
+
+
+def check_still(device: str) -> None:
+    """A row without noise, across lanes, in a segment of whole lanes and in a ragged one; the rest as without it."""
+    still = tuple(replace(s, still=(s.offset + 37, s.offset + 141)) for s in SMALL_SEGMENTS)
+    for dtype in STORAGE_DTYPES:
+        moving: dict[str, Any] = {"log": LOG, **ENTRIES, "scale": 1e-2, "master": True, "fold": True}
+        a, b = both(dtype, device, out=torch.float32, segments=still, **moving)
+        _compare(a, b, dtype, torch.float32, f"{dtype} still")
+        _, free = both(dtype, device, out=torch.float32, **moving)
+        before = Flat.make(dtype, master=True, segments=still)
+        for s in (s for s in still if s.trainable):
+            row = slice(s.still[0] - s.offset, s.still[1] - s.offset)
+            decayed = (
+                before.values(s, with_low=True) * (0.999 if s.group == 0 else 1.0) * (0.99 if s.group == 0 else 0.5)
+            )
+            stored, copied = b[0].values(s, with_low=True), b[1][s.start : s.start + s.numel]
+            torch.testing.assert_close(stored[row], decayed[row], rtol=1e-6, atol=1e-8)
+            assert torch.equal(copied[row], b[0].values(s)[row]), dtype
+            if storage_format(dtype).scaled:
+                continue  # a group's exponent may depend on its neighbours
+            rest = torch.ones(s.numel, dtype=torch.bool)
+            rest[row] = False
+            assert torch.equal(stored[rest], free[0].values(s, with_low=True)[rest]), dtype
+            assert torch.equal(copied[rest], free[1][s.start : s.start + s.numel][rest]), dtype
 
 
 def check_special_values(device: str) -> None:
