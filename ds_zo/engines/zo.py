@@ -39,7 +39,7 @@ from ds_zo.engines.pass_inputs import PassInputs, generators_of
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.engines.structure import Structure
 from ds_zo.engines.twins import CannotInterleave, Lockstep
-from ds_zo.engines.watch import Watch
+from ds_zo.engines.watch import Watch, used_outside
 from ds_zo.engines.working_copies import WorkingCopies
 from ds_zo.engines.zo_buffers import OwnBuffers, SavedAttributes, SavedBuffers
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
@@ -47,6 +47,10 @@ from ds_zo.engines.zo_ranks import Ranks
 from ds_zo.logs import show
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
+
+_MOST_WATCHED = 20
+"""Training forwards that are watched while some weights have not been used: a later one may use them. It takes a few
+microseconds for each torch function, so a model with weights that nothing uses is not watched for ever."""
 
 
 class ZOBackend(Backend):
@@ -95,6 +99,7 @@ class ZOBackend(Backend):
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
+        self._num_watched = 0
         self._structure: Structure | None = None
         """As it was when it was last checked."""
         self._signature = self._groups_and_flags()
@@ -133,8 +138,11 @@ class ZOBackend(Backend):
                 results = self._first_forward(calls, inputs)
                 self._checked = True
                 self._copies.end_probation()
+                self._copies.guard_unvisited()
+            elif self._copies.has_unvisited and self._num_watched < _MOST_WATCHED:
+                results = self._watched(calls, self._rewind)
             else:
-                results = self._run(calls)
+                results = self._again_if_crowded(calls, self._run(calls), self._rewind)
         output, passes = results[-1][0], [tensors for _, tensors in results]
         tied = tie(passes, anchor=self._anchor, accumulate=partial(self._accumulate, self.homes.log.length))
         if loss_of(output) is not None:
@@ -250,21 +258,52 @@ class ZOBackend(Backend):
             self._lockstep.on_again = self._buffers.restart
 
     def _watched(self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None]) -> list[Any]:
-        watch = Watch(self.homes.placement.units, self._copies.visited)
+        units = {id(unit): unit for unit in self.homes.placement.units}
+        watch = Watch.of_units(units.values(), self._copies.visited)
+        results: list[Any] | None = None
         try:
             with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
                 results = self._run(calls)
-        except Exception:
-            watch.raise_for_blocks()
-            raise
-        watch.raise_for_blocks()
-        found = {id(unit): unit for unit in watch.edges} | self._copies.nesting.crowded
-        if found:
-            self._copies.make_ambient(list(found.values()))
-            self._copies.nesting.crowded.clear()
+        except Exception as error:
+            self._refuse_streamed(watch, error)
+            if not watch.strays:
+                raise
+        self._refuse_streamed(watch, None)
+        self._num_watched += 1
+        self._copies.crowd(units[key] for key in watch.strays)
+        return self._again_if_crowded(calls, results, rewind)
+
+    def _rewind(self) -> None:
+        """To where the last passes started."""
+        self._lockstep.rewind()
+        self._buffers.restart()
+
+    def _again_if_crowded(
+        self, calls: Sequence[Callable[[], Any]], results: list[Any] | None, rewind: Callable[[], None]
+    ) -> list[Any]:
+        """`results`, unless copies of units were in one another's way, or were not there where they were used. What one
+        run shows of that may hide more."""
+        while self._keep_crowded():
             rewind()
             results = self._run(calls)
+        assert results is not None
         return results
+
+    def _refuse_streamed(self, watch: Watch, error: Exception | None) -> None:
+        """Where blocks stream, one that is not called whole is never brought up."""
+        in_blocks = {id(unit) for unit in self.homes.placement.blocks}
+        for key, name in watch.strays.items():
+            if self._copies.streams and key in in_blocks:
+                raise used_outside(name) from error
+
+    def _keep_crowded(self) -> bool:
+        """True: units had to move out of one another's way, so the passes have to run again."""
+        found = self._copies.take_crowded()
+        if found and self._graphs is not None:
+            self._graphs.leave(found)
+        self._copies.make_ambient(found)
+        self._signature = self._groups_and_flags()  # units stand in another order
+        return bool(found)
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:
