@@ -20,6 +20,11 @@ from ds_zo.config.resolve import resolve
 REPO = Path(__file__).parents[1]
 
 
+def write_config(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+
+
 def test_plan_of_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf.LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
@@ -57,10 +62,21 @@ def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[
 
 
 def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf.T5Config(d_model=16, num_layers=1).save_pretrained(tmp_path / "t5")
+    hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "vit")
+    write_config(tmp_path / "unknown", '{"model_type": "nonsuch"}')
+    write_config(tmp_path / "broken", '{"model_type": "llama",')
+    mpt = hf.MptConfig(d_model=16, n_heads=4, n_layers=1, vocab_size=64, max_seq_len=12)
+    mpt.save_pretrained(tmp_path / "mpt")
     hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=12).save_pretrained(tmp_path / "gpt2")
     for arguments, said in (
-        (["--model", str(tmp_path / "t5")], "plans are of causal language models, got"),
+        (["--model", str(tmp_path / "vit")], "error: plans are of models that read tokens and return a loss, got"),
+        (
+            ["--model", str(tmp_path / "unknown")],
+            "error: The checkpoint you are trying to load has model type",
+        ),
+        (["--model", str(tmp_path / "unknown")], "Correct model_type in its config.json, or update transformers."),
+        (["--model", str(tmp_path / "broken")], "not a valid JSON file. Correct it: Expecting property name"),
+        (["--model", str(tmp_path / "mpt")], "can't be planned: it has positions for 12 tokens, got 16: lower --seq ("),
         (["--model", str(tmp_path / "gpt2")], "learned positions (transformer.wpe) for 12 tokens, got 16 (--seq)"),
         (["--model", "random:opt-7b"], "unknown shape 'opt-7b'; there are opt-tiny"),
         (["--stream", "{"], "must be a JSON object, got '{'"),

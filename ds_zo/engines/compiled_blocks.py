@@ -26,6 +26,7 @@ from deepspeed.utils import logger
 from torch import nn
 from torch._functorch import config as functorch_config
 
+from ds_zo.engines.watch import unwatched
 from ds_zo.logs import show
 
 BACKEND = "inductor"
@@ -66,7 +67,7 @@ class BlockCompiler:
             self._functions[function] = torch.compile(function, backend=self._backend)
         bound = (method.__self__,) if hasattr(method, "__self__") else ()
         try:
-            with self._announced():
+            with self._announced(), unwatched():
                 return self._functions[function](*bound, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             why = str(error).split("\n\n")[0]
@@ -157,3 +158,8 @@ def run_backward_twice() -> Iterator[None]:
 def is_compiled(module: nn.Module) -> bool:
     """Any part of it, by us or by a user."""
     return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in module.modules())
+
+
+def is_compiled_by_user(module: nn.Module) -> bool:
+    calls = (m._compiled_call_impl for m in module.modules() if not isinstance(m._compiled_call_impl, _CallWithHooks))
+    return any(call is not None for call in calls) or any("_orig_mod" in m._modules for m in module.modules())

@@ -13,7 +13,7 @@ each is looked at before a replay.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -118,10 +118,15 @@ class BlockGraphs:
         self.forget()
         self._statics.clear()
         while self._wrapped:
-            module, before = self._wrapped.pop()
-            vars(module).pop("forward", None)
-            if before is not None:
-                module.forward = before
+            _unwrap(*self._wrapped.pop())
+
+    def leave(self, units: Sequence[Unit]) -> None:
+        """They are no longer visited as blocks."""
+        modules = {id(unit.module) for unit in units}
+        leaving = [(module, before) for module, before in self._wrapped if id(module) in modules]
+        self._wrapped = [(module, before) for module, before in self._wrapped if id(module) not in modules]
+        for module, before in leaving:
+            _unwrap(module, before)
 
     def forget(self) -> None:
         """Modules or working copies are others now."""
@@ -268,6 +273,12 @@ class BlockGraphs:
         if surroundings.have_moved:  # by the forward itself: its next run would start from other ones
             return None
         return Recording(graph, surroundings, inputs, self._outputs[key], output_spec)
+
+
+def _unwrap(module: nn.Module, before: Any) -> None:
+    vars(module).pop("forward", None)
+    if before is not None:
+        module.forward = before
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -63,6 +63,7 @@ from ds_zo.engines.lomo_skips import SkippedUpdates
 from ds_zo.engines.lomo_slots import Layer, Phase, Slot
 from ds_zo.engines.membership import Membership
 from ds_zo.engines.pretrained import PretrainedSaving
+from ds_zo.engines.watch import used_outside
 from ds_zo.optim import (
     OFFSET_ALIGNMENT,
     AdamMoments,
@@ -133,6 +134,8 @@ class LOMOBackend(Backend):
         self._has_updated = False
         """An update was made since the last step or `zero_grad`."""
         self._retains = False
+        self._checked = False
+        """A forward was watched for weights of streamed blocks that are used where they are not brought up."""
         self._homes = None
         if self.places_parameters(config):
             self._homes = BlockHomes(
@@ -308,8 +311,10 @@ class LOMOBackend(Backend):
             losses_in_chunks(self._models_with_causal_loss),
             self._caches.off() if self._homes is not None or self._compiler is not None else nullcontext(),
             self._forward_sweep() if self.module.training else nullcontext(),
+            self._homes.watched() if self._homes is not None and not self._checked else nullcontext(),
         ):
             output = self.module(*args, **kwargs)
+        self._checked = True
         if self._foreign is not None:
             self._foreign.saw((args, kwargs), output)
         return output
@@ -614,10 +619,7 @@ class LOMOBackend(Backend):
         assert slot.block is not None and self._homes is not None
         if not self._homes.is_visited(slot.block.unit):
             slot.parameter.grad = None
-            raise ValueError(
-                f"parameter {slot.name} was used outside the forward of the block that holds it, where its weights are "
-                "not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
-            )
+            raise used_outside(slot.name)
 
     def _check_bare(self, p: nn.Parameter) -> None:
         if self._homes is not None:

@@ -34,6 +34,7 @@ from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.engines.lomo_homes import BlockHomes
 from ds_zo.engines.plain_copies import StandIn
 from ds_zo.engines.surroundings import Habits, Surroundings
+from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit
 
 _numbers = itertools.count()
@@ -423,17 +424,18 @@ def refuse_shared_modules(units: Sequence[Unit]) -> None:
 
 
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """For each block, owners and names in it of parameters that some module outside it owns as well."""
+    """For each block, owners and names in it of parameters that stand outside of it as well."""
     uses: dict[int, int] = {}
     for m in module.modules():
         for p in m._parameters.values():
             if p is not None:
                 uses[id(p)] = uses.get(id(p), 0) + 1
+    elsewhere = reached_elsewhere(module, blocks)
     found = []
     for block in blocks:
         inside = [(m, n, p) for m in block.modules() for n, p in m._parameters.items() if p is not None]
         count: dict[int, int] = {}
         for _, _, p in inside:
             count[id(p)] = count.get(id(p), 0) + 1
-        found.append([(m, n) for m, n, p in inside if uses[id(p)] > count[id(p)]])
+        found.append([(m, n) for m, n, p in inside if uses[id(p)] > count[id(p)] or id(m) in elsewhere])
     return found

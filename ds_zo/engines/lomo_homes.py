@@ -13,7 +13,7 @@ alike, but not run them in an order of their own.) What stands around blocks is 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,9 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.config import ConfigError, Resolved
+from ds_zo.engines.compiled_blocks import is_compiled_by_user
 from ds_zo.engines.module_state import ModuleState
+from ds_zo.engines.watch import refuse_strays
 from ds_zo.streaming.allocator import Room
 from ds_zo.streaming.budget import check_fits, device_bytes, give_back_unused, measure_from_here
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
@@ -61,6 +63,7 @@ class BlockHomes:
         device: torch.device,
         process_group: Any = None,
     ) -> None:
+        self._module = module
         self._stream = config.section.stream
         self.device = device
         self.placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
@@ -200,6 +203,12 @@ class BlockHomes:
 
     def is_visited(self, unit: Unit) -> bool:
         return id(unit) in self._visited
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around a forward: a block's weight that is used outside of its block is refused by name."""
+        if is_compiled_by_user(self._module):
+            return nullcontext()
+        return refuse_strays(self.placement.blocks, self._visited)
 
     @property
     def is_visiting(self) -> bool:

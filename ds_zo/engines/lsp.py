@@ -28,12 +28,14 @@ from ds_zo.engines.lomo_blocks import refuse_router_logits
 from ds_zo.engines.lsp_calibration import Calibration, adopt
 from ds_zo.engines.lsp_groups import LSPGroups
 from ds_zo.engines.lsp_jobs import HostGroup, Moment
+from ds_zo.engines.lsp_lags import LaggingBlocks
 from ds_zo.engines.lsp_matrices import (
     Group,
     Slot,
     apart_from_visitors,
     find_slots,
     group_slots,
+    owners,
 )
 from ds_zo.engines.lsp_products import HeldGradients, Rate, compress_slots
 from ds_zo.engines.lsp_queue import UpdateQueue
@@ -51,6 +53,7 @@ from ds_zo.engines.lsp_state import (
 from ds_zo.engines.lsp_streamed import StreamedBlocks, without_caches
 from ds_zo.engines.lsp_weights import SettledState
 from ds_zo.engines.membership import Membership
+from ds_zo.engines.watch import used_outside
 from ds_zo.engines.weak import weakly
 from ds_zo.optim.subspace_adam import NORM_FLOOR
 from ds_zo.streaming.blocks import find_blocks
@@ -127,6 +130,15 @@ class LSPBackend(Backend):
         """Several ranks look at the gradients of this backward pass together, a layer at a time."""
         self._group_of_unit = {id(group.unit): group for group in self._host_groups if group.unit is not None}
         self._host_group_of = {id(slot): group for group in self._host_groups for slot in group.slots}
+        self._late: set[int] = set()
+        """Groups that were brought up to date only when the present backward began, by id."""
+        self._lags = LaggingBlocks(
+            [group for group in self._host_groups if group.is_block and group.unit is None],
+            watches=self.settings.schedule == "layerwise",
+            on_stray=weakly(self._hook_inside),
+        )
+        self._checked = False
+        """A forward was watched for weights of streamed blocks that are used where they are not brought up."""
         self._handles = [self._hook(slot) for slot in self._slots] + self._hook_modules(groups)
         _reachable[module] = self._handles
         self._weights: SettledState | None = None
@@ -183,15 +195,15 @@ class LSPBackend(Backend):
         return handle
 
     def _hook_modules(self, groups: list[Group]) -> list[RemovableHandle]:
-        """Weights that lag are brought up to date before anybody uses or copies them. The root does so for all that is
-        outside of blocks, because a weight there may be used without its module being called."""
+        """Weights that lag are brought up to date before anybody uses or copies them. The root does so for all but
+        blocks that are seen to be called whole: elsewhere a weight may be used without its module being called."""
         by_name = {group.name: (i, group) for i, group in enumerate(self._host_groups)}
         handles: list[RemovableHandle] = []
         for group in groups:
             if group.name in by_name and by_name[group.name][1].unit is None:
                 index, _ = by_name[group.name]
                 for owner in group.modules:
-                    handles.append(owner.register_forward_pre_hook(weakly(self._settle_for, index)))
+                    handles.append(owner.register_forward_pre_hook(weakly(self._enter, index)))
         if self._host_groups:
             handles.append(self.module.register_forward_pre_hook(weakly(self._settle_for, None)))
         lagging = {id(slot.parameter) for group in self._host_groups for slot in group.slots}
@@ -200,6 +212,12 @@ class LSPBackend(Backend):
                 handles.append(m.register_state_dict_pre_hook(weakly(self._settle_all)))
                 handles.append(m.register_load_state_dict_pre_hook(weakly(self._settle_all)))
         return handles
+
+    def _hook_inside(self, group: HostGroup) -> None:
+        """A part of the model may be run by itself, and the block in it is not called."""
+        index = self._host_groups.index(group)
+        for owner in {owner for slot in group.slots for owner in owners(self.module, slot.parameter)}:
+            self._handles.append(owner.register_forward_pre_hook(weakly(self._enter, index)))
 
     def _tell_ignored(self) -> None:
         """Of an optimizer object's groups, rates and decays are read at every step, and nothing else."""
@@ -245,6 +263,10 @@ class LSPBackend(Backend):
         assert state is not None
         return state.unwatched()
 
+    def _enter(self, index: int, *hooked: Any) -> None:
+        self._lags.entered.add(id(self._host_groups[index]))
+        self._settle_for(index)
+
     def _settle_all(self, *hooked: Any) -> None:
         self.settle()
 
@@ -261,7 +283,7 @@ class LSPBackend(Backend):
                 self._groups.prefetch()
             return
         for group in self._host_groups:
-            if not group.is_block:
+            if group.unit is None and not self._lags.waits_for_module(group):
                 group.settle()
         self._groups.prefetch()
 
@@ -291,17 +313,28 @@ class LSPBackend(Backend):
             if self._streamed is not None:
                 due = [g.unit for g in self._host_groups if g.unit is not None and g.moment is Moment.DUE]
                 with self._streamed.forward_pass(due):
-                    return self.module(*args, **kwargs)
+                    return self._run(*args, **kwargs)
         if self._streamed is None and self._compiler is None:
-            return self.module(*args, **kwargs)
+            return self._run(*args, **kwargs)
         with without_caches(self.module):
-            return self.module(*args, **kwargs)
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        streamed = None if self._streamed is None or self._checked else self._streamed.homes
+        with (
+            nullcontext() if streamed is None else streamed.watched(),
+            self._lags.watched(self.module),
+        ):
+            output = self.module(*args, **kwargs)
+        self._checked = True
+        return output
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         with self._at_work():
             self._backward(loss, retain_graph=retain_graph)
 
     def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
+        self._late = {id(group) for group in self._host_groups if group.moment is Moment.DUE and group.unit is None}
         self.settle()  # layers that this forward pass did not use
         self._heed_zero_grad()
         self._membership.follow(self.param_groups)
@@ -322,8 +355,14 @@ class LSPBackend(Backend):
             self._held.compress()
             if self._turns is not None:
                 self._turns.finish()
+        except RuntimeError as error:
+            if self._late and "modified by an inplace operation" in str(error):
+                names = [group.name for group in self._host_groups if id(group) in self._late]
+                raise _used_late(f"one of {', '.join(names)}") from error
+            raise
         finally:
             self._in_backward = self._in_last_backward = self._looks_together = False
+            self._late = set()
             self._held.forget()
         self._clock.end()
 
@@ -336,6 +375,9 @@ class LSPBackend(Backend):
         if slot.comes_and_goes:
             self._check_visited(slot)
         group = self._host_group_of.get(id(slot))
+        if self._late and id(group) in self._late:
+            p.grad = None
+            raise _used_late(slot.name)
         if group is not None and group.moment is not Moment.SUMMING:
             self._came_again(group, slot)
             grad = p.grad
@@ -362,10 +404,7 @@ class LSPBackend(Backend):
         assert self._streamed is not None
         if not self._streamed.homes.is_visited(self._streamed.unit_of[id(slot.parameter)]):
             slot.parameter.grad = None
-            raise ValueError(
-                f"parameter {slot.name} was used outside the forward of the block that holds it, where its weights are "
-                "not brought up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
-            )
+            raise used_outside(slot.name)
 
     @torch.no_grad()
     def _end_visit(self, unit: Unit, more_to_come: bool) -> None:
@@ -491,6 +530,7 @@ class LSPBackend(Backend):
                 assert group.job is not None
                 report.add_job(group.job)
                 group.commit(self._rates(group.slots))
+        self._lags.step_made()
         self._num_steps += 1
         if self.settings.schedule == "sync":
             self.settle()
@@ -682,6 +722,15 @@ def _check_dtypes(module: nn.Module) -> None:
                 f'in {p.dtype} and a JSON that names no dtype: add "bf16": {{"enabled": true}}, or call model.float()',
                 at="bf16.enabled",
             )
+
+
+def _used_late(names: str) -> ValueError:
+    """Earlier forwards called the block, so its update waited for the next call."""
+    return ValueError(
+        f"weights take the last step's update when their block is called, got a gradient of {names}, used before that: "
+        "call the block, not the modules in it, and take the loss of a forward made after the last step; or set "
+        '"schedule": "sync" (optimizer.params.schedule)'
+    )
 
 
 def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:

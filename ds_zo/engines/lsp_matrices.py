@@ -25,7 +25,7 @@ from torch import nn
 from ds_zo.config import LSPParams, UpdateRms
 from ds_zo.optim import OFFSET_ALIGNMENT
 from ds_zo.projectors import ProjectorRows, SparseProjector, choose_dims
-from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.units import Unit
 
 _MAX_PARAMETERS = 2**16
@@ -190,7 +190,7 @@ def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | 
         if found is None:
             owner = slot.name.rpartition(".")[0]
             group = groups.setdefault(owner, Group(owner, is_block=False))
-            group.modules += [m for m in _owners(module, slot.parameter) if m not in group.modules]
+            group.modules += [m for m in owners(module, slot.parameter) if m not in group.modules]
         else:
             group = groups.setdefault(found[0], Group(found[0], is_block=True, modules=[found[1]]))
         group.slots.append(slot)
@@ -200,6 +200,7 @@ def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | 
 def _only_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, tuple[str, nn.Module]]:
     """By parameter: the block that has it, unless somebody else does too and may use it first."""
     inside = {id(m) for block in blocks.values() for m in block.modules()}
+    inside -= reached_elsewhere(module, blocks.values())
     outside = {id(p) for m in module.modules() if id(m) not in inside for p in m._parameters.values()}
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, block in blocks.items():
@@ -227,7 +228,7 @@ def apart_from_visitors(groups: list[Group], unit_of: Mapping[int, Unit]) -> lis
     return found
 
 
-def _owners(module: nn.Module, p: nn.Parameter) -> Iterator[nn.Module]:
+def owners(module: nn.Module, p: nn.Parameter) -> Iterator[nn.Module]:
     return (m for m in module.modules() if any(own is p for own in m._parameters.values()))
 
 

@@ -16,7 +16,7 @@ class Nesting:
     def __init__(self) -> None:
         self._within: dict[int, list[Sequence[Unit]]] = {}
         self.crowded: dict[int, Unit] = {}
-        """Units outside the blocks whose copies were in the way of others', by id: they need memory of their own."""
+        """Units whose copies were in the way of others', by id: they need memory of their own. None of them streams."""
 
     def around(self, index: int) -> list[Unit]:
         """What the modules that pass `index` is in have brought up, the innermost last."""
@@ -35,10 +35,10 @@ class Nesting:
         """No pass is in any module."""
         self._within.clear()
 
-    def note_block(self, block: Unit, around: Sequence[Unit]) -> None:
-        """`block` is entered in a training pass."""
+    def note_block(self, block: Unit, around: Sequence[Unit], *, streams: bool) -> None:
+        """`block` is entered in a training pass. `streams`: some block does."""
         for outer in around:
-            if outer.is_block:
+            if streams and outer.is_block:
                 raise ValueError(
                     f"block {block.name} is run inside block {outer.name}, whose weights are in its place then: name "
                     "the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"

@@ -145,6 +145,7 @@ class Lockstep:
         self._thread = threading.get_ident()
         """The hub's."""
         self._modes = _open_modes()
+        self._start: Any = None
         self.current = 0
         """Which pass is running."""
         self.on_switch: Callable[[int], None] = lambda index: None
@@ -181,9 +182,13 @@ class Lockstep:
         self._random.set_cheap(snapshot[0])
         self._random.set_python(snapshot[1])
 
+    def rewind(self) -> None:
+        """To the random state that the last passes started from."""
+        self.set_snapshot(self._start)
+
     def together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         """The calls' results. `ready(asked, i)` is called before pass i goes on with what all asked for."""
-        start = self.snapshot()
+        start = self._start = self.snapshot()
         try:
             results = self._together(calls, ready)
         except CannotInterleave:
@@ -226,7 +231,7 @@ class Lockstep:
     def one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The calls' results, each pass run whole from the same random state."""
         outside = ThreadState.capture(self._device)
-        start = self.snapshot()
+        start = self._start = self.snapshot()
         results = []
         try:
             for self.current, call in enumerate(calls):

@@ -152,7 +152,8 @@ class Visits:
             self._forward_begins = False
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
-        self._folding = {id(u) for u in folding}
+        kept = [u for u in self.placement.ambient if u.is_block and self.folds(u, step=step)]
+        self._folding = {id(u) for u in (*folding, *kept)}
         again = self.interval == 1
         fold_next = [
             u for u in self.placement.blocks if self.folds(u, step=step + 1) and (again or id(u) not in self._folding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ds_zo.engines.nesting import Nesting, has_room
 from ds_zo.engines.outputs import floats_of, with_floats
 from ds_zo.engines.plain_copies import Hook
 from ds_zo.engines.twins import Lockstep
+from ds_zo.engines.watch import used_outside
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
@@ -51,26 +52,43 @@ class WorkingCopies:
         """Units that became ambient because they are used outside their module, by id."""
         self.nesting = Nesting()
         self._alone = {id(unit): (unit,) for unit in self._placement.blocks}
+        self._brought_by: dict[int, nn.Module] = {}
+        """The module whose evaluation brought up a unit that several modules may bring, by the unit's id."""
+        self._block_hooks: dict[int, list[Any]] = {}
+        """Handles by the unit's id."""
+        self._unvisited: dict[int, list[Any]] = {}
+        """Units that no training forward has visited yet, by id, and the handles that guard blocks."""
         self._went_on: set[int] = set()
         """Passes that have left a block which others may still have to run."""
         self._grad_modes: list[bool] = []
         self._ambient: dict[int, list[torch.Tensor]] = {}
         self._handles: list[Any] = []
         for unit in self._placement.blocks:
-            self._hook(unit.module, partial(self._enter_block, unit), partial(self._leave_block, unit))
+            enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
+            self._block_hooks[id(unit)] = self._hook(unit.module, enter, leave)
+        self._unvisited |= {id(u): [] for u in (*self._placement.blocks, *self._placement.edges) if u.trainable}
         for edge in self._placement.entered_by:
             self._hook(edge, self._enter_edge, self._leave_edge)
         for unit in self._placement.ambient:
-            self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+            for visitor in {module, unit.module}:  # its own may be a container that nobody calls
+                self._hook(visitor, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
 
         before = Hook(torch.compiler.disable(self._enter_unwatched))
         self._probation = module.register_forward_pre_hook(before, prepend=True)
 
-    def _hook(self, module: nn.Module, enter: Any, leave: Any) -> None:
+    def _hook(self, module: nn.Module, enter: Any, leave: Any) -> list[Any]:
         # A compiled forward breaks here: what moves weights and switches passes can't be traced.
         enter, leave = Hook(torch.compiler.disable(enter)), Hook(torch.compiler.disable(leave))
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        made = [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+        self._handles += made
+        return made
+
+    @property
+    def streams(self) -> bool:
+        return any(unit.streamed for unit in self._placement.blocks)
 
     def end_probation(self) -> None:
         """A training forward was watched."""
@@ -119,7 +137,9 @@ class WorkingCopies:
         if not self._training:
             self._enter_clean(unit, self._aside(unit) if around else self._homes.visits.scratch)
         else:
-            self.nesting.note_block(unit, around)
+            _remove(self._unvisited.pop(id(unit), ()))
+            if around:
+                self.nesting.note_block(unit, around, streams=self.streams)
             if self._lockstep.inside:
                 self._pause(unit)
             else:
@@ -192,6 +212,7 @@ class WorkingCopies:
                 with torch.no_grad():
                     unit.bind(self._homes.visits.perturb_edge(unit, index=self._lockstep.current, scratch=scratch))
                 self.visited.add(id(unit))
+                self._unvisited.pop(id(unit), None)
             else:
                 self._enter_clean(unit, scratch)
             scratch = scratch[unit.scratch_nbytes :]
@@ -251,6 +272,7 @@ class WorkingCopies:
             torch.set_grad_enabled(True)
         self._grad_modes.clear()
         self._entered.clear()
+        self._brought_by.clear()
         self.nesting.clear()
         with torch.no_grad():
             self._homes.visits.end()
@@ -282,27 +304,88 @@ class WorkingCopies:
 
     def _enter_ambient(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if self._training:
-            if not self._lockstep.inside:
+            if module is self._module and not self._lockstep.inside:
                 self.swap_ambient(self._lockstep.current)
         else:
-            self._enter_clean(unit, torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device))
+            self._bring_clean(unit, module)
 
     def _leave_ambient(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._training:
+        if self._training or self._brought_by.get(id(unit)) is not module:
             return None
+        del self._brought_by[id(unit)]
         self._leave_clean(unit)
         return self._marked(module, output, None)
 
+    def _bring_clean(self, unit: Unit, module: nn.Module) -> None:
+        """For an evaluation of `module`, unless the evaluation of a module around it has brought the unit."""
+        if id(unit) not in self.visited:
+            self._enter_clean(unit, self._aside(unit))
+            self._brought_by[id(unit)] = module
+
     def make_ambient(self, units: Sequence[Unit]) -> None:
         """Their weights are used outside their own module's forward (a tied head by `F.linear`, say), or would lie
-        where those of another module do."""
+        where those of another module do. None of them streams."""
+        if not units:
+            return
         for unit in units:
-            self._placement.edges.remove(unit)
+            visitors = {self._module}  # from here on it is entered with the whole model
+            _remove(self._unvisited.pop(id(unit), ()))
+            if unit.is_block:
+                self._placement.blocks.remove(unit)
+                _remove(self._block_hooks.pop(id(unit)))
+                visitors |= _owners(unit)
+            else:
+                self._placement.edges.remove(unit)
             self._placement.ambient.append(unit)
             self._kept.add(id(unit))
-            unit.module = self._module  # from here on it is entered with the whole model
-            self._hook(unit.module, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+            unit.module = self._module
+            for visitor in visitors:
+                self._hook(visitor, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+        blocks = any(unit.is_block for unit in units)
         show(
             f"ds_zo: {', '.join(u.name for u in units)}: used outside the module's own forward, or while others' are: "
             f"kept as {self._num_passes} copies during a step"
+            f"{'; name the list whose entries are called whole (ds_zo.stream.blocks)' if blocks else ''}"
         )
+
+    def crowd(self, units: Iterable[Unit]) -> None:
+        """They are to be made ambient."""
+        self.nesting.crowded |= {id(unit): unit for unit in units}
+
+    def take_crowded(self) -> list[Unit]:
+        found = list(self.nesting.crowded.values())
+        self.nesting.crowded.clear()
+        return found
+
+    # Units that the first training forward did not visit
+
+    @property
+    def has_unvisited(self) -> bool:
+        return bool(self._unvisited)
+
+    def guard_unvisited(self) -> None:
+        """A later forward may run modules inside them without the block. Modules that are not run cost nothing."""
+        for unit in self._placement.blocks:
+            if id(unit) in self._unvisited:
+                enter, leave = partial(self._enter_inside, unit), partial(self._leave_ambient, unit)
+                for inside in _owners(unit) - {unit.module}:
+                    self._unvisited[id(unit)] += self._hook(inside, enter, leave)
+
+    def _enter_inside(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if not self._training:
+            self._bring_clean(unit, module)
+        elif id(unit) not in self.visited and unit.trainable:
+            if self.streams:
+                raise used_outside(next(p.name for p in unit.placed))
+            self.crowd([unit])
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _owners(unit: Unit) -> set[nn.Module]:
+    """Modules of a block that have parameters of the unit, and the block."""
+    own = {id(placed.parameter) for placed in unit.placed}
+    return {unit.module, *(m for m in unit.module.modules() if any(id(p) in own for p in m._parameters.values()))}

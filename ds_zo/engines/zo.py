@@ -40,7 +40,7 @@ from ds_zo.engines.pass_inputs import PassInputs, generators_of
 from ds_zo.engines.pretrained import PretrainedSaving
 from ds_zo.engines.structure import Structure
 from ds_zo.engines.twins import CannotInterleave, Lockstep
-from ds_zo.engines.watch import Watch
+from ds_zo.engines.watch import Watch, used_outside
 from ds_zo.engines.working_copies import WorkingCopies
 from ds_zo.engines.zo_buffers import OwnState, Places, SavedState
 from ds_zo.engines.zo_checkpoint import HomesCheckpoint
@@ -49,6 +49,10 @@ from ds_zo.logs import show
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
 from ds_zo.streaming.watched import told_to_nobody
+
+_MOST_WATCHED = 20
+"""Training forwards that are watched while some weights have not been used: a later one may use them. It takes a few
+microseconds for each torch function, so a model with weights that nothing uses is not watched for ever."""
 
 
 class ZOBackend(Backend):
@@ -98,6 +102,7 @@ class ZOBackend(Backend):
         self._interleave = True
         self._checked = False
         """The first training forward is run both ways, and watched for weights used where they are not brought up."""
+        self._num_watched = 0
         self._structure: Structure | None = None
         """As it was when it was last checked."""
         self._signature = self._groups_and_flags()
@@ -145,8 +150,11 @@ class ZOBackend(Backend):
                 results = self._first_forward(calls, inputs)
                 self._checked = True
                 self._copies.end_probation()
+                self._copies.guard_unvisited()
+            elif self._copies.has_unvisited and self._num_watched < _MOST_WATCHED:
+                results = self._watched(calls, self._rewind)
             else:
-                results = self._run(calls)
+                results = self._again_if_crowded(calls, self._run(calls), self._rewind)
         output, passes = results[-1][0], [tensors for _, tensors in results]
         tied = tie(
             passes,
@@ -227,7 +235,7 @@ class ZOBackend(Backend):
 
         self._lockstep.on_again = state.put_back
         try:
-            results = self._watched(calls, state, rewind)
+            results = self._watched(calls, rewind, partial(state.renew, self.module))
             changed = state.keep_changed()
             inputs.copies = self._copies_inputs = inputs.were_written()
             if changed or inputs.copies:
@@ -266,23 +274,53 @@ class ZOBackend(Backend):
             self._own_state.forget_hooks()
             self._lockstep.on_again = self._own_state.restart
 
-    def _watched(self, calls: Sequence[Callable[[], Any]], state: SavedState, rewind: Callable[[], None]) -> list[Any]:
-        watch = Watch(self.homes.placement.units, self._copies.visited)
+    def _watched(
+        self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None], renew: Callable[[], None] | None = None
+    ) -> list[Any]:
+        units = {id(unit): unit for unit in self.homes.placement.units}
+        watch = Watch.of_units(units.values(), self._copies.visited)
+        results: list[Any] | None = None
         try:
             with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
                 results = self._run(calls)
-        except Exception:
-            watch.raise_for_blocks()
-            raise
-        watch.raise_for_blocks()
-        found = {id(unit): unit for unit in watch.edges} | self._copies.nesting.crowded
-        if found:
-            rewind()
-            self._move_whole(watch.edges)
-            self._copies.make_ambient(list(found.values()))
-            self._copies.nesting.crowded.clear()
-            state.renew(self.module)  # with the hooks that were just made
+        except Exception as error:
+            self._refuse_streamed(watch, error)
+            if not watch.strays:
+                raise
+        self._refuse_streamed(watch, None)
+        self._num_watched += 1
+        strays = [units[key] for key in watch.strays]
+        self._copies.crowd(strays)
+        return self._again_if_crowded(calls, results, rewind, strays=strays, renew=renew)
+
+    def _rewind(self) -> None:
+        """To where the last passes started."""
+        self._lockstep.rewind()
+        self._own_state.restart()
+
+    def _again_if_crowded(
+        self,
+        calls: Sequence[Callable[[], Any]],
+        results: list[Any] | None,
+        rewind: Callable[[], None],
+        *,
+        strays: Sequence[Unit] = (),
+        renew: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """`results`, unless copies of units were in one another's way, or were not there where they were used. What one
+        run shows of that may hide more. `strays`: units that were used outside of their modules. `renew` takes hooks
+        that are made here for state of the module."""
+        while found := self._copies.take_crowded():
+            rewind()  # first: it would take off the hooks that are made below
+            self._move_whole(strays)
+            if self._graphs is not None:
+                self._graphs.leave(found)
+            self._copies.make_ambient(found)
+            self._signature = self._groups_and_flags()  # units stand in another order
+            if renew is not None:
+                renew()
             results = self._run(calls)
+        assert results is not None
         return results
 
     def _move_whole(self, units: Sequence[Unit]) -> None:
@@ -293,8 +331,15 @@ class ZOBackend(Backend):
                     self.homes.visits.fold_now(unit)
                     p.still = (0, 0)
                     part.forget_tables()
-                    if self.homes.log.length or (self.recorder is not None and self.recorder.path is not None):
+                    if self.homes.log.length or (self.recorder is not None and self.recorder.follows_a_checkpoint):
                         self._break_trajectory()
+
+    def _refuse_streamed(self, watch: Watch, error: Exception | None) -> None:
+        """Where blocks stream, one that is not called whole is never brought up."""
+        in_blocks = {id(unit) for unit in self.homes.placement.blocks}
+        for key, name in watch.strays.items():
+            if self._copies.streams and key in in_blocks:
+                raise used_outside(name) from error
 
     @contextmanager
     def _step_settings(self) -> Iterator[None]:

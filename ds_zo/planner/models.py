@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -73,11 +76,24 @@ class Model:
             try:
                 self._traces[kind] = run()
             except (NotImplementedError, RuntimeError) as error:
-                raise ValueError(
-                    f"{self.name} can't be planned: its forward depends on values, not on shapes alone, and a plan has "
-                    f"no values ({error})"
-                ) from error
+                raise ValueError(f"{self.name} can't be planned: {self._why_not(error)}") from error
         return self._traces[kind]
+
+    def _why_not(self, error: Exception) -> str:
+        """What a pass failed with, and what to do about it."""
+        said = " ".join(str(error).split("\n")[0].split())
+        config: Any = self.module.config
+        longest = _num_positions(config)
+        if longest is not None and self.seq > longest:
+            return f"it has positions for {longest} tokens, got {self.seq}: lower --seq ({said})"
+        if getattr(config, "output_router_logits", False) is True:
+            return f"the loss of its router logits fails: set output_router_logits to false in its config ({said})"
+        if "scalar type" in said or "dtype" in said:
+            other = "bf16" if self.dtype == "fp32" else "fp32"
+            return f"its forward fails in {self.dtype}: try --dtype {other} ({said})"
+        if isinstance(error, NotImplementedError) or "meta tensors" in said.lower():
+            return f"its forward depends on values, not on shapes alone, and a plan has no values ({said})"
+        return f"its forward fails on tensors of the right shapes without values ({said})"
 
     def _run_forward(self) -> Trace:
         with self._losses_on_paper():
@@ -105,11 +121,10 @@ class Model:
                 switch.gradient_checkpointing_disable()
 
     def _pass(self, *, backward: bool) -> Trace:
-        ids = torch.zeros(self.batch, self.seq, dtype=torch.long, device="meta")
         config: Any = self.module.config
         return trace_pass(
             self.module,
-            {"input_ids": ids, "labels": ids},
+            example_batch(self.module, batch=self.batch, seq=self.seq),
             blocks=self.blocks,
             rates=self.rates,
             vocab_size=getattr(config, "vocab_size", None),
@@ -119,24 +134,100 @@ class Model:
 
 def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates: Rates | None = None) -> Model:
     """From its config alone. `name` is a folder, a model of the Hub (or its cache), or `random:SHAPE`."""
-    from transformers import AutoModelForCausalLM
-
     config = load_config(name, seq=seq)
     config.use_cache = False  # ZO switches it off for its passes, checkpointing for its own
-    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        raise ValueError(f"plans are of causal language models, got {name}, a {type(config).__name__} (--model)")
+    make = class_of(config, name)
+    is_classifier = make.__name__.endswith("ForSequenceClassification")
+    for key, is_needed in (("pad_token_id", is_classifier), ("decoder_start_token_id", config.is_encoder_decoder)):
+        if is_needed and getattr(config, key, None) is None:
+            setattr(config, key, 0)  # any script has to choose one, and a plan has no values
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        module = make._from_config(config, dtype=DTYPES[dtype])
     module.tie_weights()
     module.train()
     check_positions(module, name, seq=seq)
     return Model(name, module, batch, seq, dtype, rates or Rates())
 
 
+def class_of(config: Any, name: str) -> Any:
+    """The class that the config names. Without one: the language model of its kind, the causal one where there is a
+    choice."""
+    import transformers as hf
+
+    for architecture in config.architectures or ():
+        named = getattr(hf, architecture, None)
+        if named is not None and _takes_targets(named):
+            _check_inputs(named, name)
+            return named
+    kinds: list[Any] = [hf.AutoModelForCausalLM, hf.AutoModelForSeq2SeqLM, hf.AutoModelForSpeechSeq2Seq]
+    if getattr(config, "is_encoder_decoder", False):
+        kinds.append(kinds.pop(0))
+    for kind in kinds:
+        if type(config) in kind._model_mapping:
+            found = kind._model_mapping[type(config)]
+            _check_inputs(found, name)
+            return found
+    if hasattr(config, "auto_map"):
+        return _FromAutoMap
+    raise ValueError(
+        f"plans are of models that read tokens and return a loss, got {name}, a {type(config).__name__}: name such a "
+        "class in architectures of its config.json (--model)"
+    )
+
+
+class _FromAutoMap:
+    """Code that comes with the model, which transformers refuses unless it is trusted."""
+
+    @staticmethod
+    def _from_config(config: Any, *, dtype: torch.dtype) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _takes_targets(model: Any) -> bool:
+    return bool({"labels", "start_positions"} & inspect.signature(model.forward).parameters.keys())
+
+
+def _check_inputs(model: Any, name: str) -> None:
+    main = model.main_input_name
+    is_whisper = getattr(model.config_class, "model_type", None) == "whisper"
+    if main != "input_ids" and not is_whisper:
+        raise ValueError(
+            f"plans are of models that read tokens (input_ids), got {name}, a {model.__name__}, which reads {main} "
+            "(--model)"
+        )
+
+
+def example_batch(module: nn.Module, *, batch: int, seq: int) -> dict[str, torch.Tensor]:
+    """Inputs and targets without values, as the model's own loss wants them."""
+    config: Any = module.config
+    ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
+    rows = ids[:, 0]
+    kind = type(module).__name__
+    inputs = {"input_ids": ids}
+    if getattr(module, "main_input_name", "input_ids") == "input_features":  # Whisper's, of 30 seconds
+        shape = batch, config.num_mel_bins, 2 * config.max_source_positions
+        inputs = {"input_features": torch.zeros(shape, dtype=module.dtype, device="meta")}  # type: ignore[call-overload]
+    if kind.endswith("QuestionAnswering"):
+        return {**inputs, "start_positions": rows, "end_positions": rows}
+    if not kind.endswith(("SequenceClassification", "AudioClassification")):
+        return {**inputs, "labels": ids}
+    if config.problem_type == "multi_label_classification":
+        rows = torch.zeros(batch, config.num_labels, device="meta")
+    return {**inputs, "labels": rows.float() if config.num_labels == 1 else rows}
+
+
+def _num_positions(config: Any) -> int | None:
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    found = (getattr(config, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
 def check_positions(module: nn.Module, name: str, *, seq: int) -> None:
     """Rotary positions go on; a table of learned ones ends, which tensors without values do not notice."""
     config: Any = module.config
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = _num_positions(config)
     if longest is None or seq <= longest:
         return
     for path, table in module.named_modules():
@@ -158,10 +249,24 @@ def load_config(name: str, *, seq: int) -> Any:
         check_reachable(name)
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) or Path(name).is_dir():
+            raise ValueError(f"{str(error).splitlines()[0]} {_remedy(name)} (--model {name})") from error
         raise ValueError(
             f"a model must be a folder with a config.json, a name that the Hub or its cache knows, or random:SHAPE "
             f"with one of {', '.join(SHAPES)}, got {name!r} ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _remedy(name: str) -> str:
+    """For a config that is there and cannot be read."""
+    path = Path(name, "config.json")
+    if not path.is_file():
+        return "Name a folder that has a config.json."
+    try:
+        json.loads(path.read_text())
+    except ValueError as error:
+        return f"Correct it: {error}."
+    return "Correct model_type in its config.json, or update transformers."
 
 
 def _loss_on_paper(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:

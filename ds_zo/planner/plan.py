@@ -106,6 +106,8 @@ class Plan:
     """What `plan` found."""
 
     model: str
+    architecture: str
+    """The model's class."""
     num_parameters: int
     num_blocks: int
     batch: int
@@ -126,6 +128,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
+            "architecture": self.architecture,
             "num_parameters": self.num_parameters,
             "num_blocks": self.num_blocks,
             "batch": self.batch,
@@ -184,6 +187,7 @@ def plan(
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
     return Plan(
         model=model.name,
+        architecture=type(model.module).__name__,
         num_parameters=model.numel,
         num_blocks=len(model.blocks),
         batch=model.batch,

@@ -13,9 +13,9 @@ def render(plan: Plan, *, details: bool = False) -> str:
     """The table, then for each contender (or the only one) its bytes by part and its JSON if `details`."""
     limits = plan.limits
     lines = [
-        f"{plan.model}: {plan.num_parameters:,} parameters in {plan.num_blocks} blocks; {plan.batch} x {plan.seq} "
-        f"tokens, {plan.dtype}; GPU {_limit(limits.device_nbytes)}, host {_limit(limits.host_nbytes)}; rates: "
-        f"{plan.rates.name}",
+        f"{plan.model} ({plan.architecture}): {plan.num_parameters:,} parameters in {plan.num_blocks} blocks; "
+        f"{plan.batch} x {plan.seq} tokens, {plan.dtype}; GPU {_limit(limits.device_nbytes)}, host "
+        f"{_limit(limits.host_nbytes)}; rates: {plan.rates.name}",
         "",
         *grid(
             ["backend", "fits", "GPU GB", "host GB", "ms/step", "tokens/s", "up GB", "down GB", "how"],

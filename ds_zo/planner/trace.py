@@ -78,6 +78,11 @@ def _run(
         stack.enter_context(watcher)
         stack.enter_context(_fused_attention(watcher))
         loss = module(**inputs).loss
+        if loss is None:
+            raise ValueError(
+                f"plans are of models with a loss of their own, got none from {type(module).__name__} of "
+                f"{', '.join(inputs)}: name a class with such a loss in architectures of its config.json (--model)"
+            )
         if backward:
             watcher.begin(Phase.BACKWARD, None)
             loss.backward()

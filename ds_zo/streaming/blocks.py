@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -11,13 +11,46 @@ def find_blocks(module: nn.Module, paths: str | Sequence[str] | None = None) -> 
     """The model's blocks by dotted name, in the order they stand there. Empty: the model is all edge.
 
     Found are the outermost lists whose entries are alike, or that hold most of the model's parameters: `model.layers`,
-    `transformer.h`, both stacks of an encoder-decoder. `paths` names the lists instead.
+    `transformer.h`, both stacks of an encoder-decoder. `paths` names the lists instead. An entry without a forward of
+    its own, such as a list in a list, is never called: the modules in it are the blocks. A module that stands in
+    several places is one block.
     """
     if paths is None:
         lists = _outermost_lists(module, "", total=_numel(module))
     else:
         lists = {path: _named_list(module, path) for path in ([paths] if isinstance(paths, str) else paths)}
-    return {f"{path}.{name}": block for path, entries in lists.items() for name, block in entries.named_children()}
+    blocks: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for path, entries in lists.items():
+        for name, block in _called(entries, path):
+            if id(block) not in seen:
+                seen.add(id(block))
+                blocks[name] = block
+    return blocks
+
+
+def reached_elsewhere(module: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
+    """Modules inside a block that stand outside of it too, by id: to use them takes no call of the block."""
+    parents: dict[int, list[int]] = {}
+    for m in module.modules():
+        for child in m.children():
+            parents.setdefault(id(child), []).append(id(m))
+    found: set[int] = set()
+    for block in blocks:
+        inside = {id(m) for m in block.modules()}
+        for m in block.modules():
+            if m is not block and not inside.issuperset(parents[id(m)]):
+                found |= {id(below) for below in m.modules()}
+    return found
+
+
+def _called(container: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules in a container that have a forward, and parameters."""
+    for name, child in container.named_children():
+        if getattr(child.forward, "__func__", None) is nn.Module.forward:
+            yield from _called(child, f"{path}.{name}")
+        elif next(child.parameters(), None) is not None:
+            yield f"{path}.{name}", child
 
 
 def _named_list(module: nn.Module, path: str) -> nn.Module:
@@ -48,10 +81,11 @@ def _outermost_lists(module: nn.Module, prefix: str, *, total: int) -> dict[str,
 
 
 def _are_blocks(entries: nn.ModuleList | nn.Sequential, *, total: int) -> bool:
-    if len(entries) == 0 or any(next(entry.parameters(), None) is None for entry in entries):
+    found = [entry for entry in entries if entry is not None]  # x-transformers leaves places empty
+    if not found or any(next(entry.parameters(), None) is None for entry in found):
         return False
-    alike = len({type(entry) for entry in entries}) == 1
-    return (alike and len(entries) > 1) or (isinstance(entries, nn.ModuleList) and 2 * _numel(entries) > total)
+    alike = len({type(entry) for entry in found}) == 1
+    return (alike and len(found) > 1) or (isinstance(entries, nn.ModuleList) and 2 * _numel(entries) > total)
 
 
 def _numel(module: nn.Module) -> int:

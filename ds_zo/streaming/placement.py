@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Part, Placed, Unit
@@ -70,8 +70,12 @@ def plan_units(
     for name, entry in blocks.items():
         for m in entry.modules():
             hosts_of.setdefault(id(m), {})[id(entry)] = name
-    # A module that several blocks contain is brought up by each of them, so it is none's own.
-    block_of = {key: next(iter(hosts.values())) for key, hosts in hosts_of.items() if len(hosts) == 1}
+    # A module that several blocks contain is brought up by each of them, so it is none's own; nor is one that stands
+    # outside of its block too.
+    elsewhere = reached_elsewhere(module, blocks.values())
+    block_of = {
+        key: next(iter(hosts.values())) for key, hosts in hosts_of.items() if len(hosts) == 1 and key not in elsewhere
+    }
     owners: dict[int, list[nn.Module]] = {}
     for m in module.modules():
         for p in m._parameters.values():

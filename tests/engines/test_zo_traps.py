@@ -885,16 +885,24 @@ class InsideOut(Toy):
         return x
 
 
+class Then:
+    """A hook that a copy of the model has its own of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner = inner
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
+        return self.inner(output)
+
+
 class RunsBlocks(Toy):
     """Blocks run one another."""
 
     def __init__(self) -> None:
         super().__init__()
-        inner = self.blocks[2]
-        self.blocks[0].register_forward_hook(lambda module, args, output: inner(output))
+        self.blocks[0].register_forward_hook(Then(self.blocks[2]))
 
 
-@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
 @pytest.mark.parametrize(
     "kind, said",
     [
@@ -902,12 +910,19 @@ class RunsBlocks(Toy):
         (RunsBlocks, r"block blocks\.2 is run inside block blocks\.0.*ds_zo\.stream\.blocks"),
     ],
 )
-def test_blocks_that_are_not_run_whole_and_in_turn_are_refused(
-    kind: type[Toy], said: str, json: dict[str, Any]
-) -> None:
-    engine = engine_for(kind(), json)
+def test_streamed_blocks_that_are_not_run_whole_and_in_turn_are_refused(kind: type[Toy], said: str) -> None:
+    engine = engine_for(kind(), STREAMED)
     with pytest.raises(ValueError, match=said):
         engine(**toy_batches(1)[0])
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("kind", [InsideOut, RunsBlocks])
+def test_blocks_on_the_device_need_not_be_run_whole_and_in_turn(
+    kind: type[Toy], interval: int, passes: Recorder
+) -> None:
+    json = zo_json(offload=False, interval=interval)
+    assert_follows(kind(), toy_batches(5), toy_loss, passes, json=json)
 
 
 def test_the_remedy_for_blocks_whose_insides_are_called(passes: Recorder) -> None:

@@ -242,5 +242,9 @@ def test_a_wrong_argument_is_named(arguments: dict[str, Any], said: str) -> None
 def test_a_model_that_cannot_be_found_or_traced_says_what_can() -> None:
     with pytest.raises(ValueError, match=r"random:SHAPE.*opt-6\.7b.*got 'no-such-model'"):
         plan("no-such-model")
-    with pytest.raises(ValueError, match="depends on values"):
+    with pytest.raises(ValueError, match=r"fails in fp32: try --dtype bf16 \(Expected inputs of BF16"):
         plan(planned("mixtral"), backends=["zo"])
+    model = planned("llama")
+    model.module.model.norm.register_forward_hook(lambda *args: args[2].nonzero())
+    with pytest.raises(ValueError, match=r"depends on values, .* and a plan has no values \(.*nonzero"):
+        plan(model, backends=["zo"])

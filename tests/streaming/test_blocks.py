@@ -8,7 +8,7 @@ import transformers as hf
 from tiny_models import tiny_model
 from torch import nn
 
-from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,45 @@ class Model(nn.Module):
             self.add_module(name, child)
 
 
+class Called(nn.Module):
+    """With a forward, so it may be called whole."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def test_a_list_inside_a_block_is_part_of_it() -> None:
-    experts = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(mlp() for _ in range(4))}) for _ in range(2))
+    experts = nn.ModuleList(Called(experts=nn.ModuleList(mlp() for _ in range(4))) for _ in range(2))
     assert list(find_blocks(Model(layers=experts))) == ["layers.0", "layers.1"]
+
+
+def test_entries_without_a_forward_are_replaced_by_what_is_called_in_them() -> None:
+    layers = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(4), None]), mlp(), nn.ReLU()]) for _ in range(2))
+    called = ["layers.0.0.0", "layers.0.1", "layers.1.0.0", "layers.1.1"]
+    assert list(find_blocks(Model(layers=layers))) == list(find_blocks(Model(layers=layers), "layers")) == called
+    dicts = nn.ModuleList(nn.ModuleDict({"attention": mlp(), "feed": mlp()}) for _ in range(2))
+    called = [f"layers.{i}.{name}" for i in range(2) for name in ("attention", "feed")]
+    assert list(find_blocks(Model(layers=dicts))) == called
+
+
+def test_a_module_in_several_places_is_one_block() -> None:
+    shared = mlp()
+    layers = nn.ModuleList(nn.ModuleList([mlp(), shared]) for _ in range(2))
+    assert list(find_blocks(Model(layers=layers))) == ["layers.0.0", "layers.0.1", "layers.1.0"]
+
+
+def test_what_stands_in_a_block_and_outside_of_it_is_reached_elsewhere() -> None:
+    layers = nn.ModuleList(mlp() for _ in range(3))
+    inner = nn.ModuleList([layers[0][0]])
+    layers[1].append(layers[2][2])
+    model = Model(layers=layers, alias=inner, again=layers)
+    found = reached_elsewhere(model, layers)
+    assert found == {id(layers[0][0]), id(layers[2][2])}
 
 
 def test_lists_inside_a_list_that_is_no_stack_are_found() -> None:
