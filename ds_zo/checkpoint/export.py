@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +89,7 @@ def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) 
     """One file, which appears whole. `.safetensors`, or else what `torch.save` writes, in which tied weights have all
     their names."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary = files.unshared(path)
     files.remove(temporary)
     try:
         _write_shards(temporary.parent, {temporary.name: stream[0]}, stream[1])
@@ -123,7 +122,7 @@ def write_model_folder(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is there already: name a folder that is not, or an empty one (OUT)")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}-{os.getpid()}")
+    temporary = files.unshared(out)
     files.remove(temporary)
     apart = apart or {}
     own = [spec for spec in stream[0] if spec.name not in apart]

@@ -125,7 +125,7 @@ def test_a_crash_at_every_file_operation(
         shutil.copytree(tmp_path / "a", folder)
         with monkeypatch.context() as patch:
             break_os(patch, BrokenOs(fail_at=at, crash=True))
-            patch.setattr(files, "remove", lambda path: None)
+            patch.setattr(files, "remove", lambda path, **options: None)
             with pytest.raises(KeyboardInterrupt) if at <= total else _maybe():
                 engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
         reader.load_checkpoint(str(folder))
