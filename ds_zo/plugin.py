@@ -49,6 +49,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo import plugin_gather, plugin_trainer
+from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
+from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
 from ds_zo.config.errors import shown, suggestion
@@ -122,6 +124,7 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     model = _argument("model", args, kwargs)
     _let_go_of(model)
     _check_whole(model)
+    _check_savable(model)
     return engine
 
 
@@ -194,6 +197,16 @@ def _check_whole(model: nn.Module) -> None:
             raise RuntimeError(
                 f"an engine is made of whole weights, got {name} without memory: an engine that was being made of this "
                 "model failed when it had stored them in another form. Load the model again"
+            )
+
+
+def _check_savable(model: nn.Module) -> None:
+    """Before hours of training that no checkpoint could hold."""
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"a checkpoint holds dense tensors of the dtypes that safetensors has, got {name} of {tensor.dtype}, "
+                f"{tensor.layout}: give it another dtype, or register it by register_buffer(persistent=False) ({name})"
             )
 
 

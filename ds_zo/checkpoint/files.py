@@ -132,7 +132,7 @@ def hash_json(value: Any) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> Any:
     """A tensor's memory as a buffer."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
