@@ -52,10 +52,10 @@ def saved_weights(saved: Saved) -> Stream:
     state = saved.backend_state
     if "units" not in state:
         names = sorted(saved.names())
-        specs = [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in names]
+        specs = [Spec(name, *saved.form(name)) for name in names]
         return specs, ((name, saved.tensor(name)) for name in names)
     specs = [spec for spec in specs_of(state["units"]) if spec.name not in state["omitted"]]
-    specs += [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in state["buffers"]]
+    specs += [Spec(name, *saved.form(name)) for name in state["buffers"]]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for placed, value in saved_values(saved):
@@ -70,7 +70,7 @@ def weights_by_name(saved: Saved) -> Weights:
     """The same for a reader that has an order of its own: each made when it is asked for, with its unit's others."""
     state = saved.backend_state
     if "units" not in state:
-        return Weights(sorted(saved.names()), saved.tensor)
+        return Weights({name: saved.form(name) for name in sorted(saved.names())}, saved.tensor)
     unit_of = {p["name"]: unit for unit in state["units"] for part in unit["parts"] for p in part["params"]}
     made: dict[str, torch.Tensor] = {}
 
@@ -82,7 +82,7 @@ def weights_by_name(saved: Saved) -> Weights:
             made.update((placed.name, value) for placed, value in unit_values(saved, unit_of[name]))
         return made[name]
 
-    return Weights([spec.name for spec in saved_weights(saved)[0]], read)
+    return Weights({spec.name: (spec.dtype, spec.shape) for spec in saved_weights(saved)[0]}, read)
 
 
 def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) -> None:

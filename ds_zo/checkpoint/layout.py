@@ -17,6 +17,8 @@ from ds_zo.streaming.units import Part, Placed, Planes, Unit
 LOW = ":low"
 EXPONENTS = ":exponents"
 Read = Callable[[str], torch.Tensor]
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor's dtype and shape."""
 
 
 def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -11,6 +11,8 @@ from safetensors import safe_open
 
 from ds_zo.checkpoint.encoding import decode
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.files import TORCH_DTYPES
+from ds_zo.checkpoint.layout import Form
 from ds_zo.checkpoint.manifest import (
     LATEST,
     Manifest,
@@ -54,9 +56,11 @@ class Saved:
         tensor: torch.Tensor = self._open[1].get_tensor(name)
         return tensor
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def form(self, name: str) -> Form:
+        """Nothing but the file's header is read."""
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+            found = file.get_slice(name)
+            return TORCH_DTYPES[found.get_dtype()], tuple(found.get_shape())
 
     def text(self, name: str) -> str | None:
         """One of the extra files, None where there is none."""

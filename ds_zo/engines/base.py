@@ -21,7 +21,7 @@ from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
-from ds_zo.checkpoint.stock import check_weights
+from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.late import Late
 
@@ -152,6 +152,9 @@ class Backend(ABC):
         return self.module.state_dict(**kwargs)
 
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        here = dict(self.module.named_parameters(remove_duplicate=False))
+        forms = {name: (v.dtype, tuple(v.shape)) for name, v in state.items() if isinstance(v, torch.Tensor)}
+        check_forms(forms, here, of="the state dict")  # torch raises after it has copied what fits
         self.module.load_state_dict(state, strict=strict)
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -203,15 +206,11 @@ class Backend(ABC):
                 f"checkpoint {saved.folder} is of another model: {len(only)} tensors are only in one of them, such as "
                 f"{only[0]}; load_module_strict=False takes what they share"
             )
-        for name in names.keys() & here.keys():
-            if saved.shape(names[name]) != tuple(here[name].shape):
-                raise CheckpointError(
-                    f"checkpoint {saved.folder} is of another model: {name} has shape {saved.shape(names[name])} there "
-                    f"and {tuple(here[name].shape)} here"
-                )
+        shared = names.keys() & here.keys()
+        check_forms({name: saved.form(names[name]) for name in shared}, here, of=f"checkpoint {saved.folder}")
         if resume:
             self.check_state(saved.backend_state["state"])
-        for name in sorted(names.keys() & here.keys(), key=lambda name: names[name]):
+        for name in sorted(shared, key=lambda name: names[name]):
             self.write_stored(name, here[name], saved.tensor(names[name]))
         self.stored_changed()
         self.load_state_dict(saved.backend_state["state"], load_optimizer_states=resume)
@@ -230,7 +229,7 @@ class Backend(ABC):
         return specs, ((name, value.cpu()) for name, value in chosen.items())
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         """Replaces weights by name, reading one at a time; an alias does for a tied parameter."""
         here = self.stored()
         check_weights(weights, here, self.aliases(), strict=strict)

@@ -25,7 +25,7 @@ from ds_zo import ops
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
-from ds_zo.checkpoint.stock import check_weights
+from ds_zo.checkpoint.stock import Weights, check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.caches import Caches
@@ -419,7 +419,7 @@ class ZOBackend(Backend):
         return specs, read()
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         aliases = self.aliases()
         here = {p.name: p.parameter.data for unit in self.homes.placement.units for p in unit.placed}
         here |= dict(persistent_buffers(self.module))

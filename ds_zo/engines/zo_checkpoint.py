@@ -21,6 +21,7 @@ from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.replay import saved_values
 from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
+from ds_zo.checkpoint.stock import check_forms
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.replay_log import CAPACITY
 from ds_zo.streaming.turns import FOLD_ORDER, turn
@@ -125,6 +126,9 @@ class HomesCheckpoint:
         wrong = difference(there, here)
         if wrong is not None and (strict or not there.keys() & here.keys()):
             raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
+        buffers = dict(persistent_buffers(self._module))
+        forms = {name: saved.form(name) for name in state["buffers"] if name in buffers}
+        check_forms(forms, buffers, of=f"checkpoint {saved.folder}")
         if resume and self._homes.measures:
             self._homes.set_interval(state["interval"])
         reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
@@ -140,9 +144,8 @@ class HomesCheckpoint:
                 )
                 for unit in self._homes.placement.units:
                     unit.version = self._homes.log.length
-        for name, buffer in persistent_buffers(self._module):
-            if name in state["buffers"]:
-                buffer.copy_(saved.tensor(name))
+        for name in forms:
+            buffers[name].copy_(saved.tensor(name))
         self._homes.runtime.forget()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
