@@ -466,8 +466,8 @@ class PluginEngine(CheckpointingEngine):
             interrupts.release()
             # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
             self._settle_outcome()
-            self._surface_checkpoint_error()
             super().step(lr_kwargs)
+            self._surface_checkpoint_error()
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         outcome = self.backend.step()

@@ -142,8 +142,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         self._background.raise_error()
 
     def _surface_checkpoint_error(self) -> None:
-        """At every step. With several ranks an error on one would leave the others waiting, so all raise it when they
-        next save; it is logged meanwhile."""
+        """After every step, so that a loop that catches the error and goes on has lost none. With several ranks an
+        error on one would leave the others waiting, so all raise it when they next save; it is logged meanwhile."""
         if dist.get_world_size() == 1:
             self._background.raise_error()
             if self.backend.recorder is not None:
