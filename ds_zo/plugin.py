@@ -49,10 +49,11 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo import plugin_gather, plugin_trainer
-from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
+from ds_zo.checkpoint.files import SAFETENSORS_DTYPES, hash_json
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve
+from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.errors import shown, suggestion
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr
 from ds_zo.engines import Backend, StepOutcome, backend_class
@@ -242,6 +243,7 @@ class PluginEngine(CheckpointingEngine):
         super().__init__(**bound)
         # Made for fp16 autocast without ZeRO; it asserts on the gradients that our backends never produce.
         self.torch_autocast_z0_gradscaler = None
+        self._check_ranks_agree()
         self.backend = self._backend_class(
             self.module,
             self.resolved,
@@ -252,6 +254,16 @@ class PluginEngine(CheckpointingEngine):
         self._zero_grads = ZeroGrads(self.optimizer, self.module, forget=weakly(self.zero_grad))
         self._log_start()
         _living.add(self)
+
+    def _check_ranks_agree(self) -> None:
+        """Once, by a hash; where hashes differ, the settings say which one does."""
+        mine = shared_settings(
+            self.resolved,
+            param_groups=self.optimizer.param_groups,
+            scheduler={"type": self.scheduler_name(), "params": self.scheduler_params()},
+        )
+        if len(set(self._of_all_ranks(hash_json(mine)))) > 1:
+            check_agreement(self._of_all_ranks(mine))
 
     # What DeepSpeed asks while it builds the engine.
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.lomo_homes import BlockHomes
 from ds_zo.engines.plain_copies import StandIn
 from ds_zo.engines.surroundings import Habits, Surroundings
@@ -189,7 +190,13 @@ class RecomputedBlock:
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
                 return call.output(outputs)
-        with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
+        # [Note: whole steps] Ctrl-C on the way out of a context would leave torch's modes as they are inside.
+        with (
+            interrupts.whole(),
+            self._homes.visit(self.unit),
+            torch.no_grad(),
+            _no_autocast_cache(self._homes.device),
+        ):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
             leaves = self._own(leaves)
         if may_train and self._has_cache(args, kwargs):
@@ -221,6 +228,7 @@ class RecomputedBlock:
         versions = [t._version for t in tensors]
         args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
         with (
+            interrupts.whole(),  # as in `_call`
             self._homes.visit(self.unit),
             _no_autocast_cache(self._homes.device),
             torch.enable_grad(),
@@ -251,7 +259,7 @@ class RecomputedBlock:
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
-        with self._homes.visit(self.unit) as visit:
+        with interrupts.whole(), self._homes.visit(self.unit) as visit:
             call.check_weights()
             with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
                 args, kwargs = call.arguments(inputs)
