@@ -392,9 +392,14 @@ class PluginEngine(CheckpointingEngine):
         replaced = self._forward_prologue(inputs, kwargs)
         if replaced is not None:
             inputs, kwargs = replaced
+        modes = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
         try:
             with autocast_if_enabled(self):
                 outputs = self.backend.forward(*inputs, **kwargs)
+        except BaseException:  # Ctrl-C on the way out of a context leaves torch's modes as they are inside
+            torch._C._set_grad_enabled(modes[0])
+            torch.set_autocast_cache_enabled(modes[1])
+            raise
         finally:
             self._forward_epilogue()
         if torch.is_grad_enabled():

