@@ -142,14 +142,13 @@ def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(kind: str, 
 
     def forward() -> None:
         torch._C._set_grad_enabled(trains)  # not a context, which could be left behind itself
-        try:
-            engine(**on_device(engine, BATCHES[0]))
-        finally:
-            torch._C._set_grad_enabled(True)
+        engine(**on_device(engine, BATCHES[0]))
 
     def modes() -> tuple[Any, ...]:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+        found = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+        torch._C._set_grad_enabled(True)
+        return hooks, *found
 
     forward()
     before = modes()
