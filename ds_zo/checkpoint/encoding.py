@@ -114,7 +114,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return frozenset(decode(item, tensors) for item in content)
     if tag == "$bytes":
         return base64.b64decode(content)
-    if tag == "$dtype" and isinstance(getattr(torch, content, None), torch.dtype):
+    if tag == "$dtype" and isinstance(getattr(torch, str(content), None), torch.dtype):
         return getattr(torch, content)
     if tag == "$device":
         return torch.device(content)

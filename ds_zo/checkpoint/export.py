@@ -14,7 +14,8 @@ from safetensors import safe_open
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapters
 from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.layout import check_stored
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.replay import saved_values, unit_values
@@ -54,6 +55,8 @@ def saved_weights(saved: Saved) -> Stream:
         names = sorted(saved.names())
         specs = [Spec(name, *saved.form(name)) for name in names]
         return specs, ((name, saved.tensor(name)) for name in names)
+    with taking_apart(saved.folder, "its state"):
+        check_stored(state, saved.form)
     specs = [spec for spec in specs_of(state["units"]) if spec.name not in state["omitted"]]
     specs += [Spec(name, *saved.form(name)) for name in state["buffers"]]
 

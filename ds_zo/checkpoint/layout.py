@@ -109,6 +109,25 @@ def unit_key(description: Mapping[str, Any]) -> str:
     return name
 
 
+def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
+    """Raises where the tensors of a checkpoint are not those of the units that its state describes."""
+    omitted = state["omitted"]
+    for description in state["units"]:
+        placed = [p for part in description["parts"] for p in part["params"]]
+        if not all(type(p["offset"]) is int and p["offset"] >= 0 for p in placed):
+            raise ValueError(f"offsets are {[p['offset'] for p in placed]}")
+        if not all(type(p["group"]) is int and 0 <= p["group"] < state["num_groups"] for p in placed):
+            raise ValueError(f"parameter groups are {[p['group'] for p in placed]}")
+        unit = rebuild(description)
+        give_buffers(unit, torch.device("meta"))
+        for name, view in unit_tensors(unit, unit.home, unit.low_home).items():
+            if name.partition(":")[0] in omitted:
+                continue
+            dtype, shape = form(name)
+            if dtype is not view.dtype or torch.Size(shape).numel() != view.numel():
+                raise ValueError(f"{name} is {dtype} of shape {shape}, expected {view.dtype} of {tuple(view.shape)}")
+
+
 def give_buffers(unit: Unit, device: torch.device) -> None:
     low = torch.zeros(unit.low_nbytes, dtype=torch.uint8, device=device) if unit.low_nbytes else None
     unit.settle(torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from ds_zo.checkpoint.encoding import decode
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.files import TORCH_DTYPES
 from ds_zo.checkpoint.layout import Form
 from ds_zo.checkpoint.manifest import (
@@ -33,15 +33,16 @@ class Saved:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        with safe_open(folder / STATE_TENSORS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        state = decode(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
-        self.engine_state: dict[str, Any] = state["engine"]
-        self.backend_state: dict[str, Any] = state["backend"]
+        with taking_apart(folder, STATE):
+            with safe_open(folder / STATE_TENSORS, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            state = decode(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
+            self.engine_state: dict[str, Any] = dict(state["engine"])
+            self.backend_state: dict[str, Any] = dict(state["backend"])
         self._file_of: dict[str, str] = {}
         for name in manifest.files:
             if name.startswith("weights-"):
-                with safe_open(folder / name, framework="pt") as file:
+                with taking_apart(folder, name), safe_open(folder / name, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), name))
         self._open: tuple[str, Any] | None = None
 

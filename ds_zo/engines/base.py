@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
@@ -195,8 +195,11 @@ class Backend(ABC):
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         """Goes on from a checkpoint; `resume` False takes its weights only. Checks before it changes anything."""
         here = self.stored()
-        names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
-        frozen = set(saved.backend_state.get("omitted", ()))  # left out when it was saved: they stay as they are
+        with taking_apart(saved.folder, "its state"):
+            names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
+            frozen = set(saved.backend_state.get("omitted", ()))  # left out when it was saved: they stay as they are
+            if not set(names.values()) <= saved.names() | frozen:
+                raise KeyError("an alias of a tensor that is not there")
         omitted = frozen | {name for name, of in names.items() if of in frozen}
         names = {name: of for name, of in names.items() if name not in omitted}
         here = {name: value for name, value in here.items() if name not in omitted}
@@ -209,7 +212,8 @@ class Backend(ABC):
         shared = names.keys() & here.keys()
         check_forms({name: saved.form(names[name]) for name in shared}, here, of=f"checkpoint {saved.folder}")
         if resume:
-            self.check_state(saved.backend_state["state"])
+            with taking_apart(saved.folder, "its state"):
+                self.check_state(saved.backend_state["state"])
         for name in sorted(shared, key=lambda name: names[name]):
             self.write_stored(name, here[name], saved.tensor(names[name]))
         self.stored_changed()
@@ -245,6 +249,9 @@ class Backend(ABC):
     def rank_state(self) -> dict[str, Any]:
         """What differs from rank to rank: sums of an accumulation window that is not over."""
         return {}
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raises where `load_rank_state` could not take it."""
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Its counterpart."""

@@ -439,6 +439,10 @@ class ZOBackend(Backend):
         self.homes.measures = False  # as in `snapshot`, which the first rank alone makes: all must agree or none
         return {"projected": self._projected.cpu()}
 
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state["projected"], torch.Tensor):
+            raise TypeError("projected gradients are no tensor")
+
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         if state["projected"].shape == self._projected.shape:
             self._projected.copy_(state["projected"])

@@ -14,9 +14,9 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.files import hash_json, hash_tensors
-from ds_zo.checkpoint.layout import describe, difference, fill_unit, host_tensors, shapes_of, unit_key
+from ds_zo.checkpoint.layout import check_stored, describe, difference, fill_unit, host_tensors, shapes_of, unit_key
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.replay import saved_values
@@ -120,6 +120,8 @@ class HomesCheckpoint:
     def restore(self, saved: Saved, *, resume: bool, strict: bool) -> None:
         """`resume` False takes the weights only: what is logged and counted here stays."""
         state = saved.backend_state
+        with taking_apart(saved.folder, "its state"):
+            self._check_state(saved)
         omitted = set(state["omitted"])
         there = {name: shape for name, shape in shapes_of(state["units"]).items() if name not in omitted}
         here = {name: shape for name, shape in self._shapes().items() if name not in omitted}
@@ -147,6 +149,19 @@ class HomesCheckpoint:
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
         self._homes.runtime.forget()
+
+    def _check_state(self, saved: Saved) -> None:
+        state = saved.backend_state
+        check_stored(state, saved.form)
+        names = ("step", "seed", "noise_version", "num_directions", "num_groups", "interval")
+        numbers = [state[name] for name in names] + [unit["version"] for unit in state["units"]]
+        if not all(type(number) is int for number in numbers) or not 1 <= state["interval"] <= CAPACITY:
+            raise TypeError(f"numbers are {numbers}")
+        if not set(state["buffers"]) <= saved.names():
+            raise KeyError(f"buffers are {state['buffers']}")
+        shape = (CAPACITY, 1 + state["num_groups"] * (1 + state["num_directions"]))
+        if state["rows"].dtype is not torch.float32 or tuple(state["rows"].shape) != shape:
+            raise TypeError(f"rows are {state['rows'].dtype} of {tuple(state['rows'].shape)}, expected {shape}")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: tuple(p.parameter.shape) for u in self._homes.placement.units for p in u.placed}
