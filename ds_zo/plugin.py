@@ -50,8 +50,11 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo import plugin_gather, plugin_trainer
+from ds_zo.checkpoint.files import SAFETENSORS_DTYPES, hash_json
+from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve, with_section_on_top
+from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.errors import shown, suggestion
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.engines import Backend, StepOutcome, backend_class
@@ -129,6 +132,7 @@ def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngi
     model = _argument("model", args, kwargs)
     _let_go_of(model)
     _check_whole(model)
+    _check_savable(model)
     return engine
 
 
@@ -219,6 +223,16 @@ def _check_whole(model: nn.Module) -> None:
             )
 
 
+def _check_savable(model: nn.Module) -> None:
+    """Before hours of training that no checkpoint could hold."""
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"a checkpoint holds dense tensors of the dtypes that safetensors has, got {name} of {tensor.dtype}, "
+                f"{tensor.layout}: give it another dtype, or register it by register_buffer(persistent=False) ({name})"
+            )
+
+
 class PluginEngine(CheckpointingEngine):
     """DeepSpeed's engine with the update path handed to a `Backend`.
 
@@ -251,6 +265,7 @@ class PluginEngine(CheckpointingEngine):
         super().__init__(**bound)
         # Made for fp16 autocast without ZeRO; it asserts on the gradients that our backends never produce.
         self.torch_autocast_z0_gradscaler = None
+        self._check_ranks_agree()
         self.backend = self._backend_class(
             self.module,
             self.resolved,
@@ -262,6 +277,16 @@ class PluginEngine(CheckpointingEngine):
         self._fixed_embeddings = FixedEmbeddings(self.module)
         self._log_start()
         _living.add(self)
+
+    def _check_ranks_agree(self) -> None:
+        """Once, by a hash; where hashes differ, the settings say which one does."""
+        mine = shared_settings(
+            self.resolved,
+            param_groups=self.optimizer.param_groups,
+            scheduler={"type": self.scheduler_name(), "params": self.scheduler_params()},
+        )
+        if len(set(self._of_all_ranks(hash_json(mine)))) > 1:
+            check_agreement(self._of_all_ranks(mine))
 
     # What DeepSpeed asks while it builds the engine.
 
@@ -402,9 +427,14 @@ class PluginEngine(CheckpointingEngine):
         replaced = self._forward_prologue(inputs, kwargs)
         if replaced is not None:
             inputs, kwargs = replaced
+        modes = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
         try:
             with autocast_if_enabled(self):
                 outputs = self.backend.forward(*inputs, **kwargs)
+        except BaseException:  # Ctrl-C on the way out of a context leaves torch's modes as they are inside
+            torch._C._set_grad_enabled(modes[0])
+            torch.set_autocast_cache_enabled(modes[1])
+            raise
         finally:
             self._forward_epilogue()
         if torch.is_grad_enabled():
@@ -488,8 +518,8 @@ class PluginEngine(CheckpointingEngine):
             interrupts.release()
             # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
             self._settle_outcome()
-            self._surface_checkpoint_error()
             super().step(lr_kwargs)
+            self._surface_checkpoint_error()
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         outcome = self.backend.step()

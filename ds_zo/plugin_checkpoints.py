@@ -20,11 +20,12 @@ from deepspeed.utils import log_dist, logger
 
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
+from ds_zo.checkpoint.errors import taking_apart
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
 from ds_zo.checkpoint.manifest import Manifest, is_unfinished, offer
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, point_of, tag_to_load
 from ds_zo.checkpoint.recorder import read_logs
-from ds_zo.checkpoint.rng import random_states, set_random_states
+from ds_zo.checkpoint.rng import check_random_states, random_states, set_random_states
 from ds_zo.checkpoint.snapshot import held
 from ds_zo.checkpoint.stock import model_source, plain_loading
 from ds_zo.checkpoint.trajectory import Trajectory
@@ -147,8 +148,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         self._background.raise_error()
 
     def _surface_checkpoint_error(self) -> None:
-        """At every step. With several ranks an error on one would leave the others waiting, so all raise it when they
-        next save; it is logged meanwhile."""
+        """After every step, so that a loop that catches the error and goes on has lost none. With several ranks an
+        error on one would leave the others waiting, so all raise it when they next save; it is logged meanwhile."""
         if dist.get_world_size() == 1:
             self._background.raise_error()
             if self.backend.recorder is not None:
@@ -216,6 +217,10 @@ class CheckpointingEngine(DeepSpeedEngine):
                 f"{self.resolved.backend}: load_optimizer_states=False takes its weights and counters alone, and a "
                 "folder of `ds-zo export` loads by from_pretrained"
             )
+        with taking_apart(saved.folder, "its state"):
+            _check_engine_state(saved.engine_state)
+            if resume and (mine := self._own_rank_state(saved.engine_state["ranks"])) is not None:
+                self.backend.check_rank_state(mine["backend"])
         groups = saved.engine_state["common"]["optimizer"]["param_groups"]
         if resume:
             _check_groups(self.optimizer, groups)
@@ -250,6 +255,10 @@ class CheckpointingEngine(DeepSpeedEngine):
         self.loaded_checkpoint_dp_world_size = common["dp_world_size"]
         self.loaded_checkpoint_mp_world_size = common["mp_world_size"]
 
+    def _own_rank_state(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """None: half a window's sum means nothing to other ranks."""
+        return ranks[dist.get_rank()] if len(ranks) == dist.get_world_size() else None
+
     def _load_rank_state(self, ranks: list[dict[str, Any]]) -> None:
         if dist.get_rank() >= len(ranks):
             logger.warning(
@@ -260,7 +269,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         set_random_states(mine["random"])
         self._unmanaged_backward_count = mine["unmanaged_backward_count"]
         self._window_loss = None if mine["window_loss"] is None else mine["window_loss"].to(self.device)
-        if len(ranks) == dist.get_world_size():  # half a window's sum means nothing to other ranks
+        if self._own_rank_state(ranks) is not None:
             self.backend.load_rank_state(mine["backend"])
 
     def _read_logs(self, folder: Path) -> list[Trajectory]:
@@ -369,6 +378,25 @@ def _model_description(module: torch.nn.Module) -> dict[str, bytes]:
         except (TypeError, ValueError) as error:
             logger.warning(f"ds_zo: the generation config is not saved with the checkpoint: {error}")
     return found
+
+
+def _check_engine_state(state: Mapping[str, Any]) -> None:
+    """Raises where something of it could not be loaded: before anything is."""
+    common = state["common"]
+    counters = [common[name] for name in ("global_steps", "global_samples", "skipped_steps")]
+    counters += [common["dp_world_size"], common["mp_world_size"], state["micro_steps"]]
+    if not all(type(counter) is int for counter in counters):
+        raise TypeError(f"counters are {counters}")
+    dicts = [state["client"], *common["optimizer"]["param_groups"], *state["ranks"]]
+    dicts += [common[name] for name in ("lr_scheduler", "random_ltd", "data_sampler") if common[name] is not None]
+    if not all(isinstance(found, dict) for found in dicts):
+        raise TypeError("a part is not a dict")
+    for rank in state["ranks"]:
+        check_random_states(rank["random"])
+        if type(rank["unmanaged_backward_count"]) is not int or not isinstance(rank["backend"], dict):
+            raise TypeError("a rank's state is not one")
+        if rank["window_loss"] is not None and rank["window_loss"].numel() != 1:
+            raise ValueError("a loss is not one number")
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:

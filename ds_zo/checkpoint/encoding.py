@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
 
 _TAG = "$"
 """A one-key object whose key begins with it stands for what JSON has no word for."""
@@ -21,25 +22,24 @@ _TAG = "$"
 def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -> Any:
     """JSON for `value`; tensors go to `tensors` under their path. Only names and numbers: no object's code is kept."""
     if value is None or isinstance(value, (bool, str)):
-        return str(value) if isinstance(value, str) else value
+        return str.__str__(value) if isinstance(value, str) else value  # an enum's str() is its name
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, torch.Tensor):
-        tensors[at] = value.detach()
-        return {"$tensor": at}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+    if isinstance(value, torch.Tensor) and value.dtype in SAFETENSORS_DTYPES and value.layout is torch.strided:
+        return {"$tensor": _put(tensors, at, value.detach())}
+    if isinstance(value, np.ndarray) and _is_plain(value):
         signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" and value.itemsize > 1 else value
-        tensors[at] = torch.from_numpy(np.ascontiguousarray(signed))
-        return {"$array": at, "dtype": value.dtype.str}
-    if isinstance(value, np.generic):
+        whole = np.ascontiguousarray(signed).reshape(value.shape)  # numpy makes one element a vector
+        return {"$array": _put(tensors, at, torch.from_numpy(whole)), "dtype": value.dtype.str}
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), tensors, at=at)
     if isinstance(value, argparse.Namespace):
         return {"$namespace": encode(vars(value), tensors, at=at)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith(_TAG) for key in value):
-            return {str(key): encode(item, tensors, at=f"{at}.{key}") for key, item in value.items()}
+            return {str.__str__(key): encode(item, tensors, at=f"{at}.{key}") for key, item in value.items()}
         pairs = [
             [encode(key, tensors, at=f"{at}.key{i}"), encode(item, tensors, at=f"{at}.{key}")]
             for i, (key, item) in enumerate(value.items())
@@ -49,7 +49,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -
         items = [encode(item, tensors, at=f"{at}.{i}") for i, item in enumerate(value)]
         if isinstance(value, list):
             return items
-        return {"$tuple" if isinstance(value, tuple) else "$set": items}
+        kinds = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+        return {next(tag for kind, tag in kinds.items() if isinstance(value, kind)): items}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -58,10 +59,31 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -
         return {"$device": str(value)}
     if isinstance(value, PurePath):
         return str(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        raise CheckpointError(
+            f"a checkpoint holds dense tensors of the dtypes that safetensors has, got a {kind} of {value.dtype}: pass "
+            f"one of another dtype, or its parts ({at})"
+        )
     raise CheckpointError(
-        f"a checkpoint holds plain data and tensors, got a {type(value).__module__}.{type(value).__qualname__}: pass "
-        f"its state_dict(), vars() or str() instead ({at})"
+        f"a checkpoint holds plain data and tensors, got a {kind}: pass its state_dict(), vars() or str() instead "
+        f"({at})"
     )
+
+
+def _put(tensors: dict[str, torch.Tensor], at: str, value: torch.Tensor) -> str:
+    """The name that a tensor is saved under: `at`, or a longer one where another tensor's path reads the same."""
+    name = at.encode(errors="replace").decode()  # file names may hold what is no text
+    while name in tensors:
+        name += "'"
+    tensors[name] = value
+    return name
+
+
+def _is_plain(array: np.ndarray[Any, Any]) -> bool:
+    """torch has its dtype, in this byte order; no element is masked."""
+    kind = array.dtype.kind in "fiub" and array.itemsize <= 8 and array.dtype.isnative
+    return kind and not isinstance(array, np.ma.MaskedArray)
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -88,9 +110,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tuple(decode(item, tensors) for item in content)
     if tag == "$set":
         return {decode(item, tensors) for item in content}
+    if tag == "$frozenset":
+        return frozenset(decode(item, tensors) for item in content)
     if tag == "$bytes":
         return base64.b64decode(content)
-    if tag == "$dtype" and isinstance(getattr(torch, content, None), torch.dtype):
+    if tag == "$dtype" and isinstance(getattr(torch, str(content), None), torch.dtype):
         return getattr(torch, content)
     if tag == "$device":
         return torch.device(content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from safetensors import safe_open
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapters
 from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.layout import check_stored
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.replay import saved_values, unit_values
@@ -53,10 +53,12 @@ def saved_weights(saved: Saved) -> Stream:
     state = saved.backend_state
     if "units" not in state:
         names = sorted(saved.names())
-        specs = [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in names]
+        specs = [Spec(name, *saved.form(name)) for name in names]
         return specs, ((name, saved.tensor(name)) for name in names)
+    with taking_apart(saved.folder, "its state"):
+        check_stored(state, saved.form)
     specs = [spec for spec in specs_of(state["units"]) if spec.name not in state["omitted"]]
-    specs += [Spec(name, saved.tensor(name).dtype, saved.shape(name)) for name in state["buffers"]]
+    specs += [Spec(name, *saved.form(name)) for name in state["buffers"]]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for placed, value in saved_values(saved):
@@ -71,7 +73,7 @@ def weights_by_name(saved: Saved) -> Weights:
     """The same for a reader that has an order of its own: each made when it is asked for, with its unit's others."""
     state = saved.backend_state
     if "units" not in state:
-        return Weights(sorted(saved.names()), saved.tensor)
+        return Weights({name: saved.form(name) for name in sorted(saved.names())}, saved.tensor)
     unit_of = {p["name"]: unit for unit in state["units"] for part in unit["parts"] for p in part["params"]}
     made: dict[str, torch.Tensor] = {}
 
@@ -83,14 +85,14 @@ def weights_by_name(saved: Saved) -> Weights:
             made.update((placed.name, value) for placed, value in unit_values(saved, unit_of[name]))
         return made[name]
 
-    return Weights([spec.name for spec in saved_weights(saved)[0]], read)
+    return Weights({spec.name: (spec.dtype, spec.shape) for spec in saved_weights(saved)[0]}, read)
 
 
 def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) -> None:
     """One file, which appears whole. `.safetensors`, or else what `torch.save` writes, in which tied weights have all
     their names."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary = files.unshared(path)
     files.remove(temporary)
     try:
         _write_shards(temporary.parent, {temporary.name: stream[0]}, stream[1])
@@ -123,7 +125,7 @@ def write_model_folder(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is there already: name a folder that is not, or an empty one (OUT)")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}-{os.getpid()}")
+    temporary = files.unshared(out)
     files.remove(temporary)
     apart = apart or {}
     own = [spec for spec in stream[0] if spec.name not in apart]

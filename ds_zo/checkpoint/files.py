@@ -6,11 +6,14 @@ Only this module writes, so the order of what reaches the disk can be read, and 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ _CHUNK_NBYTES = 32 * 2**20
 """Between two of them a thread needs Python, which training needs too."""
 _READ_NBYTES = 4 * 2**20
 """Several threads have one each beside a model that fills the host."""
+_PROCESS = uuid.uuid4().hex
+"""Hosts and containers have processes of equal ids."""
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -31,6 +36,11 @@ SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -38,6 +48,7 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ def hash_json(value: Any) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> Any:
     """A tensor's memory as a buffer."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
@@ -236,7 +247,7 @@ def rename(old: Path, new: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """A small file changes from its old to its new content, never through anything else."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary = unshared(path)
     remove(temporary)
     try:
         write_bytes(temporary, text.encode())
@@ -247,11 +258,41 @@ def replace_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def remove(path: Path) -> None:
-    """A file or a folder with all that is in it, if it is there. What can't be removed stays: it is only litter."""
+def writer_id() -> int:
+    """A number that no other thread, process or host has, to make names of."""
+    text = f"{_PROCESS}-{os.getpid()}-{threading.get_ident()}"
+    return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+
+
+def unshared(path: Path) -> Path:
+    """A name beside `path` that no other writer uses."""
+    return path.with_name(f".{path.name}-{writer_id()}")
+
+
+def make_locked(path: Path, data: bytes) -> int | None:
+    """A new file that is locked until its descriptor is closed, by the end of the process if by nothing else. None: it
+    was removed before the lock was taken. File systems without locks leave it unlocked."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, data)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def remove(path: Path, *, last: Collection[str] = ()) -> None:
+    """A file or a folder with all that is in it, if it is there. What can't be removed stays: it is only litter. Files
+    named in `last` go when the folder's other files are gone."""
     if path.is_dir() and not path.is_symlink():
         with contextlib.suppress(OSError):
-            in_threads(_unlink, list(path.iterdir()))  # giving memory or blocks back takes a fifth of writing them
+            rest = [inside for inside in path.iterdir() if inside.name not in last]
+            in_threads(_unlink, rest)  # giving memory or blocks back takes a fifth of writing them
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

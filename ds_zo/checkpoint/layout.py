@@ -17,6 +17,8 @@ from ds_zo.streaming.units import Part, Placed, Planes, Unit
 LOW = ":low"
 EXPONENTS = ":exponents"
 Read = Callable[[str], torch.Tensor]
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor's dtype and shape."""
 
 
 def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -113,6 +115,25 @@ def unit_key(description: Mapping[str, Any]) -> str:
     """The name of its first parameter: two units may bear one module's name."""
     name: str = description["parts"][0]["params"][0]["name"]
     return name
+
+
+def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
+    """Raises where the tensors of a checkpoint are not those of the units that its state describes."""
+    omitted = state["omitted"]
+    for description in state["units"]:
+        placed = [p for part in description["parts"] for p in part["params"]]
+        if not all(type(p["offset"]) is int and p["offset"] >= 0 for p in placed):
+            raise ValueError(f"offsets are {[p['offset'] for p in placed]}")
+        if not all(type(p["group"]) is int and 0 <= p["group"] < state["num_groups"] for p in placed):
+            raise ValueError(f"parameter groups are {[p['group'] for p in placed]}")
+        unit = rebuild(description)
+        give_buffers(unit, torch.device("meta"))
+        for name, view in unit_tensors(unit, unit.home, unit.low_home).items():
+            if name.partition(":")[0] in omitted:
+                continue
+            dtype, shape = form(name)
+            if dtype is not view.dtype or torch.Size(shape).numel() != view.numel():
+                raise ValueError(f"{name} is {dtype} of shape {shape}, expected {view.dtype} of {tuple(view.shape)}")
 
 
 def give_buffers(unit: Unit, device: torch.device) -> None:

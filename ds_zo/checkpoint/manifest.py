@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.files import Written, hash_json, sha256_of
 from ds_zo.checkpoint.workers import in_threads
 
@@ -70,16 +70,32 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if kind != FORMAT or found != computed:
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} does not match its own hash")
-    files = {name: Written(**of) for name, of in body["files"].items()}
-    return Manifest(
-        backend=body["backend"],
-        tag=body["tag"],
-        global_steps=body["global_steps"],
-        saved_unix_s=body["saved_unix_s"],
-        ds_zo_version=body["ds_zo_version"],
-        weights_sha256=body["weights_sha256"],
-        files=files,
-    )
+    with taking_apart(folder, FILE):
+        manifest = Manifest(
+            backend=body["backend"],
+            tag=body["tag"],
+            global_steps=body["global_steps"],
+            saved_unix_s=body["saved_unix_s"],
+            ds_zo_version=body["ds_zo_version"],
+            weights_sha256=body["weights_sha256"],
+            files={name: Written(of["nbytes"], of["sha256"]) for name, of in body["files"].items()},
+        )
+        _check_types(manifest)
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    texts = (manifest.backend, manifest.tag, manifest.ds_zo_version, manifest.weights_sha256)
+    written = manifest.files.values()
+    if not all(isinstance(text, str) for text in (*texts, *(one.sha256 for one in written))):
+        raise TypeError("a text is none")
+    if not all(type(number) is int for number in (manifest.global_steps, *(one.nbytes for one in written))):
+        raise TypeError("a whole number is none")
+    if not isinstance(manifest.saved_unix_s, (int, float)):
+        raise TypeError("a time is none")
+    outside = [name for name in manifest.files if Path(name).name != name or "\0" in name or len(name) > 255]
+    if outside:
+        raise ValueError(f"{outside[0]!r} is not the name of a file in the folder")
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -10,7 +10,9 @@ import torch
 from safetensors import safe_open
 
 from ds_zo.checkpoint.encoding import decode
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.files import TORCH_DTYPES
+from ds_zo.checkpoint.layout import Form
 from ds_zo.checkpoint.manifest import (
     Manifest,
     check_hashes,
@@ -32,15 +34,16 @@ class Saved:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        with safe_open(folder / STATE_TENSORS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        state = decode(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
-        self.engine_state: dict[str, Any] = state["engine"]
-        self.backend_state: dict[str, Any] = state["backend"]
+        with taking_apart(folder, STATE):
+            with safe_open(folder / STATE_TENSORS, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            state = decode(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
+            self.engine_state: dict[str, Any] = dict(state["engine"])
+            self.backend_state: dict[str, Any] = dict(state["backend"])
         self._file_of: dict[str, str] = {}
         for name in manifest.files:
             if name.startswith("weights-"):
-                with safe_open(folder / name, framework="pt") as file:
+                with taking_apart(folder, name), safe_open(folder / name, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), name))
         self._open: tuple[str, Any] | None = None
 
@@ -55,9 +58,11 @@ class Saved:
         tensor: torch.Tensor = self._open[1].get_tensor(name)
         return tensor
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def form(self, name: str) -> Form:
+        """Nothing but the file's header is read."""
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+            found = file.get_slice(name)
+            return TORCH_DTYPES[found.get_dtype()], tuple(found.get_shape())
 
     def text(self, name: str) -> str | None:
         """One of the extra files, None where there is none."""

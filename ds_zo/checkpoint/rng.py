@@ -19,6 +19,15 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """Raises where `set_random_states` would, and sets nothing."""
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(states["cuda"])
+
+
 def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():

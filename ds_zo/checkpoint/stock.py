@@ -9,43 +9,83 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.files import TORCH_DTYPES
+from ds_zo.checkpoint.layout import Form
 from ds_zo.streaming.loading import SafetensorsSource
 
 
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors by name, each read when it is asked for."""
 
-    def __init__(self, names: list[str], read: Callable[[str], torch.Tensor]) -> None:
-        self._names = dict.fromkeys(names)
+    def __init__(self, forms: Mapping[str, Form], read: Callable[[str], torch.Tensor]) -> None:
+        self.forms = forms
         self._read = read
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
+        if name not in self.forms:
             raise KeyError(name)
         return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.forms)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.forms)
 
 
 def model_source(folder: Path) -> Weights | None:
-    """The weights of a folder that `save_pretrained` or `ds-zo export` wrote; None where it is not one."""
+    """The weights of a folder that `save_pretrained` or `ds-zo export` wrote; None where it is not one. Every file's
+    header is read here."""
     try:
         source = SafetensorsSource(folder)
     except FileNotFoundError:
         return None
-    return Weights(sorted(source.names()), source)
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from None
+    try:
+        headers = {name: source.header(name) for name in sorted(source.names())}
+        forms = {name: (TORCH_DTYPES[dtype], shape) for name, (dtype, shape) in headers.items()}
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from None
+    return Weights(forms, source)
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"a model folder has whole safetensors files, and those of {folder} can't be read: {error!r}. Copy it again"
+    )
+
+
+def check_forms(forms: Mapping[str, Form], here: Mapping[str, torch.Tensor], *, of: str) -> None:
+    """Raises where a tensor of `here` has another shape, or is of another kind. Nothing has been changed by then."""
+    for name in sorted(forms.keys() & here.keys()):
+        dtype, shape = forms[name]
+        if shape != tuple(here[name].shape):
+            raise CheckpointError(
+                f"{of} is of another model: {name} has shape {shape} there and {tuple(here[name].shape)} here: load "
+                f"weights of a model with these shapes ({name})"
+            )
+        if _kind(dtype) != _kind(here[name].dtype):
+            raise CheckpointError(
+                f"{of} is of another model: {name} has dtype {dtype} there and {here[name].dtype} here: a weight is "
+                f"loaded from another width, not from another kind of number ({name})"
+            )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, ...]:
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
 
 
 def check_weights(
-    weights: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, strict: bool
+    weights: Weights, here: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, strict: bool
 ) -> None:
-    """Raises where the names are of another model; nothing has been changed by then."""
+    """Raises where names, shapes or kinds of number are of another model; nothing has been changed by then."""
     names = {
         name for name in here if name not in aliases and not any(a in weights for a, n in aliases.items() if n == name)
     }
@@ -56,6 +96,7 @@ def check_weights(
             f"these are weights of another model: {len(missing)} are missing, {len(unknown)} unknown, such as "
             f"{example}; load_module_strict=False takes what fits"
         )
+    check_forms(weights.forms, here, of="the folder or checkpoint")
 
 
 @contextmanager

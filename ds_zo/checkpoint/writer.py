@@ -2,13 +2,15 @@
 
 [Note: order of a save] Files under a temporary name, each fsynced; the manifest, last of them; the folder's rename;
 then `latest`. A reader believes only in folders with a manifest, and `latest` changes from one whole checkpoint to
-another.
+another. Several runs may save to one folder: see [Note: owned folders].
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,16 +31,20 @@ from ds_zo.checkpoint.manifest import (
     REPLACED,
     WRITING,
     Manifest,
+    check_sizes,
     complete_tags,
-    folder_of,
+    is_checkpoint,
     read_latest,
+    read_manifest,
 )
+from ds_zo.checkpoint.owners import MARK, OwnedFolder, abandoned, is_owned
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.checkpoint.workers import THREADS, in_threads
 
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
+_ATTEMPTS = 20
 
 
 def weights_file(index: int) -> str:
@@ -76,31 +82,44 @@ def check_tag(tag: str) -> None:
 def write_checkpoint(save: Save) -> Manifest:
     """See [Note: order of a save]. On any failure the snapshot is let go, what was written removed, and a
     `CheckpointError` says what failed."""
-    temporary = save.save_dir / f"{save.tag}{WRITING}{os.getpid()}"
+    owned: OwnedFolder | None = None
+    final = save.save_dir / save.tag
     try:
         files.make_save_folder(save.save_dir)
-        files.remove(temporary)
-        files.make_folder(temporary)
-        manifest = _write_files(save, temporary)
-        files.sync_folder(temporary)
-        _put_in_place(save, temporary)
+        owned = OwnedFolder(save.save_dir / f"{save.tag}{WRITING}{files.writer_id()}")
+        manifest = _write_files(save, owned.path)
+        files.sync_folder(owned.path)
+        _check_whole(owned.path, manifest)
+        _put_in_place(save, owned.path)
         if save.latest:
             files.replace_text(save.save_dir / LATEST, save.tag)
     except BaseException as error:
-        files.remove(temporary)
+        if owned is not None:
+            files.remove(owned.path, last=(MARK,))
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"checkpoint {save.save_dir / save.tag} was not written: {error}. Earlier checkpoints are whole; make "
-                "room or name a folder that can be written, and save again"
+                f"checkpoint {final} was not written: {error}. Earlier checkpoints are whole; make room or name a "
+                "folder that can be written, and save again"
             ) from error
         raise
     finally:
+        if owned is not None:
+            owned.release(now_at=final)
         save.snapshot.abandon()
     with contextlib.suppress(OSError, CheckpointError):  # the checkpoint is whole: what stays is only litter
         _tidy(save)
     if save.on_complete is not None:
         save.on_complete(manifest)
     return manifest
+
+
+def _check_whole(folder: Path, manifest: Manifest) -> None:
+    """Before a folder gets its tag: something else may have removed files from it."""
+    try:
+        read_manifest(folder)
+        check_sizes(folder, manifest)
+    except CheckpointError as error:
+        raise OSError(f"another program has changed it while it was being written ({error})") from error
 
 
 def _write_files(save: Save, folder: Path) -> Manifest:
@@ -143,47 +162,83 @@ def _write_files(save: Save, folder: Path) -> Manifest:
 
 
 def _put_in_place(save: Save, temporary: Path) -> None:
+    """Another run may put the same tag in place meanwhile: the last one's stays."""
     final = save.save_dir / save.tag
-    if not final.exists():
-        files.rename(temporary, final)
-        return
     # Readers look for the set-aside folder where the tag's own is missing (`folder_of`).
-    aside = save.save_dir / f"{REPLACED}{save.tag}-{os.getpid()}"
-    files.remove(aside)
-    files.rename(final, aside)
-    try:
-        files.rename(temporary, final)
-    except BaseException:
-        if not final.exists():
-            os.rename(aside, final)
-        raise
-    files.remove(aside)
+    aside = save.save_dir / f"{REPLACED}{save.tag}-{files.writer_id()}"
+    files.remove(aside, last=(FILE,))
+    for attempt in range(_ATTEMPTS):
+        may_try_again = attempt < _ATTEMPTS - 1
+        if final.exists():
+            try:
+                files.rename(final, aside)
+            except FileNotFoundError:
+                if may_try_again:
+                    continue
+                raise
+        try:
+            files.rename(temporary, final)
+        except BaseException as error:
+            if may_try_again and isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                files.remove(aside, last=(FILE,))
+                continue
+            if aside.exists() and not final.exists():
+                os.rename(aside, final)
+            raise
+        files.remove(aside, last=(FILE,))
+        return
+
+
+_BEING_WRITTEN = re.compile(f".+{re.escape(WRITING)}\\d+")
+_BEING_REMOVED = re.compile(f"{re.escape(REMOVED)}.+-\\d+")
+_SET_ASIDE = re.compile(f"{re.escape(REPLACED)}(.+)-\\d+")
 
 
 def _tidy(save: Save) -> None:
-    """Removes what crashes left, and checkpoints beyond `keep_last`."""
+    """Removes what crashes left, and checkpoints beyond `keep_last`. A folder is ours by its name and by what is in it:
+    the mark of a writer, or a manifest. Folders of other runs that are writing stay."""
+    now_s = (save.save_dir / save.tag).stat().st_mtime
     for path in save.save_dir.iterdir():
-        if WRITING in path.name or path.name.startswith(REMOVED):
-            files.remove(path)
-        elif path.name.startswith(REPLACED):
-            tag = path.name.removeprefix(REPLACED).rpartition("-")[0]
-            if folder_of(save.save_dir, tag) == path and not (save.save_dir / tag).exists():
-                files.rename(path, save.save_dir / tag)
-            else:
-                files.remove(path)
+        if _BEING_WRITTEN.fullmatch(path.name):
+            with abandoned(path, now_s=now_s) as is_free:
+                if is_free:
+                    files.remove(path, last=(MARK,))
+            _remove_if_empty(path)
+        elif _BEING_REMOVED.fullmatch(path.name):
+            if is_checkpoint(path):
+                files.remove(path, last=(FILE,))
+            _remove_if_empty(path)
+        elif found := _SET_ASIDE.fullmatch(path.name):
+            _tidy_set_aside(path, save.save_dir / found[1], now_s)
     if save.keep_last is None:
         return
-    tags = complete_tags(save.save_dir)
-    spare = {save.tag, read_latest(save.save_dir)}
-    for tag in tags[save.keep_last :]:
-        if tag in spare:
+    for tag in complete_tags(save.save_dir)[save.keep_last :]:
+        # The mark before `latest`: a save writes `latest` before it takes its mark away.
+        if tag == save.tag or is_owned(save.save_dir / tag, now_s=now_s) or tag == read_latest(save.save_dir):
             continue
-        gone = save.save_dir / f"{REMOVED}{tag}-{os.getpid()}"
+        gone = save.save_dir / f"{REMOVED}{tag}-{files.writer_id()}"
         try:
             files.rename(save.save_dir / tag, gone)  # so that a crash half-way leaves no tag that lacks files
         except OSError:
             continue
-        files.remove(gone)
+        files.remove(gone, last=(FILE,))
+
+
+def _tidy_set_aside(path: Path, final: Path, now_s: float) -> None:
+    """A crash came while a tag's folder was being replaced, or another run is replacing it."""
+    writing = [beside for beside in final.parent.iterdir() if beside.name.startswith(f"{final.name}{WRITING}")]
+    if not is_checkpoint(path) or any(is_owned(folder, now_s=now_s) for folder in (final, *writing)):
+        return
+    if is_checkpoint(final):
+        files.remove(path, last=(FILE,))
+    elif not final.exists():
+        files.rename(path, final)
+
+
+def _remove_if_empty(path: Path) -> None:
+    """A crash came before the folder's mark was in it, or after it was gone."""
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
 
 
 class Background:

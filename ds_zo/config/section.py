@@ -76,7 +76,8 @@ class CheckpointConfig(ConfigModel):
 
     asynchronous: bool = False
     """Write in the background while training goes on. Host memory meanwhile: for ZO at most one more copy of the
-    streamed blocks, and a copy of what lives on the device; for the others a copy of weights and optimizer state."""
+    streamed blocks, and a copy of what lives on the device; for the others a copy of weights and optimizer state. An
+    error of the writer is raised at the end of the next `engine.step()`, which has made its step."""
 
     trajectory: bool = False
     """ZO: also log every step's seed and coefficient, from which any step's weights can be replayed."""

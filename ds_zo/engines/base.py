@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
-from ds_zo.checkpoint.stock import check_weights
+from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.late import Late
 
@@ -152,6 +152,9 @@ class Backend(ABC):
         return self.module.state_dict(**kwargs)
 
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        here = dict(self.module.named_parameters(remove_duplicate=False))
+        forms = {name: (v.dtype, tuple(v.shape)) for name, v in state.items() if isinstance(v, torch.Tensor)}
+        check_forms(forms, here, of="the state dict")  # torch raises after it has copied what fits
         self.module.load_state_dict(state, strict=strict)
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -192,8 +195,11 @@ class Backend(ABC):
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         """Goes on from a checkpoint; `resume` False takes its weights only. Checks before it changes anything."""
         here = self.stored()
-        names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
-        frozen = set(saved.backend_state.get("omitted", ()))  # left out when it was saved: they stay as they are
+        with taking_apart(saved.folder, "its state"):
+            names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
+            frozen = set(saved.backend_state.get("omitted", ()))  # left out when it was saved: they stay as they are
+            if not set(names.values()) <= saved.names() | frozen:
+                raise KeyError("an alias of a tensor that is not there")
         omitted = frozen | {name for name, of in names.items() if of in frozen}
         names = {name: of for name, of in names.items() if name not in omitted}
         here = {name: value for name, value in here.items() if name not in omitted}
@@ -203,15 +209,12 @@ class Backend(ABC):
                 f"checkpoint {saved.folder} is of another model: {len(only)} tensors are only in one of them, such as "
                 f"{only[0]}; load_module_strict=False takes what they share"
             )
-        for name in names.keys() & here.keys():
-            if saved.shape(names[name]) != tuple(here[name].shape):
-                raise CheckpointError(
-                    f"checkpoint {saved.folder} is of another model: {name} has shape {saved.shape(names[name])} there "
-                    f"and {tuple(here[name].shape)} here"
-                )
+        shared = names.keys() & here.keys()
+        check_forms({name: saved.form(names[name]) for name in shared}, here, of=f"checkpoint {saved.folder}")
         if resume:
-            self.check_state(saved.backend_state["state"])
-        for name in sorted(names.keys() & here.keys(), key=lambda name: names[name]):
+            with taking_apart(saved.folder, "its state"):
+                self.check_state(saved.backend_state["state"])
+        for name in sorted(shared, key=lambda name: names[name]):
             self.write_stored(name, here[name], saved.tensor(names[name]))
         self.stored_changed()
         self.load_state_dict(saved.backend_state["state"], load_optimizer_states=resume)
@@ -230,7 +233,7 @@ class Backend(ABC):
         return specs, ((name, value.cpu()) for name, value in chosen.items())
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         """Replaces weights by name, reading one at a time; an alias does for a tied parameter."""
         here = self.stored()
         check_weights(weights, here, self.aliases(), strict=strict)
@@ -246,6 +249,9 @@ class Backend(ABC):
     def rank_state(self) -> dict[str, Any]:
         """What differs from rank to rank: sums of an accumulation window that is not over."""
         return {}
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raises where `load_rank_state` could not take it."""
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Its counterpart."""

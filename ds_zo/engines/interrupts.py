@@ -66,6 +66,7 @@ class Interrupts:
 
     def _enter(self) -> None:
         if self._depth == 0:
+            self._came = False
             previous = _signal.getsignal(signal.SIGINT)
             if previous != self._on_signal:
                 self._previous = previous
@@ -77,8 +78,8 @@ class Interrupts:
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
+            self._put_back()  # first: one that came later would wait for the next update
             came, self._came = self._came, False
-            self._put_back()
             if came:
                 signal.raise_signal(signal.SIGINT)
 

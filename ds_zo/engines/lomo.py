@@ -776,6 +776,15 @@ class LOMOBackend(Backend):
                     f"{slot.name} was trained as {was} in the checkpoint and as {now} here: write adapter in "
                     f"{self.config.params_at} as it was, or pass load_optimizer_states=False"
                 )
+            residue = state.get("residues", {}).get(slot.name)
+            if residue is not None and residue.shape != slot.parameter.shape:
+                raise ValueError(f"what rounding dropped of {slot.name} has shape {tuple(residue.shape)}")
+            if saved is not None:
+                kind = AdamMoments if slot.is_adapter else FactoredMoments
+                kind.from_state_dict(saved, device=torch.device("meta"))
+        int(state["step"])
+        if state["scaler"] is not None:
+            [float(state["scaler"][name]) for name in ("scale", "num_clean", "overflows_left")]
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}
@@ -801,6 +810,10 @@ class LOMOBackend(Backend):
         norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, Late) else outcome.grad_norm
         window = {"applied": bool(outcome.applied), "grad_norm": norm, "advance_schedule": outcome.advance_schedule}
         return {"window": window if self._pending else None, "bare": self._bare}
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        if state.get("window") is not None:
+            StepOutcome(**state["window"])
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         self._pending, self._bare = state.get("window") is not None, bool(state.get("bare", False))

@@ -31,6 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ds_zo.config import ConfigError
 from ds_zo.engines.compiled_blocks import BlockCompiler, CompiledForward
+from ds_zo.engines.interrupts import interrupts
 from ds_zo.engines.lomo_homes import BlockHomes
 from ds_zo.engines.plain_copies import StandIn
 from ds_zo.engines.surroundings import Habits, Surroundings
@@ -221,7 +222,13 @@ class RecomputedBlock:
                 for mapping, entries in zip(filter(_is_mapping, given), written, strict=True):
                     mapping.update(entries)
                 return output
-        with self._homes.visit(self.unit), torch.no_grad(), _no_autocast_cache(self._homes.device):
+        # [Note: whole steps] Ctrl-C on the way out of a context would leave torch's modes as they are inside.
+        with (
+            interrupts.whole(),
+            self._homes.visit(self.unit),
+            torch.no_grad(),
+            _no_autocast_cache(self._homes.device),
+        ):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
             leaves = self._own(leaves)
         if may_train and self._has_cache(args, kwargs):
@@ -253,6 +260,7 @@ class RecomputedBlock:
         versions = [t._version for t in tensors]
         args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
         with (
+            interrupts.whole(),  # as in `_call`
             self._homes.visit(self.unit),
             _no_autocast_cache(self._homes.device),
             torch.enable_grad(),
@@ -283,7 +291,7 @@ class RecomputedBlock:
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
-        with self._homes.visit(self.unit) as visit:
+        with interrupts.whole(), self._homes.visit(self.unit) as visit:
             call.check_weights()
             with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
                 args, kwargs = call.arguments(inputs)

@@ -643,6 +643,7 @@ class LSPBackend(Backend):
     def check_state(self, state: Mapping[str, Any]) -> None:
         check_layout(state.get("layout", 1))
         check_slot_states(self._groups.kept(), state["slots"])
+        int(state["step"]), int(state["calibration"]["checked_step"]), state["calibration"]["batch"]
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         self.settle()
@@ -668,6 +669,12 @@ class LSPBackend(Backend):
             owned = [group for group in self._host_groups if isinstance(group, SharedHostGroup)]
             self._gathered = gather_owned(owned, self.ranks)
         return {"totals": {slot.name: slot.gradient.cpu().clone() for slot in self._slots if slot.has_total}}
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        for slot in self._slots:
+            total = state["totals"].get(slot.name)
+            if total is not None and slot.total is not None and total.shape != slot.total.shape:
+                raise ValueError(f"the sum of {slot.name} has shape {tuple(total.shape)}")
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         for slot in self._slots:

@@ -15,6 +15,7 @@ from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.engines.lsp_shared import SharedHostGroup
 from ds_zo.optim.subspace_adam import Moments
+from ds_zo.projectors.sparse import SparseProjector
 
 LAYOUT = 2
 """How the states of a matrix are stored: 2, transposed, as the products read them."""
@@ -66,6 +67,20 @@ def check_slot_states(kept: Iterable[Kept], states: Mapping[str, Any]) -> None:
                 f"the checkpoint's subspace of {slot.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
                 f"{slot.shape}: resume with the checkpoint's subspace_dim, projector and edge"
             )
+        if saved is not None:
+            _check_slot_state(saved, slot.shape)
+
+
+def _check_slot_state(saved: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    tensors = [saved["moments"]["mean_square"], *saved["errors"].values()]
+    if any(tuple(tensor.shape) != shape for tensor in tensors) or saved["moments"]["num_steps"].numel() != 1:
+        raise ValueError(f"moments and errors have shapes {[tuple(tensor.shape) for tensor in tensors]}")
+    bool(saved["is_fitted"])
+    for key in ("subspace", "refitted"):
+        if saved[key] is not None:
+            int(saved[key]["num_draws"])
+            for side in ("P", "Q"):
+                SparseProjector.from_state(saved[key][side])
 
 
 def load_slot_states(

@@ -25,7 +25,7 @@ from ds_zo import ops
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
-from ds_zo.checkpoint.stock import check_weights
+from ds_zo.checkpoint.stock import Weights, check_weights
 from ds_zo.config import Resolved
 from ds_zo.engines.base import Backend, StepOutcome
 from ds_zo.engines.caches import Caches
@@ -498,7 +498,7 @@ class ZOBackend(Backend):
         return specs, read()
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         aliases = self.aliases()
         with told_to_nobody():
             here = {p.name: p.parameter.data for unit in self.homes.placement.units for p in unit.placed}
@@ -518,6 +518,10 @@ class ZOBackend(Backend):
     def rank_state(self) -> dict[str, Any]:
         self.homes.measures = False  # as in `snapshot`, which the first rank alone makes: all must agree or none
         return {"projected": self._projected.cpu()}
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state["projected"], torch.Tensor):
+            raise TypeError("projected gradients are no tensor")
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         if state["projected"].shape == self._projected.shape:

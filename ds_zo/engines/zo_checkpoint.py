@@ -14,13 +14,23 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.files import hash_json, hash_tensors
-from ds_zo.checkpoint.layout import describe, difference, fill_unit, host_tensors, shapes_of, still_of, unit_key
+from ds_zo.checkpoint.layout import (
+    check_stored,
+    describe,
+    difference,
+    fill_unit,
+    host_tensors,
+    shapes_of,
+    still_of,
+    unit_key,
+)
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import Recorder
 from ds_zo.checkpoint.replay import saved_values
 from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
+from ds_zo.checkpoint.stock import check_forms
 from ds_zo.engines.homes import Homes
 from ds_zo.engines.replay_log import CAPACITY
 from ds_zo.streaming.turns import FOLD_ORDER, turn
@@ -119,12 +129,17 @@ class HomesCheckpoint:
     def restore(self, saved: Saved, *, resume: bool, strict: bool) -> None:
         """`resume` False takes the weights only: what is logged and counted here stays."""
         state = saved.backend_state
+        with taking_apart(saved.folder, "its state"):
+            self._check_state(saved)
         omitted = set(state["omitted"])
         there = {name: shape for name, shape in shapes_of(state["units"]).items() if name not in omitted}
         here = {name: shape for name, shape in self._shapes().items() if name not in omitted}
         wrong = difference(there, here)
         if wrong is not None and (strict or not there.keys() & here.keys()):
             raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
+        buffers = dict(persistent_buffers(self._module))
+        forms = {name: saved.form(name) for name in state["buffers"] if name in buffers}
+        check_forms(forms, buffers, of=f"checkpoint {saved.folder}")
         if resume and self._homes.measures:
             self._homes.set_interval(state["interval"])
         if resume:
@@ -142,9 +157,8 @@ class HomesCheckpoint:
                 )
                 for unit in self._homes.placement.units:
                     unit.version = self._homes.log.length
-        for name, buffer in persistent_buffers(self._module):
-            if name in state["buffers"]:
-                buffer.copy_(saved.tensor(name))
+        for name in forms:
+            buffers[name].copy_(saved.tensor(name))
         self._homes.runtime.forget()
 
     def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
@@ -154,6 +168,19 @@ class HomesCheckpoint:
             for p in part.placed:
                 p.still = still.get(p.name, p.still)
             part.forget_tables()
+
+    def _check_state(self, saved: Saved) -> None:
+        state = saved.backend_state
+        check_stored(state, saved.form)
+        names = ("step", "seed", "noise_version", "num_directions", "num_groups", "interval")
+        numbers = [state[name] for name in names] + [unit["version"] for unit in state["units"]]
+        if not all(type(number) is int for number in numbers) or not 1 <= state["interval"] <= CAPACITY:
+            raise TypeError(f"numbers are {numbers}")
+        if not set(state["buffers"]) <= saved.names():
+            raise KeyError(f"buffers are {state['buffers']}")
+        shape = (CAPACITY, 1 + state["num_groups"] * (1 + state["num_directions"]))
+        if state["rows"].dtype is not torch.float32 or tuple(state["rows"].shape) != shape:
+            raise TypeError(f"rows are {state['rows'].dtype} of {tuple(state['rows'].shape)}, expected {shape}")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: tuple(p.parameter.shape) for u in self._homes.placement.units for p in u.placed}

@@ -70,6 +70,12 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """A tensor's dtype, as safetensors names it, and its shape; nothing else is read."""
+        with safe_open(self._file_of[name], framework="pt") as file:
+            found = file.get_slice(name)
+            return found.get_dtype(), tuple(found.get_shape())
+
     def __call__(self, name: str) -> torch.Tensor:
         with safe_open(self._file_of[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import BATCHES, assert_same_bits, planes, start
+from first_order_runs import JSONS as FIRST_ORDER
+from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
 from tiny_models import tiny_batch, tiny_model
 from zo_runs import engine_for, one_step, train, zo_json
 
@@ -127,7 +129,7 @@ def test_a_crash_at_every_file_operation(
         shutil.copytree(tmp_path / "a", folder)
         with monkeypatch.context() as patch:
             break_os(patch, BrokenOs(fail_at=at, crash=True))
-            patch.setattr(files, "remove", lambda path: None)
+            patch.setattr(files, "remove", lambda path, **options: None)
             with pytest.raises(KeyboardInterrupt) if at <= total else _maybe():
                 engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
         reader.load_checkpoint(str(folder))
@@ -165,7 +167,7 @@ def test_a_full_disk_in_the_background_surfaces_at_the_next_step(
     engine.backward(loss)
     with pytest.raises(CheckpointError, match=os.strerror(error)):
         engine.step()
-    engine.step()  # training is able to go on
+    assert engine.global_steps == 4  # a loop that goes on with the next batch has lost no step
     losses += [loss.item(), *train(engine, BATCHES[4:6])]
     assert losses == expected
     assert manifest.complete_tags(tmp_path) == ["global_step2"]
@@ -176,6 +178,31 @@ def test_a_full_disk_in_the_background_surfaces_at_the_next_step(
     engine.save_checkpoint(str(tmp_path))
     engine.wait_for_checkpoint()
     assert (tmp_path / "latest").read_text() == "global_step6"
+
+
+@pytest.mark.parametrize("name", ["bf16 split", *(name for name in FIRST_ORDER if "fp16" not in name)])
+def test_a_loop_that_logs_a_failed_background_save_and_goes_on_loses_no_step(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def run(*, fails: bool) -> tuple[int, dict[str, Any]]:
+        torch.manual_seed(0)
+        engine = engine_of(name, asynchronous=True) if name in FIRST_ORDER else start(name, asynchronous=True)
+        epochs, num_errors = Epochs(), 0
+        for i in range(7):
+            try:
+                play(engine, epochs, 1) if name in FIRST_ORDER else one_step(engine, BATCHES[i])
+            except CheckpointError:
+                num_errors += 1
+            if i == 2 and fails:
+                engine.save_checkpoint(str(tmp_path / "file" / "x"))
+                engine._background.wait()
+        assert num_errors == fails
+        return engine.global_steps, everything(engine) if name in FIRST_ORDER else planes(engine)
+
+    steps, expected = run(fails=False)
+    found_steps, found = run(fails=True)
+    assert found_steps == steps
+    assert_same_run(found, expected) if name in FIRST_ORDER else assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("broken", ["client state", "memory", "thread"])

@@ -100,6 +100,89 @@ def test_an_update_is_made_once_and_whole(kind: str, tmp_path: Path) -> None:
     assert outcomes == {INTERRUPTED, INTERRUPTED + 1}, "before the step is made, and after"
 
 
+CONTEXTS = (
+    "engines/lomo_blocks.py",
+    "engines/lomo_homes.py",
+    "autograd/graph.py",
+    "autograd/grad_mode.py",
+    "autocast_mode.py",
+    "engines/zo.py",
+)
+"""Where streamed blocks enter and leave contexts, and those that are torch's."""
+
+
+def press_at(forward: Callable[[], Any], target: tuple[Line, int] | None) -> dict[Line, int]:
+    """Runs a forward with Ctrl-C at the n-th time that a line is reached; how often each of `CONTEXTS` was."""
+    reached: dict[Line, int] = {}
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.endswith(CONTEXTS):
+            return None
+        if event == "line":
+            line = (Path(code.co_filename).name, frame.f_lineno)
+            reached[line] = reached.get(line, 0) + 1
+            if (line, reached[line]) == target:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        forward()
+    finally:
+        sys.settrace(None)
+    return reached
+
+
+@pytest.mark.parametrize(("kind", "trains"), [("LOMO", True), ("LOMO", False), ("ZO", True)])
+def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(kind: str, trains: bool) -> None:
+    """Left behind, hooks on saved tensors keep every later engine of the process from training."""
+    engine = start(streamed(kind, lr=1e-3), Toy())
+
+    def forward() -> None:
+        torch._C._set_grad_enabled(trains)  # not a context, which could be left behind itself
+        engine(**on_device(engine, BATCHES[0]))
+
+    def modes() -> tuple[Any, ...]:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        found = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+        torch._C._set_grad_enabled(True)
+        return hooks, *found
+
+    forward()
+    before = modes()
+    lines = press_at(forward, None)
+    assert kind == "ZO" or {name for name, _ in lines} >= {"lomo_blocks.py", "lomo_homes.py", "autocast_mode.py"}
+    num_interrupts = 0
+    for number, (line, num_times) in enumerate(lines.items()):
+        if number % 3 and line[0] not in ("graph.py", "grad_mode.py"):  # all of them were tried once
+            continue
+        try:
+            press_at(forward, (line, num_times))
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        assert modes() == before, line
+        engine.backward(engine(**on_device(engine, BATCHES[1])))
+        engine.step()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert num_interrupts > len(lines) // 6, "not every forward comes by every line"
+
+
+def test_ctrl_c_at_the_end_of_an_update_does_not_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after the last look at whether one came."""
+    ours = Interrupts()
+    put_back = ours._put_back
+
+    def press() -> None:
+        signal.raise_signal(signal.SIGINT)
+        put_back()
+
+    monkeypatch.setattr(ours, "_put_back", press)
+    with pytest.raises(KeyboardInterrupt), ours.whole():
+        pass
+
+
 def test_a_thread_that_is_main_by_name_alone_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in programs that embed Python: `threading` takes the thread that imported it first for the main one."""
     reached = []

@@ -1,0 +1,75 @@
+"""What of a configuration has to be the same on every rank: all that decides an update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ds_zo.config.errors import ConfigError
+from ds_zo.config.resolved import Resolved
+
+_OWN = frozenset(
+    {
+        "pin_memory",
+        "clipping_explicit",
+        "ignored",
+        "warnings",
+        "params_at",
+        "ds_zo.params",
+        "ds_zo.cuda_graphs",
+        "ds_zo.compile_blocks",
+        "ds_zo.stream.device_memory_gb",
+        "ds_zo.stream.resident_blocks",
+        "ds_zo.stream.device_slots",
+        "ds_zo.stream.overlap",
+        "ds_zo.stream.reuse_buffers",
+        "ds_zo.checkpoint.asynchronous",
+        "ds_zo.checkpoint.trajectory_dir",
+        "ds_zo.checkpoint.keep_last",
+    }
+)
+"""Settings of one rank: where its bytes are, how it computes, what it writes. Weights do not depend on them."""
+
+
+_PLAIN = (bool, int, float, str, tuple, torch.Tensor)
+"""Values whose text is the same in every process."""
+
+
+def shared_settings(
+    config: Resolved, *, param_groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any]
+) -> dict[str, str]:
+    """Values by their place in the JSON, or in the optimizer that the script builds."""
+    found = {config.params_at: config.optimizer.model_dump(), "ds_zo": config.section.model_dump()}
+    others = {field.name for field in dataclasses.fields(config)} - {"optimizer", "section"}
+    found |= {name: getattr(config, name) for name in sorted(others)}
+    found["scheduler"] = dict(scheduler)
+    for index, group in enumerate(param_groups):
+        plain = {key: value for key, value in group.items() if value is None or isinstance(value, _PLAIN)}
+        plain.pop("params", None)
+        found[f"param_groups[{index}]"] = {**plain, "num_params": len(group["params"])}
+    return {at: repr(value) for at, value in _leaves(found, "") if at not in _OWN}
+
+
+def check_agreement(settings: Sequence[Mapping[str, str]]) -> None:
+    """Raises for the first setting that is another on some rank; `settings` are those of all ranks, in order."""
+    for at in dict.fromkeys(at for of_rank in settings for at in of_rank):
+        values = [of_rank.get(at, "nothing") for of_rank in settings]
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if rank is not None:
+            raise ConfigError(
+                f"all ranks need the same {at}, or each would train other weights, got {values[0]} on rank 0 and "
+                f"{values[rank]} on rank {rank}: start every rank with one JSON and one seed",
+                at=at,
+            )
+
+
+def _leaves(value: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        path = f"{at}.{name}" if at else str(name)
+        if isinstance(item, Mapping) and item and path not in _OWN:
+            yield from _leaves(item, path)
+        else:
+            yield path, item

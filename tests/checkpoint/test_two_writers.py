@@ -1,0 +1,158 @@
+"""Several runs that save to one folder: a save that reports success is whole, and nobody's folder is tidied away."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_zo.checkpoint import CheckpointError, files, manifest
+from ds_zo.checkpoint.reader import open_folder
+from ds_zo.checkpoint.snapshot import Piece, Snapshot
+from ds_zo.checkpoint.writer import Save, write_checkpoint
+
+NUM_PIECES = 6
+
+
+def save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> None:
+    tensors = {"weight": torch.full((64,), float(len(tag)))}
+    pieces = [Piece(lambda: tensors, 256, f"piece{i}", written) for i in range(NUM_PIECES)]
+    asked = Save(
+        save_dir=folder,
+        tag=tag,
+        backend="lomo",
+        global_steps=int("".join(filter(str.isdigit, tag)) or 0),
+        ds_zo_version="0",
+        snapshot=Snapshot(pieces, dict),
+        state={},
+        progress=False,
+        **options,
+    )
+    write_checkpoint(asked)
+
+
+def in_processes(*calls: Callable[[], None]) -> None:
+    children = []
+    for call in calls:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                call()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+
+
+@pytest.mark.parametrize("same_tags", [False, True])
+def test_every_save_of_two_processes_is_whole(same_tags: bool, tmp_path: Path) -> None:
+    def run(who: str) -> Callable[[], None]:
+        return lambda: [save(tmp_path, f"{who}{i}") for i in range(15)] and None
+
+    in_processes(run("a"), run("a" if same_tags else "b"))
+    tags = {f"{who}{i}" for who in ("a" if same_tags else "ab") for i in range(15)}
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", *tags}
+    for tag in tags:
+        open_folder(tmp_path / tag, progress=False)
+        assert len(list((tmp_path / tag).iterdir())) == NUM_PIECES + 3
+
+
+def test_latest_names_a_whole_checkpoint_while_two_processes_keep_one_each(tmp_path: Path) -> None:
+    """The one that is behind saves steps that `keep_last` of the other would delete at once."""
+
+    def run(first_step: int) -> Callable[[], None]:
+        return lambda: [save(tmp_path, f"step{first_step + i}", keep_last=1) for i in range(20)] and None
+
+    in_processes(run(0), run(1000))
+    tag = (tmp_path / "latest").read_text()
+    open_folder(tmp_path / tag, progress=False)
+    assert {path.name for path in tmp_path.iterdir()} <= {"latest", "step19", "step1019"}
+
+
+def test_folders_of_a_user_stay_whatever_their_names(tmp_path: Path) -> None:
+    names = ["essay.writing-samples", "a.writing-77", ".removed-photos", ".removed-a-7", ".replaced-b", ".replaced-b-7"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("x")
+    (tmp_path / "letter.writing-7").write_text("x")
+    save(tmp_path, "step1", keep_last=1)
+    save(tmp_path, "step2", keep_last=1)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "letter.writing-7", "step2", "latest"}
+    assert all((tmp_path / name / "mine.txt").exists() for name in names)
+
+
+def test_a_file_that_vanishes_while_a_save_is_written_fails_the_save(tmp_path: Path) -> None:
+    def lose() -> None:
+        for path in tmp_path.glob("*/weights-00001.safetensors"):
+            path.unlink()
+
+    save(tmp_path, "before")
+    with pytest.raises(CheckpointError, match=r"was not written.*weights-00001\.safetensors is missing"):
+        save(tmp_path, "after", written=lose, threads=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"before", "latest"}
+
+
+def test_a_process_that_was_killed_owns_nothing(tmp_path: Path) -> None:
+    def die() -> None:
+        if len(list(tmp_path.glob("b.writing-*/weights-*"))) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        save(tmp_path, "b", written=die, threads=1)
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert len(list(tmp_path.glob("b.writing-*"))) == 1
+    save(tmp_path, "a")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest"}
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_folder_of_another_host_is_abandoned_when_nothing_in_it_has_changed_for_long(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_zo.checkpoint import owners
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    theirs = tmp_path / "theirs.writing-5"
+    theirs.mkdir()
+    (theirs / owners.MARK).write_text(json.dumps({"host": "another", "pid": 5}))
+    (theirs / "weights-00000.safetensors").write_text("half")
+    save(tmp_path, "a")
+    assert theirs.exists()
+    long_ago = theirs.stat().st_mtime - owners.STALE_S - 60
+    for path in (theirs, *theirs.iterdir()):
+        os.utime(path, (long_ago, long_ago))
+    save(tmp_path, "b")
+    assert not theirs.exists()
+
+
+def test_a_mark_that_is_tidied_away_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = files.make_locked, []
+
+    def slow(path: Path, data: bytes) -> int | None:
+        made.append(path)
+        if len(made) == 1:
+            path.parent.rmdir()
+        return make(path, data)
+
+    monkeypatch.setattr(files, "make_locked", slow)
+    save(tmp_path, "a")
+    assert len(made) == 2
+    assert manifest.complete_tags(tmp_path) == ["a"]
