@@ -22,6 +22,7 @@ from ds_zo.engines.lsp_jobs import HostGroup, Moment
 from ds_zo.engines.lsp_queue import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
 from ds_zo.projectors import workspace
+from ds_zo.streaming.watched import told_to_nobody
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -81,6 +82,12 @@ def test_a_slow_cpu_changes_nothing_and_forward_waits(monkeypatch: pytest.Monkey
     assert_equal(weights, expected)
 
 
+def stored(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights as they are in memory: reading a parameter would bring it up to date."""
+    with told_to_nobody():
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
 def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() -> None:
     engine = start(lsp_json(), small())
     data = list(batches("llama", 2))
@@ -90,7 +97,7 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     assert all(group.moment is Moment.UPDATING for group in groups)
     engine.step()
     assert all(group.moment is Moment.DUE for group in groups)
-    lagging = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    lagging = stored(engine)
     layer = engine.module.model.layers[1]
     layer.register_forward_pre_hook(lambda *args: seen.update(weight=layer.mlp.up_proj.weight.detach().clone()))
     seen: dict[str, torch.Tensor] = {}
@@ -133,7 +140,7 @@ def test_readers_see_the_step_that_was_made() -> None:
     for read in readers:
         engine = start(lsp_json(), small("gpt2"))
         train(engine, batches("gpt2", 2))
-        lagging = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        lagging = stored(engine)
         assert any(not torch.equal(lagging[name], value) for name, value in expected.items())
         found = read(engine)
         assert_equal({name: found[name] for name in expected}, expected)

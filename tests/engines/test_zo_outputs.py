@@ -152,7 +152,8 @@ def test_a_loss_that_the_caller_sums_from_log_probabilities() -> None:
         reference.backward(expected)
         reference.step()
         output = engine(**batch)
-        assert not output.entropy.requires_grad
+        with pytest.raises(ValueError, match="an output of the model besides its loss"):
+            engine.backward(output.loss + output.entropy.mean())
         loss = -output.log_probs.sum() / output.log_probs.numel()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         engine.backward(loss)

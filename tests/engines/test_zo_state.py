@@ -281,7 +281,10 @@ def test_resized_embeddings_are_refused(tied: bool) -> None:
     engine = engine_for(tiny_model("llama", tie_word_embeddings=tied), JSONS["streamed"])
     batch = tiny_batch("llama", batch_size=2, length=6)
     one_step(engine, batch)
-    engine.module.resize_token_embeddings(80)
+    with pytest.raises(ValueError, match=r"from 67 to 80 rows: call it before deepspeed.initialize"):
+        engine.module.resize_token_embeddings(80)
+    one_step(engine, batch)
+    type(engine.module).resize_token_embeddings(engine.module, 80)  # past the engine's refusal
     with pytest.raises(ValueError, match=r"embed_tokens\.weight .*before deepspeed\.initialize"):
         one_step(engine, batch)
 
