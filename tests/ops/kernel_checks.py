@@ -176,7 +176,10 @@ def _compare(
             continue
         assert_rounded_alike(raw_a, raw_b, dtype, f"{what} dst {s}")
         same = raw_a == raw_b
-        assert_rounded_alike(out_a[at].float()[same], out_b[at].float()[same], out, f"{what} out {s}")
+        if out == torch.float32:  # no grid hides that devices round noise differently
+            assert torch.allclose(out_a[at][same], out_b[at][same], rtol=1e-6, atol=1e-7), f"{what} out {s}"
+        else:
+            assert_rounded_alike(out_a[at].float()[same], out_b[at].float()[same], out, f"{what} out {s}")
     padding = ~covered(SMALL_SEGMENTS)
     if dtype == BF12:  # lanes of nothing but padding: zeros in a group that was written, untouched in others
         lanes_a, lanes_b = (f.exponents.view(-1, 33)[:, 1:].reshape(-1) for f in (flat_a, flat_b))  # type: ignore[union-attr]
