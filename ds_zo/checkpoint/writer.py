@@ -245,6 +245,7 @@ class Background:
     """At most one save at a time in a thread of its own; what went wrong there is raised here, later."""
 
     def __init__(self) -> None:
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.waited_s = 0.0
@@ -254,7 +255,6 @@ class Background:
 
     def start(self, save: Save) -> None:
         """Not before the last one is done: two at a time would hold two snapshots."""
-        self.wait()
 
         def run() -> None:
             start = time.perf_counter()
@@ -265,21 +265,25 @@ class Background:
                 self._error = error
                 logger.error(f"ds_zo: {error}")
 
-        # Not a daemon: an interpreter that ends lets the save finish.
-        self._thread = threading.Thread(target=run, name="ds_zo-checkpoint", daemon=False)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the system has none left
-            self._thread = None
-            save.snapshot.abandon()
-            raise
+        with self._starting:  # threads of a user may save at the same time
+            self.wait()
+            # Not a daemon: an interpreter that ends lets the save finish.
+            thread = threading.Thread(target=run, name="ds_zo-checkpoint", daemon=False)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has none left
+                save.snapshot.abandon()
+                raise
+            self._thread = thread
 
     def wait(self) -> float:
         """Until nothing is being written; returns for how long. Errors stay for `raise_error`."""
         start = time.perf_counter()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+            if self._thread is thread:
+                self._thread = None
         waited_s = time.perf_counter() - start
         self.waited_s += waited_s
         return waited_s

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ import torch
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.snapshot import Piece, Snapshot
-from ds_zo.checkpoint.writer import Save, write_checkpoint
+from ds_zo.checkpoint.writer import Background, Save, write_checkpoint
 
 NUM_PIECES = 6
 
 
-def save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> None:
+def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> Save:
     tensors = {"weight": torch.full((64,), float(len(tag)))}
     pieces = [Piece(lambda: tensors, 256, f"piece{i}", written) for i in range(NUM_PIECES)]
-    asked = Save(
+    return Save(
         save_dir=folder,
         tag=tag,
         backend="lomo",
@@ -36,7 +37,10 @@ def save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, 
         progress=False,
         **options,
     )
-    write_checkpoint(asked)
+
+
+def save(folder: Path, tag: str, **options: Any) -> None:
+    write_checkpoint(make_save(folder, tag, **options))
 
 
 def in_processes(*calls: Callable[[], None]) -> None:
@@ -77,6 +81,28 @@ def test_latest_names_a_whole_checkpoint_while_two_processes_keep_one_each(tmp_p
     tag = (tmp_path / "latest").read_text()
     open_folder(tmp_path / tag, progress=False)
     assert {path.name for path in tmp_path.iterdir()} <= {"latest", "step19", "step1019"}
+
+
+def test_threads_share_a_background(tmp_path: Path) -> None:
+    background, failed = Background(), []
+
+    def run(who: str) -> None:
+        try:
+            for i in range(8):
+                background.start(make_save(tmp_path, f"{who}{i}"))
+                background.wait()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(who,)) for who in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    background.wait()
+    background.raise_error()
+    assert not failed
+    assert len(manifest.complete_tags(tmp_path)) == 32
 
 
 def test_folders_of_a_user_stay_whatever_their_names(tmp_path: Path) -> None:
