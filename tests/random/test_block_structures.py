@@ -1,11 +1,10 @@
 """Engines on models of random structure, held against plain loops: equal to them, or refused by name.
 
-`DS_ZO_RANDOM_CASES` is the number of models. A failure names the seed of its model.
+A failure names the seed of its model.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from generated_models import NUM_TURNS, Generated, batches
+from sizes import first_seed, num_cases
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -24,8 +24,8 @@ from zo_runs import zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_CASES = int(os.environ.get("DS_ZO_RANDOM_CASES", "5"))
-FIRST_SEED = int(os.environ.get("DS_ZO_RANDOM_SEED", "0"))
+NUM_CASES = num_cases(5)
+FIRST_SEED = first_seed()
 NUM_STEPS = 4
 Weights = dict[str, torch.Tensor]
 

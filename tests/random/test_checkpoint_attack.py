@@ -1,7 +1,7 @@
 """Checkpoints that are damaged, crafted, or written by several processes of which some are killed, made from a seed.
 
 Each one is refused in one line that names it, and changes nothing; or it loads exactly what was saved. Nothing that it
-holds is executed. `DS_ZO_RANDOM_CASES=2000` asks for more than CI does, `DS_ZO_RANDOM_SEED` for others.
+holds is executed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import first_seed, num_cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoint"))  # whose helpers these tests share
 
@@ -34,8 +35,8 @@ from ds_zo.checkpoint.reader import open_folder
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_CASES = int(os.environ.get("DS_ZO_RANDOM_CASES", "60"))
-SEED = int(os.environ.get("DS_ZO_RANDOM_SEED", "20"))
+NUM_CASES = num_cases(60)
+SEED = first_seed(20)
 TAGS = ("one", "two")
 ODD: list[Any] = [
     *(None, True, -1, 2**70, 1.5, "", "x", "../../etc/passwd", "/etc/passwd", "\udcff", [], [1], {}, {"a": 1}),
@@ -249,7 +250,7 @@ ATTACKS: list[Callable[[random.Random, Path], None]] = [
 def test_a_checkpoint_loads_exactly_or_changes_nothing(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    print(f"DS_ZO_RANDOM_SEED={SEED} DS_ZO_RANDOM_CASES={NUM_CASES}")
+    print(f"DS_ZO_RANDOM_SEED={SEED}")
     monkeypatch.setenv("DS_ZO_BOOM", str(tmp_path / "executed"))
     wrong: list[str] = []
     num_refused = 0
@@ -291,7 +292,7 @@ def test_a_checkpoint_loads_exactly_or_changes_nothing(
 
 
 def test_processes_that_save_to_one_folder_and_are_killed_leave_whole_checkpoints(tmp_path: Path) -> None:
-    print(f"DS_ZO_RANDOM_SEED={SEED} DS_ZO_RANDOM_CASES={NUM_CASES}")
+    print(f"DS_ZO_RANDOM_SEED={SEED}")
     for number in range(max(2, NUM_CASES // 15)):
         draw = random.Random(f"{SEED} writers {number}")
         folder = tmp_path / str(number)

@@ -1,24 +1,23 @@
 """LOMO and AdaLOMO with a loss or a gradient that is not finite, in random modes, against the plain loop that skips it.
 
-DS_ZO_RANDOM_CASES sets the number of cases, DS_ZO_RANDOM_SEED the first seed.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from itertools import count, islice
 from pathlib import Path
 
 import pytest
 from nonfinite_cases import check, check_all, draw
+from sizes import first_seed, num_cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "distributed"))  # whose jobs these tests share
 
 from zo_rank_cases import run_job
 
-NUM_CASES = int(os.environ.get("DS_ZO_RANDOM_CASES", "40"))
-FIRST_SEED = int(os.environ.get("DS_ZO_RANDOM_SEED", "0"))
+NUM_CASES = num_cases(40)
+FIRST_SEED = first_seed()
 
 
 @pytest.mark.usefixtures("single_process")

@@ -1,12 +1,10 @@
 """Random damage to a trajectory, and random runs over two folders, held against a model of what must come out.
 
-DS_ZO_RANDOM_CASES sets how many damaged files are tried, and a hundredth of it how many sequences of runs.
-DS_ZO_RANDOM_SEED is the first case's seed: a case that fails prints its own.
+A case that fails prints its own seed.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import first_seed, num_cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoint"))  # whose helpers these tests share
 
@@ -27,8 +26,8 @@ from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_CASES = int(os.environ.get("DS_ZO_RANDOM_CASES", "200"))
-SEED = int(os.environ.get("DS_ZO_RANDOM_SEED", "26"))
+NUM_CASES = num_cases(200)
+SEED = first_seed(26)
 NUM_LOADED = 8
 """Damaged files that an engine loads, besides the reader."""
 

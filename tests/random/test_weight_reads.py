@@ -1,12 +1,11 @@
 """Weights that a script reads at odd moments, by whatever means, are the current step's. Reading changes nothing.
 
-Every case is drawn from a seed, which the name of a failing test shows. `DS_ZO_RANDOM_CASES=1000` runs more of them.
+Every case is drawn from a seed, which the name of a failing test shows.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from sizes import first_seed, num_cases
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -29,7 +29,7 @@ from mezo_reference import PlainMeZO
 
 peft = pytest.importorskip("peft")
 
-NUM_CASES = int(os.environ.get("DS_ZO_RANDOM_CASES", "8"))
+NUM_CASES = num_cases(8)
 NUM_STEPS = 3
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
 Weights = dict[str, torch.Tensor]
@@ -188,7 +188,7 @@ def assert_read(found: Weights, expected: Weights, *, ulp: float, what: str) -> 
         torch.testing.assert_close(value, expected[name], rtol=ulp, atol=0.0, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
-@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + NUM_CASES))
 def test_reads_at_odd_moments(seed: int, single_process: None) -> None:
     rng = random.Random(seed)
     case = drawn(rng)

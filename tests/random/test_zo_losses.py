@@ -4,12 +4,11 @@ Each case draws a model whose forward leaves something on its modules, a form of
 terms to the loss. A term that depends on nothing trained changes nothing. A term that ZO would drop is refused. The
 losses of every pass, the weights and the state of the modules are those of plain passes.
 
-`DS_ZO_RANDOM_CASES` is the number of cases, and a failure tells the seed of its case.
+A failure tells the seed of its case.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections import OrderedDict, UserDict, deque
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import first_seed, num_cases
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # whose helpers these tests share
@@ -31,7 +31,7 @@ from ds_zo import ops
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_CASES = int(os.environ.get("DS_ZO_RANDOM_CASES", "12"))
+NUM_CASES = num_cases(12)
 
 
 # What a forward leaves on modules. Each takes a module and a tensor that it works on, and returns a factor.
@@ -246,7 +246,7 @@ def check_update(engine: Any, before: torch.Tensor, losses: list[float], *, scal
     torch.testing.assert_close(weights(engine.module)["head.bias"], expected, rtol=1e-4, atol=2e-6, msg=case)
 
 
-@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + NUM_CASES))
 def test_a_drawn_script_trains_as_plain_passes_do(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     passes, json = Recorder(monkeypatch), draw_json(draw)
