@@ -210,6 +210,7 @@ def _tidy(save: Save) -> None:
             _remove_if_empty(path)
         elif found := _SET_ASIDE.fullmatch(path.name):
             _tidy_set_aside(path, save.save_dir / found[1], now_s)
+            _remove_if_empty(path)
     if save.keep_last is None:
         return
     for tag in complete_tags(save.save_dir)[save.keep_last :]:
