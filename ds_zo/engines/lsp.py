@@ -640,7 +640,7 @@ class LSPBackend(Backend):
     def check_state(self, state: Mapping[str, Any]) -> None:
         check_layout(state.get("layout", 1))
         check_slot_states(self._groups.kept(), state["slots"])
-        int(state["step"]), int(state["calibration"]["checked_step"]), state["calibration"]["batch"]
+        int(state["step"]), int(state["calibration"]["checked_step"])
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         self.settle()

@@ -81,6 +81,11 @@ def _check_slot_state(saved: Mapping[str, Any], shape: tuple[int, ...]) -> None:
             int(saved[key]["num_draws"])
             for side in ("P", "Q"):
                 SparseProjector.from_state(saved[key][side])
+    candidate = saved["refitted"] or {}
+    total, gain = candidate.get("total"), candidate.get("gain")
+    if total is not None and tuple(total.t().shape) != shape:
+        raise ValueError(f"a candidate's sum has shape {tuple(total.shape)}")
+    int(candidate.get("num_batches", 0)), float(gain or 0.0)
 
 
 def load_slot_states(
