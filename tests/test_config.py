@@ -200,6 +200,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
         ["<= subspace_dim (8)", "16"],
         "optimizer.params.nonzeros_per_row",
     ),
+    ("LSP", param("update_rms", "adamw"), ["not a key", '"adamw"', "remove it"], "optimizer.params.update_rms"),
     # combinations with stock keys
     ("ZO", {"bf16.enabled": True, "fp16.enabled": True}, ["one dtype", "set one of them to false"], "bf16.enabled"),
     (

@@ -40,7 +40,7 @@ CLAIMS = (
     Claim("adalomo", "zero-shot", "above"),
     Claim("lsp", "adamw", "2%"),
     Claim("lsp-512", "adamw", "2%"),
-    Claim("lsp-512-r1-dense-refit", "adamw", "2%"),
+    Claim("lsp-512-dense", "adamw", "2%"),
     Claim("lsp", "zero-offload", "above"),
     Claim("lora+lomo", "lora", "above"),
 )

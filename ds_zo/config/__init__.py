@@ -9,7 +9,6 @@ from ds_zo.config.optimizers import (
     LOMOParams,
     LSPParams,
     OptimizerParams,
-    UpdateRms,
     ZOParams,
 )
 from ds_zo.config.resolve import BACKENDS, backend_of, resolve, with_section_on_top
@@ -30,7 +29,6 @@ __all__ = [
     "OptimizerParams",
     "Resolved",
     "StreamConfig",
-    "UpdateRms",
     "ZOParams",
     "backend_of",
     "resolve",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from ds_zo.config.base import ConfigModel
-from ds_zo.config.errors import rule_error
+from ds_zo.config.errors import rule_error, shown
 
-UpdateRms = Literal["projected", "adamw"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_SEED = 2**63 - 1
 
@@ -165,9 +164,7 @@ class LSPParams(OptimizerParams):
     """LSP: Adam in a subspace of learned sparse projectors."""
 
     lr: float = Field(1e-4, ge=0, le=100)
-    """Learning rate; a `scheduler` scales it. Fitted projectors make the updates of an m x n matrix about sqrt(m n) / d
-    times smaller than AdamW's at the same rate: start from AdamW's rate times that, or from AdamW's with `update_rms:
-    adamw`. Random ones take AdamW's."""
+    """Learning rate; a `scheduler` scales it. Start from AdamW's: updates of every matrix are as large as AdamW's."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
     """Adam's decay rates."""
@@ -184,14 +181,15 @@ class LSPParams(OptimizerParams):
     check_interval: int = Field(1000, ge=1)
     """Steps between tests of how well the projectors still fit."""
 
-    calibration_batches: int = Field(1, ge=1, le=1024)
-    """Batches whose mean gradient a test or fit looks at."""
+    calibration_batches: int = Field(4, ge=1, le=1024)
+    """Micro-batches whose mean gradient projectors are fitted to. The next one tests them: they serve if they capture
+    more of its gradient than the present projectors."""
 
     bias_threshold: float = Field(0.5, gt=0, le=1)
     """Refit a matrix's projectors when the part of its gradient they lose exceeds this."""
 
     fit_steps: int = Field(60, ge=0, le=1_000_000)
-    """Most steps one fit may take."""
+    """Most steps one fit may take, over all of `calibration_batches`."""
 
     fit_timeout_s: float = Field(60.0, gt=0)
     """Most seconds one fit may take."""
@@ -214,15 +212,22 @@ class LSPParams(OptimizerParams):
     edge: Literal["lsp", "freeze", "dense"] = "lsp"
     """Embeddings and head: projected too, not trained, or dense Adam."""
 
-    update_rms: UpdateRms = "projected"
-    """Size of a projected matrix's update: what its projectors make of it, or scaled to AdamW's root mean square, so
-    that all shapes learn at one rate, AdamW's."""
-
     clip_scope: Literal["matrix", "global"] = "matrix"
     """What `gradient_clipping` measures; global serialises the layer-wise schedule."""
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Where projector positions and first values are drawn from."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _updates_have_one_size(cls, params: Any) -> Any:
+        if isinstance(params, dict) and "update_rms" in params:
+            text = (
+                f"updates always have AdamW's size, so update_rms is not a key, got {shown(params['update_rms'])}; "
+                "remove it, and write AdamW's learning rate to lr"
+            )
+            raise rule_error(text, field="update_rms")
+        return params
 
     @model_validator(mode="after")
     def _row_fits_the_subspace(self) -> Self:

@@ -431,9 +431,8 @@ class LSPBackend(Backend):
                 "its first gradient from another backward pass: call engine.backward(loss) instead of loss.backward(), "
                 "or freeze this model (requires_grad_(False)) while another engine's loss passes through it"
             )
-        self._calibration.before_compress(slot, grad)
         compress_slots([slot])
-        self._calibration.after_compress(slot, grad)
+        self._calibration.look(slot, grad)
 
     def _came_again(self, group: HostGroup, slot: Slot) -> None:
         """See [Note: taken back]."""
@@ -503,11 +502,10 @@ class LSPBackend(Backend):
             mean = None
             if wants:
                 mean = self.ranks.average(torch.zeros_like(slot.parameter) if grad is None else grad)
-                self._calibration.before_compress(slot, mean)
             if grad is not None:
                 compress_slots([slot])
             if mean is not None:
-                self._calibration.after_compress(slot, mean)
+                self._calibration.look(slot, mean)
 
     # step
 
@@ -534,7 +532,7 @@ class LSPBackend(Backend):
         self._num_steps += 1
         if self.settings.schedule == "sync":
             self.settle()
-        if self._calibration.is_over:
+        if any(slot.candidate is not None and slot.candidate.gain is not None for slot in self._slots):
             self._adopt()
         self._groups.prefetch()
         self._calibration.report()
@@ -602,10 +600,9 @@ class LSPBackend(Backend):
     def _adopt(self) -> None:
         self.settle()  # with the projectors that its directions belong to
         for slot, moments, carries in self._groups.kept():
-            if slot.refitted is not None:
+            if slot.candidate is not None and slot.candidate.gain is not None:
                 adopt(slot, moments, list(carries.values()))
         self._held.prepared.clear()
-        self._calibration.end_check()
 
     def zero_grad(self) -> None:
         self._groups.take_back()
@@ -643,7 +640,7 @@ class LSPBackend(Backend):
     def check_state(self, state: Mapping[str, Any]) -> None:
         check_layout(state.get("layout", 1))
         check_slot_states(self._groups.kept(), state["slots"])
-        int(state["step"]), int(state["calibration"]["checked_step"]), state["calibration"]["batch"]
+        int(state["step"]), int(state["calibration"]["checked_step"])
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         self.settle()

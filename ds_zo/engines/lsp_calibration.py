@@ -1,10 +1,18 @@
-"""When projectors are looked at, and what becomes of those that lose too much.
+"""When projectors are fitted and tested, and which of them serve.
 
-[Note: calibration gradients] A backward pass forms each matrix's gradient anyway, one at a time, so tests and fits look
-at it right there: no pass of their own, no second gradient alive, nothing to restore. At a check the step's gradient is
-first compressed with the projectors of before; those fitted on it serve from the next step on, so no gradient is
-compressed by projectors that were fitted on it. The very first gradient is the exception: there is none before it.
-With `calibration_batches` > 1 a fit goes on over the gradients of that many micro-batches, one after the other.
+[Note: calibration gradients] A backward pass forms each matrix's gradient anyway, one at a time, so fits and tests look
+at it right there: no pass of their own, no second gradient alive, nothing to restore. A gradient is first compressed
+with the present projectors. Then a candidate beside them is fitted to it, a part of `fit_steps` for each of
+`calibration_batches` micro-batches: the first ones that a matrix gets, and those from a check that the present
+projectors fail. A fit to one batch alone does not carry over to others, so each fit's target is the sum of all
+gradients so far. Nobody keeps that sum: its part in the candidate's subspace, P (P^T T Q) Q^T, stands for it. Fits and
+tests see gradients `flattened`, as Adam does.
+
+[Note: who serves] The micro-batch after these tests the candidate: it takes the place of the present projectors if it
+captures clearly more of that gradient's square norm (MIN_GAIN, MIN_RATIO). So no projectors are judged by a gradient
+that they were fitted to, and fitted ones are never much worse than drawn ones. Steps within one subspace correct one
+another, which a new subspace ends; a candidate that is as good is therefore not worth it.
+
 Several ranks look at the average of their gradients, a layer at a time, in [Note: one order] of `lsp_ranks`.
 """
 
@@ -21,12 +29,26 @@ from deepspeed.utils import logger
 from tqdm import tqdm
 
 from ds_zo.config import LSPParams
-from ds_zo.engines.lsp_matrices import Slot, Subspace, draw
+from ds_zo.engines.lsp_matrices import Candidate, Slot, draw
 from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.logs import show
 from ds_zo.optim.subspace_adam import Moments
-from ds_zo.projectors import Recorder, carry_moments, fit, relative_bias
+from ds_zo.projectors import (
+    Recorder,
+    apply_,
+    captured_share,
+    carry_over,
+    compress,
+    fit,
+    flattened,
+    relative_bias,
+)
+
+MIN_GAIN = 0.05
+"""Of a gradient's square norm: what a candidate has to capture more than the present projectors."""
+MIN_RATIO = 2.0
+"""Enough too where they capture little, as multiples of that."""
 
 
 class Calibration:
@@ -34,14 +56,15 @@ class Calibration:
         self._settings = settings
         self._ranks = ranks
         self._checked_step = 0
-        """The step at which the last check began."""
-        self._batch: int | None = None
-        """How many micro-batches the present check has seen before this one; None: no check is on."""
+        """The step of the last check."""
+        self._is_check = False
+        """This backward pass tests every matrix's projectors."""
         self.biases: dict[str, float] = {}
-        """What each matrix's projectors last lost of a gradient, relative to it."""
+        """What each matrix's projectors last lost of a gradient that they were not fitted to, relative to it."""
         self.fit_s = 0.0
         """Spent on fits so far."""
-        self._news: list[str] = []
+        self._verdicts: dict[str, bool] = {}
+        """Candidates tested in this step: whether they take the place of the present projectors."""
         self._told_fit_s = 0.0
         self._bar: tqdm[Any] | None = None
         """A backward pass that fits takes many times as long as others."""
@@ -50,69 +73,39 @@ class Calibration:
     # What the engine asks
 
     def begin_backward(self, step: int, trained: Sequence[Slot]) -> None:
-        self._begin_check(step)
+        settings = self._settings
+        self._is_check = step > 0 and step % settings.check_interval == 0 and step != self._checked_step
+        if self._is_check:
+            self._checked_step = step
         self._end_bar()
         num_wanted = sum(map(self.wants, trained))
-        if num_wanted and self._settings.fit_steps > 0:
+        if num_wanted and settings.fit_steps > 0:
             silent = logger.getEffectiveLevel() > logging.WARNING or (self._ranks is not None and self._ranks.index > 0)
             self._bar = tqdm(total=num_wanted, desc="fitting projectors", unit="matrix", delay=3.0, disable=silent)
 
-    def _begin_check(self, step: int) -> None:
-        settings = self._settings
-        if settings.projector != "learned":
-            return
-        if self._batch is not None:
-            self._batch += 1
-        elif step > 0 and step % settings.check_interval == 0 and step != self._checked_step:
-            self._checked_step, self._batch = step, 0
-
-    @property
-    def _looks(self) -> bool:
-        return self._batch is not None and self._batch < self._settings.calibration_batches
-
     def wants(self, slot: Slot) -> bool:
         """Whether it looks at a gradient of that matrix in this backward pass."""
-        return slot.subspace is not None and (self._looks or not slot.is_fitted)
+        if slot.subspace is None or self._settings.projector != "learned":
+            return False
+        if slot.candidate is not None:
+            return slot.candidate.gain is None
+        return self._is_check or not slot.is_fitted
 
-    @property
-    def is_over(self) -> bool:
-        """What was fitted may take its place."""
-        return self._batch is not None and self._batch + 1 >= self._settings.calibration_batches
-
-    def before_compress(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Fits a matrix's first projectors, on the first gradient that it gets."""
-        if slot.is_fitted or slot.subspace is None:
-            return
-        # Not before: a fit may find no memory, or zeros or NaN, and is made with the next gradient then.
-        slot.is_fitted = self._fit(slot, slot.subspace, grad, num_steps=self._settings.fit_steps)
-
-    def after_compress(self, slot: Slot, grad: torch.Tensor) -> None:
-        """At a check: tests the matrix's projectors, and fits others where they fail."""
-        self._test(slot, grad)
+    @torch.no_grad()
+    def look(self, slot: Slot, grad: torch.Tensor) -> None:
+        """After a gradient has been compressed: fits a candidate to it, or tests one with it."""
+        flat = flattened(grad)
+        if slot.candidate is None:
+            slot.candidate = self._new_candidate(slot, flat)
+        if slot.candidate is not None:
+            if slot.candidate.num_batches < self._settings.calibration_batches:
+                self._fit(slot, slot.candidate, flat)
+            else:
+                self._test(slot, slot.candidate, grad, flat)
         if self._bar is not None:
             self._bar.update()
             if self._bar.n == self._bar.total:
                 self._end_bar()
-
-    def _test(self, slot: Slot, grad: torch.Tensor) -> None:
-        if not self._looks or slot.subspace is None:
-            return
-        refitted, slot.refitted = slot.refitted, None  # until it is fitted: see `before_compress`
-        if self._batch == 0:
-            bias = float(relative_bias(grad, slot.subspace.P, slot.subspace.Q))
-            refitted = None
-            if math.isfinite(bias):
-                self.biases[slot.name] = bias
-            if bias > self._settings.bias_threshold:
-                num_draws = slot.subspace.num_draws + 1
-                refitted = draw(slot.parameter, slot.index, self._settings, num_draws=num_draws, device=grad.device)
-        if refitted is not None:
-            num_steps = -(-self._settings.fit_steps // self._settings.calibration_batches)
-            self._fit(slot, refitted, grad, num_steps=num_steps)
-            slot.refitted = refitted
-
-    def end_check(self) -> None:
-        self._batch = None
 
     def _end_bar(self) -> None:
         if self._bar is not None:
@@ -120,77 +113,114 @@ class Calibration:
             self._bar = None
 
     def report(self) -> None:
-        """Says what has been fitted since it was last asked."""
+        """Says which candidates have been tested since it was last asked."""
         self._end_bar()
         self._recorder.release()
-        news, self._news = self._news, []
+        verdicts, self._verdicts = self._verdicts, {}
+        if not verdicts:
+            return
         fit_s, self._told_fit_s = self.fit_s - self._told_fit_s, self.fit_s
-        if news:
-            settings = self._settings
-            biases = [self.biases[name] for name in news]
-            failing = sum(bias > settings.bias_threshold for bias in biases)
-            show(
-                f"ds_zo: projectors of {len(news)} matrices fitted in {fit_s:.1f} s: relative bias "
-                f"{statistics.median(biases):.3f} (median), {max(biases):.3f} (largest), {failing} above "
-                f"bias_threshold {settings.bias_threshold:g}"
-            )
+        biases = [self.biases[name] for name in verdicts]
+        show(
+            f"ds_zo: projectors of {len(verdicts)} matrices fitted in {fit_s:.1f} s; on the next batch "
+            f"{sum(verdicts.values())} of them capture more than the present ones and take their place; relative bias "
+            f"there {statistics.median(biases):.3f} (median), {max(biases):.3f} (largest)"
+        )
 
     # Fitting
 
-    def _fit(self, slot: Slot, subspace: Subspace, grad: torch.Tensor, *, num_steps: int) -> bool:
-        """False: the gradient has nothing to fit to."""
-        settings = self._settings
+    def _new_candidate(self, slot: Slot, flat: torch.Tensor) -> Candidate | None:
+        """None: the present projectors are good enough, or the gradient says nothing."""
+        assert slot.subspace is not None
+        bias = float(relative_bias(flat, slot.subspace.P, slot.subspace.Q))
+        if not math.isfinite(bias):
+            return None
+        if slot.is_fitted:
+            self.biases[slot.name] = bias
+            if bias <= self._settings.bias_threshold:
+                return None
+        num_draws = slot.subspace.num_draws + slot.is_fitted
+        return Candidate(draw(slot.parameter, slot.index, self._settings, num_draws=num_draws, device=flat.device))
+
+    def _fit(self, slot: Slot, candidate: Candidate, target: torch.Tensor) -> None:
+        """Adds what the candidate has kept of earlier gradients to `target`."""
+        settings, P, Q = self._settings, candidate.subspace.P, candidate.subspace.Q
+        if candidate.total is not None:
+            apply_(target, candidate.total.to(target.device), P, Q, lr=-1.0, rounding="nearest")
         report = fit(
-            grad,
-            subspace.P,
-            subspace.Q,
-            steps=num_steps,
+            target,
+            P,
+            Q,
+            steps=-(-settings.fit_steps // settings.calibration_batches),
             lr=settings.fit_lr,
             beta=settings.fit_beta,
             threshold=settings.bias_threshold,
             timeout_s=settings.fit_timeout_s,
             recorder=self._recorder,
         )
-        if self._ranks is not None:  # they see the same gradient, but not the same clock
-            for projector in (subspace.P, subspace.Q):
-                values = projector.values.clone()
-                self._ranks.take_from_first_(values)
-                projector.set_values_(values)
-        subspace.refresh_()
         self.fit_s += report.seconds
         logger.debug(f"ds_zo: {slot.name} {report}")
         if report.reason == "degenerate":
-            return False
-        self.biases[slot.name] = report.bias_after
-        if slot.name not in self._news:
-            self._news.append(slot.name)
-        return True
+            return
+        if self._ranks is not None:  # they see the same gradient, but not the same clock
+            for projector in (P, Q):
+                values = projector.values.clone()
+                self._ranks.take_from_first_(values)
+                projector.set_values_(values)
+        candidate.subspace.refresh_()
+        candidate.total = compress(target, P, Q).cpu()
+        candidate.num_batches += 1
+
+    def _test(self, slot: Slot, candidate: Candidate, grad: torch.Tensor, flat: torch.Tensor) -> None:
+        """See [Note: who serves]."""
+        assert slot.subspace is not None
+        pairs = [(subspace.P, subspace.Q) for subspace in (slot.subspace, candidate.subspace)]
+        present, share = (captured_share(flat, *pair) for pair in pairs)
+        if not math.isfinite(present + share):
+            return
+        takes_place = share - present >= min(MIN_GAIN, MIN_RATIO * present)
+        if takes_place:
+            square, candidate_square = (float(compress(grad, *pair).square().mean()) for pair in pairs)
+            candidate.gain = candidate_square / square
+        else:
+            slot.candidate = None
+            slot.is_fitted = True
+        self._verdicts[slot.name] = takes_place
+        self.biases[slot.name] = math.sqrt(max(0.0, 1.0 - (share if takes_place else present)))
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        return {"checked_step": self._checked_step, "batch": self._batch}
+        return {"checked_step": self._checked_step}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._checked_step = 0 if state is None else int(state["checked_step"])
-        self._batch = None if state is None else state["batch"]
-        self._news = []
+        self._verdicts = {}
 
 
 @torch.no_grad()
 def adopt(slot: Slot, moments: Moments | None, carries: list[tuple[Carry, int]]) -> None:
-    """The refitted projectors take the place of the present ones; what lives in the subspace moves to the new one.
-    `moments`: None where another rank has them. Errors of directions need no factor of `update_rms`: it is the same
-    before and after as far as columns have length 1, as the formula for gradients assumes too."""
-    old, new = slot.subspace, slot.refitted
-    assert old is not None and new is not None
+    """The candidate takes the place of the present projectors. `moments`: None where another rank has them.
+
+    [Note: moments of a new subspace] The old moments know only the part of a gradient that the old subspace had.
+    Projected to the new one, V is too small by far, and steps are too large until it has grown. So M begins at zero,
+    and steps grow to their size within 1 / (1 - beta1) steps. V's mean is the old one, scaled by what the new
+    projectors make of the same gradient; entries that were large in the calibration have more of it. After the first
+    calibration V is worth nothing either, and Adam begins again. What a payload lost of an update is projected.
+    """
+    old, candidate = slot.subspace, slot.candidate
+    assert old is not None and candidate is not None and candidate.gain is not None
+    new = candidate.subspace
     if moments is not None:
-        held = moments.mean.t(), moments.mean_square.t()  # kept transposed, as a slot's shape says
-        for moment, carried in zip(held, carry_moments(*held, old.P, old.Q, new.P, new.Q), strict=True):
-            moment.copy_(carried)
+        moments.mean.zero_()
+        if slot.is_fitted:
+            assert candidate.total is not None
+            square = candidate.total.t().square().to(moments.mean_square)  # kept transposed, as a slot's shape says
+            mean = moments.mean_square.mean() * (0.5 * candidate.gain)
+            moments.mean_square.copy_(mean + mean / square.mean().clamp(min=torch.finfo(torch.float32).tiny) * square)
+        else:
+            moments.mean_square.zero_()
     for carry, i in carries:
-        if (held_error := carry.error_of(i)) is not None:
-            error = held_error.t()
-            carried, _ = carry_moments(error, error.square(), old.P, old.Q, new.P, new.Q)
-            error.copy_(carried)
-    slot.subspace, slot.refitted = new, None
+        if (error := carry.error_of(i)) is not None:
+            error.t().copy_(carry_over(error.t(), old.P, old.Q, new.P, new.Q))
+    slot.subspace, slot.candidate, slot.is_fitted = new, None, True

@@ -6,9 +6,9 @@ larger than d x d, norms, biases, convolutions. With `offload_optimizer` on the 
 projected or whole; vectors are too small for a trip and stay on the device.
 
 [Note: size of an update] Where D's entries are independent, P D Q^T has ||P|| ||Q|| / sqrt(m n) of their root mean
-square: 1 for projectors as they are drawn, about d / sqrt(m n) for fitted ones, so every shape learns at another rate
-and none at that of what trains whole. `update_rms: adamw` divides by it: updates are made with a Q of their own, which
-takes no more launches, and leaves gradients, moments and weight decay as they are.
+square: 1 for projectors as they are drawn, about d / sqrt(m n) for fitted ones. Updates are divided by it, so that
+every shape learns at AdamW's rate. They are made with a Q of their own, which takes no more launches, and leaves
+gradients, moments and weight decay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.config import LSPParams, UpdateRms
+from ds_zo.config import LSPParams
 from ds_zo.optim import OFFSET_ALIGNMENT
 from ds_zo.projectors import ProjectorRows, SparseProjector, choose_dims
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
@@ -39,35 +39,57 @@ class Subspace:
     P: SparseProjector
     Q: SparseProjector
     num_draws: int = 1
-    update_rms: UpdateRms = "projected"
     Q_update: ProjectorRows = field(init=False)
     """What updates are made with in the place of Q ([Note: size of an update])."""
 
     def __post_init__(self) -> None:
-        self.Q_update = self.Q
-        if self.update_rms == "adamw":
-            self.Q_update = ProjectorRows(self.Q.indices, self.Q.values.clone(), self.Q.dim)
-            self.refresh_()
+        self.Q_update = ProjectorRows(self.Q.indices, self.Q.values.clone(), self.Q.dim)
+        self.refresh_()
 
     @torch.no_grad()
     def refresh_(self) -> None:
         """After P or Q have taken other values. In place: launches are prepared with its address."""
-        if self.Q_update is not self.Q:
-            P, Q = self.P.values, self.Q.values
-            norms = torch.linalg.vector_norm(P) * torch.linalg.vector_norm(Q)
-            self.Q_update.values.copy_(Q * (math.sqrt(self.P.num_rows * self.Q.num_rows) / norms))
+        P, Q = self.P.values, self.Q.values
+        norms = torch.linalg.vector_norm(P) * torch.linalg.vector_norm(Q)
+        self.Q_update.values.copy_(Q * (math.sqrt(self.P.num_rows * self.Q.num_rows) / norms))
 
     @property
     def num_bytes(self) -> int:
-        return self.P.num_bytes + self.Q.num_bytes + (0 if self.Q_update is self.Q else self.Q_update.values.nbytes)
+        return self.P.num_bytes + self.Q.num_bytes + self.Q_update.values.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         return {"P": self.P.state_dict(), "Q": self.Q.state_dict(), "num_draws": self.num_draws}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device, *, update_rms: UpdateRms) -> Subspace:
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Subspace:
         P, Q = (SparseProjector.from_state(state[key], device) for key in ("P", "Q"))
-        return cls(P, Q, int(state["num_draws"]), update_rms)
+        return cls(P, Q, int(state["num_draws"]))
+
+
+@dataclass
+class Candidate:
+    """Projectors that are fitted beside the present ones ([Note: calibration gradients])."""
+
+    subspace: Subspace
+    num_batches: int = 0
+    """Gradients that they have been fitted to."""
+    total: torch.Tensor | None = None
+    """P^T T Q, on the host: T is the sum of these gradients, as far as the projectors kept it."""
+    gain: float | None = None
+    """Mean square of P^T G Q relative to that of the present projectors, for a G that neither was fitted to. None: the
+    candidate has not been tested."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"num_batches": self.num_batches, "total": self.total, "gain": self.gain}
+        return {**self.subspace.state_dict(), **own}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Candidate | None:
+        """None: a state without sums, which cannot be continued."""
+        if "num_batches" not in state:
+            return None
+        subspace = Subspace.from_state(state, device)
+        return cls(subspace, int(state["num_batches"]), state["total"], state["gain"])
 
 
 @dataclass(eq=False)
@@ -81,8 +103,8 @@ class Slot:
     offset: int
     """Of its rounding bits."""
     subspace: Subspace | None = None
-    refitted: Subspace | None = None
-    """Projectors that take the place of the present ones when this step is over."""
+    candidate: Candidate | None = None
+    """Projectors that may take the place of the present ones."""
     total: torch.Tensor | None = None
     """Where the transpose of P^T G Q is summed; a whole parameter's gradients add up in its own `.grad`."""
     has_total: bool = False
@@ -92,7 +114,7 @@ class Slot:
     kept: torch.Tensor | None = None
     """Then: a whole parameter's gradient so far, between visits."""
     is_fitted: bool = False
-    """Its projectors have seen a gradient (or are not to be fitted)."""
+    """Its first calibration is over (or its projectors are not to be fitted)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,7 +200,7 @@ def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, de
         )
         for side, (num_rows, dim) in enumerate(zip(p.shape, dims, strict=True))
     ]
-    return Subspace(made[0], made[1], num_draws, settings.update_rms)
+    return Subspace(made[0], made[1], num_draws)
 
 
 def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | None) -> list[Group]:

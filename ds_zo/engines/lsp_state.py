@@ -10,7 +10,7 @@ import torch
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import LSPParams
 from ds_zo.engines.lsp_groups import Kept
-from ds_zo.engines.lsp_matrices import Subspace, first_projectors
+from ds_zo.engines.lsp_matrices import Candidate, Subspace, first_projectors
 from ds_zo.engines.lsp_payload import Carry
 from ds_zo.engines.lsp_ranks import RankLine
 from ds_zo.engines.lsp_shared import SharedHostGroup
@@ -45,7 +45,7 @@ def slot_states(kept: Iterable[Kept], *, gathered: Mapping[str, dict[str, Any]])
             **states,
             "is_fitted": slot.is_fitted,
             "subspace": None if slot.subspace is None else slot.subspace.state_dict(),
-            "refitted": None if slot.refitted is None else slot.refitted.state_dict(),
+            "refitted": None if slot.candidate is None else slot.candidate.state_dict(),
         }
     return found
 
@@ -81,6 +81,11 @@ def _check_slot_state(saved: Mapping[str, Any], shape: tuple[int, ...]) -> None:
             int(saved[key]["num_draws"])
             for side in ("P", "Q"):
                 SparseProjector.from_state(saved[key][side])
+    candidate = saved["refitted"] or {}
+    total, gain = candidate.get("total"), candidate.get("gain")
+    if total is not None and tuple(total.t().shape) != shape:
+        raise ValueError(f"a candidate's sum has shape {tuple(total.shape)}")
+    int(candidate.get("num_batches", 0)), float(gain or 0.0)
 
 
 def load_slot_states(
@@ -95,17 +100,16 @@ def load_slot_states(
             if moments is not None:
                 moments.reset()
             slot.is_fitted = settings.projector != "learned"
-            slot.refitted = None
+            slot.candidate = None
             if slot.subspace is not None:
                 slot.subspace = first_projectors(slot.parameter, slot.index, settings, device=device)
             continue
         if moments is not None:
             moments.load_state_dict(saved["moments"])
         slot.is_fitted = saved["is_fitted"]
-        slot.subspace, slot.refitted = (
-            None if saved[key] is None else Subspace.from_state(saved[key], device, update_rms=settings.update_rms)
-            for key in ("subspace", "refitted")
-        )
+        present, candidate = saved["subspace"], saved["refitted"]
+        slot.subspace = None if present is None else Subspace.from_state(present, device)
+        slot.candidate = None if candidate is None else Candidate.from_state(candidate, device)
         for side, error in saved["errors"].items():
             if side in carries:
                 carry, i = carries[side]

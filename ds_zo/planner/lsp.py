@@ -182,8 +182,7 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
         else:
             nonzeros = min(params.nonzeros_per_row, *dims)
             counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
-            if params.update_rms == "adamw":
-                counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES
+            counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES  # updates have a Q of their own
             counts.subspace_numel += dims[0] * dims[1]
             counts.projected_nbytes += p.numel() * p.element_size()
             scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]

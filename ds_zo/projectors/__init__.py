@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_zo.projectors.batches import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
-from ds_zo.projectors.fit import FitReport, carry_moments, choose_dims, fit
+from ds_zo.projectors.fit import FitReport, captured_share, carry_over, choose_dims, fit, flattened
 from ds_zo.projectors.products import apply_, compress, relative_bias
 from ds_zo.projectors.recording import Recorder
 from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
@@ -19,11 +19,13 @@ __all__ = [
     "SparseProjector",
     "apply_",
     "apply_all_",
-    "carry_moments",
+    "captured_share",
+    "carry_over",
     "choose_dims",
     "compress",
     "compress_all",
     "fit",
+    "flattened",
     "relative_bias",
     "shift_all_",
 ]

@@ -1,4 +1,4 @@
-"""Fitting projectors to a gradient, carrying Adam's moments from one subspace to the next, choosing its size."""
+"""Fitting projectors to a gradient, measuring what they capture, carrying matrices from one subspace to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ds_zo.projectors.products import product, relative_bias, transpose_product
+from ds_zo.projectors.products import compress, product, relative_bias, transpose_product
 from ds_zo.projectors.recording import Recorder
 from ds_zo.projectors.sparse import SparseProjector
 
@@ -20,6 +20,8 @@ TEMPORARY_NUMEL = 1 << 22
 DENSE_FRACTION = 16
 """A matrix product makes an entry about this many times as fast as a dot product by elementwise operations."""
 BETAS, EPS = (0.9, 0.99), 1e-12
+FLATTENINGS = 6
+"""Four to twelve were alike on memorising toys; with none, a fit hardly beats a random draw."""
 MOST_RECORDED_NUMEL = 1 << 23
 """Of what a kernel of the fit writes, above which it takes longer than its launch."""
 
@@ -77,25 +79,45 @@ def fit(
     return FitReport(before, after, num_steps, time.perf_counter() - begin, why)
 
 
-def carry_moments(
-    M_dd: torch.Tensor,
-    V_dd: torch.Tensor,
-    P0: SparseProjector,
-    Q0: SparseProjector,
-    P: SparseProjector,
-    Q: SparseProjector,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adam's moments of the subspace (P0, Q0) as those of (P, Q):
+@torch.no_grad()
+def flattened(G_mn: torch.Tensor) -> torch.Tensor:
+    """G with singular values that are nearer to one another, in G's dtype: what projectors for Adam are fitted to.
 
-        M <- (P^T P0) M (Q0^T Q),    V <- (P^T P0)^2 V (Q0^T Q)^2    (squares element by element, V >= 0)
-
-    Computed where the projectors are, returned where the moments were.
+    Adam moves about equally far along a gradient's small and large directions. The norm of what a projection loses
+    counts the few largest alone, and a subspace that was fitted to G as it is has no room for the others. So singular
+    values s, at first of ||G||_F = 1, become s (3 - s^2) / 2, FLATTENINGS times: small ones grow by 1.5 each time, and
+    none beyond 1. In products of the shorter side alone: X = G B, and B <- B (3 - B G^T G B) / 2.
     """
+    m, n = G_mn.shape
+    side = min(m, n)
+    norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
+    gram, B = torch.zeros(side, side, device=G_mn.device), torch.eye(side, device=G_mn.device)
+    for part in (G_mn if side == n else G_mn.t()).split(max(1, TEMPORARY_NUMEL // side)):
+        rows = part.to(torch.float32) / norm
+        gram.addmm_(rows.t(), rows)
+    for _ in range(FLATTENINGS):
+        B = 1.5 * B - 0.5 * (B @ (B @ gram @ B))
+    B = B.to(G_mn.dtype)
+    return (G_mn @ B if side == n else B @ G_mn).div_(norm)
+
+
+@torch.no_grad()
+def captured_share(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> float:
+    """The share of ||G||^2 that the best multiple of P P^T G Q Q^T has: it does not depend on the scale of P and Q,
+    which Adam does not see either. NaN for a zero gradient."""
+    S = compress(G_mn, P, Q)
+    KSK = _gram_product(P, S, Q)
+    norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
+    return float(S.square().sum().square() / ((KSK * S).sum() * norm.square()))
+
+
+def carry_over(
+    X_dd: torch.Tensor, P0: SparseProjector, Q0: SparseProjector, P: SparseProjector, Q: SparseProjector
+) -> torch.Tensor:
+    """A matrix of the subspace (P0, Q0) as one of (P, Q): (P^T P0) X (Q0^T Q), computed where the projectors are and
+    returned where X was."""
     left, right = overlap(P, P0), overlap(Q0, Q)
-    M, V = (x.to(left.device, torch.float32) for x in (M_dd, V_dd))
-    M = left @ M @ right
-    V = (left.square() @ V @ right.square()).clamp_(min=0.0)
-    return M.to(M_dd), V.to(V_dd)
+    return (left @ X_dd.to(left.device, torch.float32) @ right).to(X_dd)
 
 
 def overlap(P: SparseProjector, P0: SparseProjector) -> torch.Tensor:
@@ -183,7 +205,7 @@ class _Descent:
         fourth root."""
         P, Q = self.projectors
         S = transpose_product(P, self._times_Q())
-        KSK = transpose_product(P, product(P, _times_gram(S, Q)))
+        KSK = _gram_product(P, S, Q)
         factor = (S.square().sum() / (KSK * S).sum()).pow(0.25)
         factor = torch.where(factor.isfinite() & (factor > 0), factor, 1.0)
         for projector in self.projectors:
@@ -242,6 +264,11 @@ def _transposed(P: SparseProjector, Y_mk: torch.Tensor) -> torch.Tensor:
 def _times_gram(S: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
     """S Q^T Q."""
     return _transposed(Q, product(Q, S.t().contiguous()))
+
+
+def _gram_product(P: SparseProjector, S: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
+    """P^T P S Q^T Q."""
+    return transpose_product(P, product(P, _times_gram(S, Q)))
 
 
 def _at_positions(P: SparseProjector, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ds_zo.checkpoint.snapshot import held
 SCHEDULE = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2}}
-LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}
+LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1, "calibration_batches": 1}
 WINDOW = {"gradient_accumulation_steps": 3}
 SEQUENTIAL = {**WINDOW, "params": {"accumulation": "sequential"}}
 
@@ -34,7 +34,7 @@ JSONS: dict[str, dict[str, Any]] = {
     "AdaLOMO, bf16, kahan, window": _lomo("AdaLOMO", **SEQUENTIAL, **BF16, ds_zo={"rounding": "kahan"}),
     "AdaLOMO, bf16, streamed": _lomo("AdaLOMO", make=streamed, **BF16),
     "LSP, int8, refits, window": lsp_json(
-        params={**LEARNED, "check_interval": 1, "calibration_batches": 4, "payload_dtype": "int8"},
+        params={**LEARNED, "check_interval": 1, "calibration_batches": 3, "payload_dtype": "int8"},
         clipping=0.1,
         scheduler=SCHEDULE,
         **WINDOW,

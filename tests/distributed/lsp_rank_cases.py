@@ -22,12 +22,12 @@ NUM_STEPS = 4
 EPS = 1e-5
 """Above the rounding noise of gradients, which Adam would blow up to steps of lr."""
 
-LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 2}
+LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 2, "calibration_batches": 1}
 CASES: dict[str, dict[str, Any]] = {
     "random": {},
     "owned": {"stage": 2},
     "owned, learned": {"stage": 1, "clipping": 0.1, "params": LEARNED},
-    "owned, AdamW's updates": {"stage": 1, "params": {**LEARNED, "update_rms": "adamw"}},
+    "owned, learned, unclipped": {"stage": 1, "params": LEARNED},
     "owned, whole": {"stage": 2, "params": {"projector": "none"}},
     "owned, dense edge": {"stage": 2, "params": {"edge": "dense"}},
     "on the device": {"offload": False},

@@ -10,7 +10,7 @@ from lomo_runs import lively
 from torch import nn
 
 from ds_zo.config import LSPParams
-from ds_zo.engines import lsp_matrices, lsp_state
+from ds_zo.engines import lsp_calibration, lsp_matrices, lsp_state
 from ds_zo.engines.lsp_matrices import Subspace
 from ds_zo.projectors import SparseProjector
 
@@ -40,10 +40,15 @@ def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(p: nn.Parameter, index: int, settings: LSPParams, *, device: torch.device) -> Subspace:
         P, Q = (SparseProjector.identity(size, device) for size in p.shape)
-        return Subspace(P, Q, update_rms=settings.update_rms)
+        return Subspace(P, Q)
 
     for module in (lsp_state, lsp_matrices):
         monkeypatch.setattr(module, "first_projectors", make)
+
+
+def adopt_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates take the place of the present projectors whatever they capture."""
+    monkeypatch.setattr(lsp_calibration, "MIN_GAIN", -1.0)  # of at most 1
 
 
 def settled(engine: Any) -> dict[str, torch.Tensor]:

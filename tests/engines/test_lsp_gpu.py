@@ -64,10 +64,6 @@ def run(
 CASES: dict[str, dict[str, Any]] = {
     "projected": {},
     "learned": {"params": {"projector": "learned", "check_interval": 20, "fit_steps": 5}, "num_steps": 50},
-    "AdamW's updates": {
-        "params": {"projector": "learned", "check_interval": 20, "fit_steps": 5, "update_rms": "adamw"},
-        "num_steps": 50,
-    },
     "whole": {"params": {"projector": "none"}},
     "int8, clipped": {"params": {"payload_dtype": "int8"}, "clipping": 0.1},
     "fp32": {"bf16": {"enabled": False}, "num_steps": 50},

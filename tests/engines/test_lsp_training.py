@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import CPU, identity_projectors, lsp_json, settled, small
+from lsp_runs import CPU, adopt_always, lsp_json, settled, small
 from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_zo.config import ConfigError
 from ds_zo.engines import lsp, lsp_calibration, lsp_matrices
 from ds_zo.engines.lsp_payload import Carry, Places, Wire
-from ds_zo.projectors import SparseProjector, apply_, relative_bias
+from ds_zo.optim.subspace_adam import Moments
+from ds_zo.projectors import SparseProjector, apply_, captured_share, flattened
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -106,64 +107,87 @@ def test_a_bare_backward_is_the_engines(offload: bool, tmp_path: Path) -> None:
 
 
 def learned(**params: Any) -> dict[str, Any]:
-    return lsp_json(params={"projector": "learned", "fit_steps": 5, **params})
+    return lsp_json(params={"projector": "learned", "fit_steps": 5, "calibration_batches": 1, **params})
 
 
-def test_projectors_are_fitted_before_the_first_step_and_the_bias_is_known() -> None:
-    engine = start(learned(), small())
-    twin = start(lsp_json(), small())  # the same draws, unfitted
-    [batch] = batches("llama", 1)
-    model = small()
-    model(**batch).loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    train(engine, [batch])
-    for slot, drawn in zip(engine.backend._slots, twin.backend._slots, strict=True):
+def draws(engine: Any) -> dict[str, int]:
+    return {slot.name: slot.subspace.num_draws for slot in engine.backend._slots if slot.subspace is not None}
+
+
+def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted to the sum of two batches, tested with the third; until then those that were drawn serve."""
+    adopt_always(monkeypatch)
+    engine, drawn = start(learned(calibration_batches=2), small()), start(lsp_json(), small())
+    data = list(batches("llama", 3))
+    grads: dict[str, list[torch.Tensor]] = {}
+    for batch in data:
+        for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
+            if slot.subspace is not None:
+                assert torch.equal(slot.subspace.P.values, found.subspace.P.values)
+        model = small()
+        model.load_state_dict(engine.module.state_dict())
+        model(**batch).loss.backward()
+        for name, p in model.named_parameters():
+            grads.setdefault(name, []).append(p.grad)
+        train(engine, [batch])
+        assert (engine.backend.biases == {}) == (batch is not data[-1])
+    for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
         if slot.subspace is not None:
-            after = relative_bias(gradients[slot.name], slot.subspace.P, slot.subspace.Q)
-            before = relative_bias(gradients[slot.name], drawn.subspace.P, drawn.subspace.Q)
-            assert float(after) < min(1.0, float(before))
-            assert engine.backend.biases[slot.name] == pytest.approx(float(after), rel=1e-3)
+            total = flattened(grads[slot.name][0]) + flattened(grads[slot.name][1])
+            pairs = [(subspace.P, subspace.Q) for subspace in (slot.subspace, found.subspace)]
+            assert captured_share(total, *pairs[0]) > 1.1 * captured_share(total, *pairs[1]), slot.name
+            last = captured_share(flattened(grads[slot.name][2]), *pairs[0])
+            assert engine.backend.biases[slot.name] == pytest.approx((1 - last) ** 0.5, abs=1e-3)
+
+
+def test_projectors_that_capture_no_more_do_not_serve() -> None:
+    """A fit of no steps leaves a draw as it is, which is no better than itself."""
+    engine, random = start(learned(check_interval=2, fit_steps=0), small()), start(lsp_json(), small())
+    for one in (engine, random):
+        train(one, [*batches("llama", 1)] * 2)
+    assert engine.backend.biases.keys() == draws(engine).keys() and set(draws(engine).values()) == {1}
+    assert_equal(*map(settled, (engine, random)))
 
 
 def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check leaves its own step's update as it was."""
+    """A check leaves its own step's update as it was, and that of the test."""
+    adopt_always(monkeypatch)
     monkeypatch.setattr(lsp_calibration, "relative_bias", lambda G, *projectors: float(G.shape[0] == 24))
     engines = [start(learned(check_interval=interval, fit_steps=1), small()) for interval in (2, 1000)]
     for engine in engines:
-        train(engine, batches("llama", 3))
+        train(engine, batches("llama", 4))
     assert_equal(*map(settled, engines))
     for slot in engines[0].backend._slots:
         if slot.subspace is not None:
             assert slot.subspace.num_draws == (2 if slot.parameter.shape[0] == 24 else 1)
     for engine in engines:
-        train(engine, batches("llama", 1, first=3))
+        train(engine, batches("llama", 1, first=4))
     refitted, kept = map(settled, engines)
     changed = {name for name, value in kept.items() if not torch.equal(refitted[name], value)}
     assert changed == {f"model.layers.{i}.mlp.{part}_proj.weight" for i in (0, 1) for part in ("gate", "up")}
 
 
-def test_a_refit_carries_the_moments_over() -> None:
-    """From identity to identity projectors nothing may change: a run with refits is the run without. It is not where
-    moments are zeroed."""
-
-    def run(*, refits: bool, zeroed: bool = False) -> dict[str, torch.Tensor]:
-        with pytest.MonkeyPatch.context() as patch:
-            identity_projectors(patch)
-            make = lsp_matrices.first_projectors
-            patch.setattr(lsp_calibration, "draw", lambda p, i, s, num_draws, device: make(p, i, s, device=device))
-            patch.setattr(lsp_calibration, "relative_bias", lambda *args: 1.0)
-            patch.setattr(lsp_calibration.Calibration, "_fit", lambda *args, **kwargs: None)
-            if zeroed:
-                patch.setattr(lsp_calibration, "carry_moments", lambda M, V, *args: (M * 0, V * 0))
-            interval = 2 if refits else 1000
-            engine = start(lsp_json(lr=1e-3, params={"projector": "learned", "check_interval": interval}), small())
-            train(engine, batches("llama", 6))
-            return settled(engine)
-
-    expected = run(refits=False)
-    assert_close(run(refits=True), expected, atol=1e-6)
-    zeroed = run(refits=True, zeroed=True)
-    assert max(float((zeroed[name] - expected[name]).abs().max()) for name in expected) > 1e-3
+@pytest.mark.parametrize("is_fitted", [False, True])
+def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
+    """M begins at zero; V's mean is as much larger as the same gradient is, and it is shaped as the calibration's."""
+    (m, n), dim = (24, 36), 12
+    old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
+    total = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0))
+    candidate = lsp_matrices.Candidate(new, num_batches=1, total=total, gain=3.0)
+    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
+    slot.is_fitted = is_fitted
+    moments = Moments.zeros(slot.shape, "cpu")
+    moments.mean.fill_(1.0)
+    moments.mean_square.fill_(2.0)
+    lsp_calibration.adopt(slot, moments, [])
+    assert slot.subspace is new and slot.candidate is None and slot.is_fitted
+    assert not moments.mean.any()
+    if not is_fitted:
+        assert not moments.mean_square.any()
+        return
+    assert float(moments.mean_square.mean()) == pytest.approx(6.0, rel=1e-4)
+    expected = 3.0 + 3.0 * total.t().square() / total.square().mean()
+    torch.testing.assert_close(moments.mean_square, expected)
 
 
 def orthonormal(num_rows: int, dim: int, *, seed: int) -> SparseProjector:
@@ -173,15 +197,12 @@ def orthonormal(num_rows: int, dim: int, *, seed: int) -> SparseProjector:
     return SparseProjector(indices, signs * (dim / num_rows) ** 0.5, dim)
 
 
-@pytest.mark.parametrize("update_rms", ["adamw", "projected"])
-def test_a_refit_carries_what_a_payload_lost_of_an_update(update_rms: Any) -> None:
+def test_a_refit_carries_what_a_payload_lost_of_an_update() -> None:
     """As much of it as the new subspace has: the update that was lost, projected."""
     (m, n), dim = (24, 36), 12
-    old, new = (
-        lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2), update_rms=update_rms)
-        for i in (0, 1)
-    )
-    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, refitted=new)
+    old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
+    candidate = lsp_matrices.Candidate(new, gain=1.0)
+    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
     places = Places([slot.shape], [torch.float32])
     carry = Carry(Wire(places.end // 4, torch.bfloat16), places, torch.device("cpu"))
     carry.set_error(0, torch.randn(slot.shape, generator=torch.Generator().manual_seed(0)))
@@ -203,21 +224,22 @@ def test_a_refit_carries_what_a_payload_lost_of_an_update(update_rms: Any) -> No
 
 @pytest.mark.parametrize("factor", [0.0, float("nan")])
 def test_projectors_are_fitted_to_the_first_gradient_that_says_anything(factor: float) -> None:
-    """As they were drawn they overshoot, and the next check may be a thousand steps away."""
-    engine, reference = (start(learned(fit_steps=1), small()) for _ in range(2))
-    data = list(batches("llama", 2))
+    """The next check may be a thousand steps away."""
+    engine, reference = (start(learned(fit_steps=1, lr=0.0), small()) for _ in range(2))
+    data = list(batches("llama", 3))
     engine.backward(engine(**data[0]).loss * factor)
     engine.step()
-    assert engine.backend.biases == {}
     for one in (engine, reference):
+        assert one.backend.biases == {}
         train(one, data[1:])
     assert engine.backend.biases == reference.backend.biases != {}
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_updates_are_as_large_as_adamws(offload: bool) -> None:
+def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, whose directions are signs, and one with refitted projectors, whose moments are forgotten so that
-    they are signs again. As they are projected, they are far smaller."""
+    they are signs again."""
+    adopt_always(monkeypatch)
 
     def rms_of_updates(engine: Any, batch: Any) -> list[float]:
         before = settled(engine)
@@ -225,27 +247,28 @@ def test_updates_are_as_large_as_adamws(offload: bool) -> None:
         moved = {name: (value - before[name]) / 1e-2 for name, value in settled(engine).items()}
         return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
 
-    data = list(batches("llama", 3))
-    for update_rms, least, most in (("adamw", 0.7, 1.3), ("projected", 0.0, 0.7)):
-        json = learned(check_interval=1, bias_threshold=0.1, fit_steps=20, update_rms=update_rms)
-        engine = start({**json, "zero_optimization": CPU if offload else {"stage": 0}}, small())
-        sizes = rms_of_updates(engine, data[0])
-        train(engine, data[1:2])
-        draws = {slot.subspace.num_draws for slot in engine.backend._slots if slot.subspace is not None}
-        assert draws == {2}
-        for _, moments, _ in engine.backend._groups.kept():
-            moments.reset()
-        sizes += rms_of_updates(engine, data[2])
-        assert least < min(sizes) and max(sizes) < most, (update_rms, sizes)
+    data = list(batches("llama", 5))
+    json = learned(check_interval=2, bias_threshold=0.1, fit_steps=20)
+    engine = start({**json, "zero_optimization": CPU if offload else {"stage": 0}}, small())
+    sizes = rms_of_updates(engine, data[0])
+    train(engine, data[1:4])
+    assert set(draws(engine).values()) == {2}
+    for _, moments, _ in engine.backend._groups.kept():
+        moments.reset()
+    sizes += rms_of_updates(engine, data[4])
+    assert min(sizes) > 0.7 and max(sizes) < 1.3, sizes
 
 
-def test_several_calibration_batches_go_on_with_one_fit() -> None:
-    engine = start(learned(check_interval=2, bias_threshold=0.01, calibration_batches=3, fit_steps=3), small())
-    draws = []
-    for batch in batches("llama", 6):
+def test_several_calibration_batches_go_on_with_one_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt_always(monkeypatch)
+    json = learned(check_interval=4, bias_threshold=0.01, calibration_batches=3, fit_steps=3)
+    engine = start(json, small())
+    found = []
+    for batch in batches("llama", 9):
         train(engine, [batch])
-        draws.append({s.subspace.num_draws for s in engine.backend._slots if s.subspace is not None})
-    assert draws == [{1}, {1}, {1}, {1}, {2}, {2}]  # a look at steps 2, 3 and 4
+        found.append((len(engine.backend.biases) > 0, set(draws(engine).values())))
+    assert found[:4] == [(False, {1})] * 3 + [(True, {1})]  # fits at steps 0, 1 and 2, and a test
+    assert found[4:] == [(True, {1})] * 3 + [(True, {2})] * 2  # the same from step 4 on
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -285,17 +308,10 @@ def test_small_payloads_train_about_as_well(dtype: str) -> None:
     assert losses[dtype][-1] < losses[dtype][0] - 0.1
 
 
+REFITS = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}
 RESUMED: dict[str, dict[str, Any]] = {
-    "refits": {"params": {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}},
-    "AdamW's updates": {
-        "params": {
-            "projector": "learned",
-            "check_interval": 2,
-            "bias_threshold": 0.1,
-            "fit_steps": 1,
-            "update_rms": "adamw",
-        }
-    },
+    "refits": {"params": {**REFITS, "calibration_batches": 1}},
+    "inside a calibration": {"params": {**REFITS, "calibration_batches": 2}},
     "int8 bf16": {"params": {"payload_dtype": "int8"}, "bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
     "on the device": {"offload": False},
     "inside a window": {
@@ -312,7 +328,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
+def test_resume_equals_uninterrupted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt_always(monkeypatch)
     json = lsp_json(**RESUMED[name], ds_zo={"checkpoint": {"asynchronous": name != "refits"}})
     data = list(batches("llama", 8 if name == "inside a window" else 6))
     whole = start(json, small())
@@ -438,10 +455,10 @@ def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     try:
         engine = start(learned(fit_steps=1), small())
         with caplog.at_level(logging.INFO, logger="DeepSpeed"):
-            train(engine, batches("llama", 1))
+            train(engine, batches("llama", 2))
     finally:
         logger.setLevel(level)
         logger.propagate = propagate
     said, *_ = [text for record in caplog.records if "matrices fitted in" in (text := record.getMessage())]
-    assert f"in {engine.backend.fit_s:.1f} s: relative bias" in said and engine.backend.fit_s > 0
-    assert bars == [16]  # where it takes long enough to wonder
+    assert f"in {engine.backend.fit_s:.1f} s; on the next batch" in said and engine.backend.fit_s > 0
+    assert bars == [16, 16]  # in the pass of the fit and in that of the test

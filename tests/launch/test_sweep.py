@@ -173,6 +173,6 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     said = capsys.readouterr().out
     assert "mezo_sst2_lr5e-06_" in said and "lr3e-06" not in said, "also where rates were chosen on other tasks"
     script.main(["--grid", "curves", "--results", "x", "--dry-run", "--rates-from", str(results)])
-    assert "tells no rate of lomo, lsp, lsp-r1-dense, zero-offload: run at the grid's own" in capsys.readouterr().out
+    assert "tells no rate of lomo, lsp, lsp-dense, zero-offload: run at the grid's own" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"grid smoke has the methods .*; got nope \(--methods\)"):
         script.main(["--grid", "smoke", "--methods", "nope", "--results", "x"])

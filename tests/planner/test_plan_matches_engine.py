@@ -131,11 +131,6 @@ def test_lsp_takes_the_planned_bytes_on_the_host(payload: Any, edge: Any) -> Non
     projectors = [s.subspace for s in backend._slots if s.subspace is not None]
     taken = sum(pair.num_bytes for pair in projectors)
     assert plan.device["projectors"] == pytest.approx(taken, rel=0.25)  # columns are filled up to the fullest
-    as_adamw = {**own, "projector": "random", "update_rms": "adamw"}
-    more = estimate_lsp(planned("llama"), Limits(), params=LSPParams(**as_adamw)).device["projectors"]
-    slots = start("llama", "LSP", as_adamw, **place).backend._slots
-    taken_more = sum(slot.subspace.num_bytes for slot in slots if slot.subspace is not None) - taken
-    assert more - plan.device["projectors"] == taken_more > 0
 
 
 @pytest.mark.parametrize("resident", [0, 3])

@@ -1,4 +1,4 @@
-"""Fitting projectors and carrying moments between subspaces."""
+"""Fitting projectors, what they capture, and matrices carried between subspaces."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from projector_cases import gradient, matrix, pair
 
-from ds_zo.projectors import SparseProjector, carry_moments, choose_dims, fit, relative_bias
-from ds_zo.projectors.fit import _Descent
+from ds_zo.projectors import SparseProjector, captured_share, carry_over, choose_dims, fit, flattened, relative_bias
+from ds_zo.projectors.fit import FLATTENINGS, _Descent
 
 BETA = 0.01
 
@@ -99,22 +99,40 @@ def test_degenerate_gradients_change_nothing(value: float) -> None:
     assert torch.equal(P.dense(), expected)
 
 
-def test_carried_moments_equal_the_dense_formula() -> None:
+def test_what_is_carried_over_equals_the_dense_formula() -> None:
     P0, Q0 = pair(40, 56, 12, 3, seed=0)
     P, Q = pair(40, 56, 16, 4, seed=1)
-    M, V = matrix(12, 12, seed=1), matrix(12, 12, seed=2).square()
+    X = matrix(12, 12, seed=1)
     left, right = P.dense().t() @ P0.dense(), Q0.dense().t() @ Q.dense()
-    M1, V1 = carry_moments(M, V, P0, Q0, P, Q)
-    torch.testing.assert_close(M1, left @ M @ right, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(V1, left.square() @ V @ right.square(), rtol=1e-4, atol=1e-5)
-    assert float(V1.min()) >= 0.0
+    torch.testing.assert_close(carry_over(X, P0, Q0, P, Q), left @ X @ right, rtol=1e-4, atol=1e-5)
 
 
-def test_moments_survive_an_unchanged_identity() -> None:
+def test_what_is_carried_over_survives_an_unchanged_identity() -> None:
     eye = SparseProjector.identity(300)  # wider than one slab of the overlap
-    M, V = matrix(300, 300, seed=1), matrix(300, 300, seed=2).square()
-    M1, V1 = carry_moments(M, V, eye, eye, eye, eye)
-    assert torch.equal(M1, M) and torch.equal(V1, V)
+    X = matrix(300, 300, seed=1)
+    assert torch.equal(carry_over(X, eye, eye, eye, eye), X)
+
+
+def test_the_captured_share_is_that_of_the_best_multiple() -> None:
+    G, (P, Q) = gradient(40, 56, batch=1), pair(40, 56, 12, 3)
+    projected = P.dense() @ P.dense().t() @ G @ Q.dense() @ Q.dense().t()
+    share = captured_share(G, P, Q)
+    assert share == pytest.approx(float(torch.cosine_similarity(projected.view(-1), G.view(-1), dim=0)) ** 2, rel=1e-3)
+    P.set_values_(P.values * 3.0)
+    assert captured_share(G, P, Q) == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
+def test_flattening_leaves_directions_and_brings_singular_values_together(shape: tuple[int, int]) -> None:
+    U, _, Vh = torch.linalg.svd(gradient(*shape, batch=1), full_matrices=False)
+    s = 1e-3 * 0.7 ** torch.arange(24)
+    expected = s / s.norm()
+    for _ in range(FLATTENINGS):
+        expected = 1.5 * expected - 0.5 * expected**3
+    torch.testing.assert_close(flattened(U * s @ Vh), U * expected @ Vh, rtol=1e-3, atol=1e-4)
+    assert float(s[0] / s[8]) > 15.0 and float(expected[0] / expected[8]) < 3.0
+    assert torch.equal(flattened(torch.zeros(shape)), torch.zeros(shape))
+    assert flattened(torch.full(shape, float("nan"))).isnan().all()
 
 
 def test_dims_are_clamped_and_small_matrices_stay_dense() -> None:
