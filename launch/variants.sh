@@ -20,10 +20,10 @@ if [ "$(uname -m)" = x86_64 ]; then
 fi
 for width in "${widths[@]}"; do
     say "torch's CPU kernels for $width"
-    ATEN_CPU_CAPABILITY=$width tests tests/engines/test_bit_equality.py tests/engines/test_lsp_streamed.py \
+    ATEN_CPU_CAPABILITY=$width tests tests/backends/test_bit_equality.py tests/backends/lsp/test_lsp_streamed.py \
         tests/optim/test_host_adam.py tests/ops/test_encode_on_device.py
 done
 say "a CPU without FP16 instructions"
 PYTHONPATH="$repo/tests/cpu_without_fp16${PYTHONPATH:+:$PYTHONPATH}" tests -k "fp16 or overflow or scale" \
-    tests/engines/test_lomo_precision.py tests/engines/test_zo_precision.py tests/engines/test_lomo_streamed.py \
-    tests/checkpoint/test_resume_first_order.py tests/test_plugin.py
+    tests/backends/lomo/test_lomo_precision.py tests/backends/zo/test_zo_precision.py tests/backends/lomo/test_lomo_streamed.py \
+    tests/checkpoint/test_resume_first_order.py tests/plugin/test_plugin.py

@@ -27,18 +27,22 @@ if str(_BIN) not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = f"{_BIN}{os.pathsep}{os.environ['PATH']}"  # ninja, for DeepSpeed's JIT builds
 
 REPO = Path(__file__).resolve().parent.parent
+HELPERS = REPO / "tests" / "helpers"
+"""Models, runs and references that several tests share."""
+sys.path.insert(0, str(HELPERS))
 
 LONG_FILES = """
-distributed/test_lomo_ranks.py launch/test_examples.py engines/test_zo_evaluation.py
-distributed/test_lsp_ranks.py engines/test_zo_matches_mezo.py launch/test_train.py
-distributed/test_zo_ranks.py engines/test_zo_invariance.py integrations/test_trainer.py
-distributed/test_launchers.py engines/test_zo_traps.py checkpoint/test_kill.py
+distributed/test_lomo_ranks.py launch/test_examples.py backends/zo/test_zo_evaluation.py
+distributed/test_lsp_ranks.py backends/zo/test_zo_matches_mezo.py launch/test_train.py
+distributed/test_zo_ranks.py backends/zo/test_zo_invariance.py integrations/test_trainer.py
+distributed/test_launchers.py backends/zo/test_zo_traps.py checkpoint/test_kill.py
 distributed/test_two_hosts.py checkpoint/test_resume.py checkpoint/test_resume_first_order.py
-distributed/test_zo_rank_checkpoints.py engines/test_zo_precision.py planner/test_plan_matches_engine.py
-test_readme.py test_plugin.py engines/test_lomo_matches_sgd.py planner/test_plan_matches_measured.py
+distributed/test_zo_rank_checkpoints.py backends/zo/test_zo_precision.py planner/test_plan_matches_engine.py
+test_readme.py plugin/test_plugin.py backends/lomo/test_lomo_matches_sgd.py planner/test_plan_matches_measured.py
 launch/test_sweep.py bench/test_zo_case.py integrations/test_equivalence.py test_packaging.py integrations/test_ranks.py
-ops/test_kernels_interpreted.py integrations/test_engine.py engines/test_adalomo.py engines/test_compiled_blocks.py
-engines/test_lsp_training.py bench/test_compare.py streaming/test_loading.py test_zo_two_ranks.py
+ops/test_kernels_interpreted.py integrations/test_engine.py backends/lomo/test_adalomo.py
+backends/recompute/test_compiled_blocks.py backends/lsp/test_lsp_training.py
+bench/test_compare.py streaming/test_loading.py distributed/test_zo_two_ranks.py
 """.split()
 """They begin first, or a process that comes to one of them at the end works on alone. Those that start many processes
 are apart from one another."""

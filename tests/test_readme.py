@@ -51,7 +51,7 @@ LORA, CHECKPOINTS = SCRIPTS.pop("lora"), SCRIPTS.pop("checkpoints")
 """Lines for the first script: before its engine is made, and instead of all from there on."""
 USED_OUR_ENGINE = """
 import gc
-from ds_zo.plugin import PluginEngine
+from ds_zo.plugin.engine import PluginEngine
 assert any(type(thing) is PluginEngine for thing in gc.get_objects())
 """
 

@@ -168,7 +168,7 @@ def _taken_apart(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.dev
 @contextmanager
 def _no_lsp_adam(engine: Any) -> Iterator[None]:
     """Directions stay those of the last step that had them."""
-    from ds_zo.engines.lsp_jobs import HostGroup
+    from ds_zo.backends.lsp.host_group import HostGroup
 
     with patch.object(HostGroup, "_update", lambda group: torch.ones(len(group._active))):
         yield
@@ -177,7 +177,7 @@ def _no_lsp_adam(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_lsp_copies(engine: Any) -> Iterator[None]:
-    from ds_zo.engines.lsp_jobs import HostGroup, Links
+    from ds_zo.backends.lsp.host_group import HostGroup, Links
 
     def fill(links: Any, group: Any, source: torch.Tensor) -> Any:
         landing = next((one for one in links._landings if one.holder is None), links._landings[0])

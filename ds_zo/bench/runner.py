@@ -56,9 +56,9 @@ WARM = (
     "deepspeed",
     "torch.utils.cpp_extension",  # 0.6 s, for which DeepSpeed waits until an engine is made
     "ds_zo",
-    "ds_zo.engines.zo",
-    "ds_zo.engines.lomo",
-    "ds_zo.engines.lsp",
+    "ds_zo.backends.zo.backend",
+    "ds_zo.backends.lomo.backend",
+    "ds_zo.backends.lsp.backend",
 )
 """What most cases import, and what importing leaves the driver alone."""
 _POLL_S = 0.02

@@ -11,7 +11,7 @@ import torch
 from ds_zo import ops
 from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.streaming.turns import turn
+from ds_zo.streaming.backward_order import turn
 from ds_zo.streaming.units import Placed, Unit
 
 

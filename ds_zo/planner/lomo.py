@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import twice
+from ds_zo.planner import recomputed as twice
 from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost
@@ -95,7 +95,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
 
 
 def _shards(model: Model, backend: str) -> Shards:
-    """Two buckets of gradients at once: AdaLOMO's of whole blocks, LOMO's of a matrix (ds_zo/engines/lomo_ranks.py)."""
+    """Two buckets of gradients at once: of whole blocks for AdaLOMO, of a matrix for LOMO (`lomo/reducer.py`)."""
     in_blocks = [list(block.parameters()) for block in model.blocks]
     itemsize = model.weights_nbytes / model.numel
     numels = [sum(p.numel() for p in block) for block in in_blocks]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_zo.config.optimizers import LSPParams
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import twice
+from ds_zo.planner import recomputed as twice
 from ds_zo.planner.estimate import (
     ADAM_THREADS_NBYTES,
     BACKWARD_NBYTES,

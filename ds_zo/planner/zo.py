@@ -14,10 +14,10 @@ from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WI
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
+from ds_zo.streaming.backward_order import turn
 from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
 from ds_zo.streaming.placement import Placement, plan_units, spread
 from ds_zo.streaming.schedule import Action, Kind
-from ds_zo.streaming.turns import turn
 from ds_zo.streaming.units import Unit
 
 _VISIT_LAUNCH_S = 2e-4

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from ds_zo.backends.recompute import compiled_blocks
 from ds_zo.bench import lsp_cases
 from ds_zo.bench.lsp_claims import by_batch
 from ds_zo.bench.lsp_speed import PRESETS, cases_of, markdown
-from ds_zo.engines import compiled_blocks
 
 
 @pytest.mark.parametrize("preset", PRESETS)

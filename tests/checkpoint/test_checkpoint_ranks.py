@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1] + "/engines", sys.argv[1] + "/checkpoint", sys.argv[1]]
+sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
 import torch
 import deepspeed
 import ds_zo

@@ -24,12 +24,12 @@ NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "28"))
 SCRIPT = """
 import os, random, signal, socket, sys, threading, time
 from pathlib import Path
-sys.path[:0] = [sys.argv[1] + "/engines", sys.argv[1] + "/checkpoint", sys.argv[1]]
+sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
 import torch
 import torch._dynamo  # what an engine would import when it is made
 import transformers.loss.loss_utils
 import deepspeed
-import ds_zo.engines.zo, ds_zo.engines.lomo_ada, ds_zo.engines.lsp
+import ds_zo.backends.zo.backend, ds_zo.backends.lomo.adalomo, ds_zo.backends.lsp.backend
 from deepspeed.accelerator import get_accelerator
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
 from first_order_runs import Epochs, assert_same_run, engine_of, everything, play

@@ -61,7 +61,7 @@ def test_a_checkpoint_of_another_fold_order_goes_on_and_says_so(tmp_path: Path, 
     train(first, BATCHES[3:5])
     crash(first)
     before = {path: path.read_bytes() for path in tmp_path.glob("trajectory*.bin")}
-    monkeypatch.setattr("ds_zo.engines.zo_checkpoint.FOLD_ORDER", 7)
+    monkeypatch.setattr("ds_zo.backends.zo.checkpoint.FOLD_ORDER", 7)
     resumed = start("bf16 wire", trajectory=True)
     with log_lines() as lines:
         resumed.load_checkpoint(str(tmp_path))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, launcher_command, python_path
+from conftest import HELPERS, REPO, launcher_command, python_path
 
 SCRIPT = """
 import sys
@@ -59,7 +59,7 @@ def test_launcher(launcher: str, tmp_path: Path, free_port: int) -> None:
     script.write_text(SCRIPT)
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
-    env["PYTHONPATH"] = python_path(REPO, REPO / "tests" / "engines")
+    env["PYTHONPATH"] = python_path(REPO, HELPERS)
     command = [*LAUNCHERS[launcher](free_port), str(script), str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

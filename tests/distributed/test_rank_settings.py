@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = """
 import json, sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1] + "/engines", sys.argv[1]]
+sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
 import deepspeed, torch
 import ds_zo.config
 from lomo_runs import config_for, streamed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, find_free_port, launcher_command, python_path
+from conftest import HELPERS, REPO, find_free_port, launcher_command, python_path
 
 TRAIN = """
 import socket
@@ -94,7 +94,7 @@ def test_two_hosts_through_the_multi_host_launcher(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
-    env["PYTHONPATH"] = python_path(REPO, REPO / "tests", REPO / "tests" / "engines")
+    env["PYTHONPATH"] = python_path(REPO, REPO / "tests", HELPERS)
     env |= {"DEEPSPEED": shlex.join(launcher_command()), "PORT": str(find_free_port())}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # gloo, on any machine
     command = [*NAMESPACES, "bash", "-c", HOSTS]

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_zo.config.optimizers import PARAMS
-from ds_zo.plugin import PluginEngine
+from ds_zo.plugin.engine import PluginEngine
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
 """Large enough that a few steps move a toy model."""

@@ -30,7 +30,7 @@ from tiny_models import tiny_model
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_zo.config import BACKENDS
-from ds_zo.plugin import PluginEngine
+from ds_zo.plugin.engine import PluginEngine
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 

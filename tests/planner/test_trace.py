@@ -10,7 +10,7 @@ from planned_models import planned
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
-from ds_zo.engines.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.planner import Rates
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks

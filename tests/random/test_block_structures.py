@@ -5,21 +5,17 @@ A failure names the seed of its model.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from generated_models import NUM_TURNS, Generated, batches
-from sizes import first_seed, num_cases
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from lomo_runs import start, streamed
 from lsp_runs import CPU, identity_projectors, lsp_json, settled
 from mezo_reference import PlainMeZO
+from sizes import first_seed, num_cases
+from torch import nn
 from zo_runs import zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")

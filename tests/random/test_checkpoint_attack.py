@@ -13,7 +13,6 @@ import pickle
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from sizes import first_seed, num_cases
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoint"))  # whose helpers these tests share
-
 from checkpoint_runs import BATCHES, assert_same_bits, planes, start
 from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
+from sizes import first_seed, num_cases
 from test_two_writers import save
 from zo_runs import train
 

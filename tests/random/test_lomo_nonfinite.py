@@ -4,16 +4,11 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import count, islice
-from pathlib import Path
 
 import pytest
 from nonfinite_cases import check, check_all, draw
 from sizes import first_seed, num_cases
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "distributed"))  # whose jobs these tests share
-
 from zo_rank_cases import run_job
 
 NUM_CASES = num_cases(40)

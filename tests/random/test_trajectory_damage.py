@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sizes import first_seed, num_cases
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "checkpoint"))  # whose helpers these tests share
-
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
+from sizes import first_seed, num_cases
 from zo_runs import Toy, engine_for, log_lines, train
 
 from ds_zo.checkpoint import CheckpointError

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from mezo_reference import PlainMeZO
 from sizes import first_seed, num_cases
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ds_zo  # noqa: F401
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # whose reference this test shares
-from mezo_reference import PlainMeZO
 
 peft = pytest.importorskip("peft")
 

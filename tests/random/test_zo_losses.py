@@ -10,11 +10,9 @@ A failure tells the seed of its case.
 from __future__ import annotations
 
 import random
-import sys
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +20,6 @@ import pytest
 import torch
 from sizes import first_seed, num_cases
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engines"))  # whose helpers these tests share
-
 from zo_runs import EPS, LR, PlainMeZO, Recorder, Toy, assert_equal, engine_for, toy_batches, weights, zo_json
 
 from ds_zo import ops

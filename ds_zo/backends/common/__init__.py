@@ -1,0 +1,1 @@
+"""What the backends share: their interface, the module's state, and helpers."""

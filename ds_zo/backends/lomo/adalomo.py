@@ -1,0 +1,48 @@
+"""AdaLOMO: LOMO with an adaptive rate for each row and column, at the cost of one vector for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from ds_zo.backends.lomo.backend import LOMOBackend
+from ds_zo.backends.lomo.gradients import Slot
+from ds_zo.config import AdaLOMOParams
+from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
+
+
+class AdaLOMOBackend(LOMOBackend):
+    name: ClassVar[str] = "adalomo"
+    updates_pieces: ClassVar[bool] = False
+    settings: AdaLOMOParams
+
+    def _update_weight(
+        self,
+        slot: Slot,
+        grad: torch.Tensor,
+        *,
+        lr: float,
+        decay: float,
+        coef: torch.Tensor | None,
+        dither: Dither | None,
+        guards: Sequence[torch.Tensor],
+    ) -> torch.Tensor | None:
+        slot.moments = slot.moments or FactoredMoments.zeros(slot.parameter)
+        assert isinstance(slot.moments, FactoredMoments)
+        return adalomo_update_(
+            slot.parameter,
+            grad,
+            slot.moments,
+            lr=lr,
+            decay=decay,
+            decay_rate=self.settings.decay_rate,
+            eps=self.settings.adalomo_eps,
+            clip_threshold=self.settings.clip_threshold,
+            coef=coef,
+            clip_value=self.settings.clip_grad_value,
+            dither=dither,
+            residue=slot.residue,
+            guards=guards,
+        )

@@ -1,0 +1,54 @@
+"""Leaves of a loss that are not the engine's: a user's own prompts, or a head with an optimizer of its own.
+
+A backward pass that only measures must leave no gradient in them, or the next one doubles it. They are found outside
+the engine's forwards, by walking what a loss was made of down to their outputs, and from their inputs on: mostly
+nothing. (torch's `backward(inputs=...)` would do, but reentrant checkpointing refuses it.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ds_zo.backends.common.autograd_graph import nodes_before
+
+
+class ForeignLeaves:
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._own = {id(p) for p in own}
+        self._inputs: list[weakref.ref[torch.Tensor]] = []
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def saw(self, inputs: Any, outputs: Any) -> None:
+        """Of a forward of the engine's."""
+        for known, found in ((self._inputs, inputs), (self._outputs, outputs)):
+            leaves = tree_flatten(found)[0]
+            known[:] = [ref for ref in known if ref() is not None]
+            known += [weakref.ref(t) for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    @contextmanager
+    def kept(self, loss: torch.Tensor) -> Iterator[None]:
+        """Their gradients are afterwards what they were."""
+        leaves = self._leaves_of(loss)
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            for leaf, grad in zip(leaves, before, strict=True):
+                leaf.grad = grad
+
+    def _leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        inputs, outputs = ([t for ref in refs if (t := ref()) is not None] for refs in (self._inputs, self._outputs))
+        found = {id(t): t for t in (*inputs, *outputs) if t.is_leaf or t.retains_grad}
+        starts = [loss.grad_fn, *(t.grad_fn for t in inputs)]
+        for node in nodes_before(starts, ends=[t.grad_fn for t in outputs]):
+            if hasattr(node, "variable"):  # what adds up a leaf's gradient
+                found[id(node.variable)] = node.variable
+        return [leaf for key, leaf in found.items() if key not in self._own]

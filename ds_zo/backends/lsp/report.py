@@ -1,0 +1,148 @@
+"""What a step tells, some of it late, and how long its parts take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ds_zo.backends.common.backend import StepOutcome
+from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.backends.lsp.host_group import HostGroup
+from ds_zo.backends.lsp.matrices import Slot
+from ds_zo.backends.lsp.scheduler import Job, transition_layer
+from ds_zo.config import LSPParams
+
+
+class StepReport:
+    """Norms of a step's gradients, wherever they are known. Reading them waits for the last of its jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._on_device: list[torch.Tensor] = []
+
+    def add_device(self, norms: torch.Tensor | None) -> None:
+        if norms is not None:
+            self._on_device.append(norms)
+
+    def add_job(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def outcome(self, global_norm: torch.Tensor | None) -> StepOutcome:
+        """A layer whose gradient is not finite is left out; a step in which all were is skipped."""
+        if not self._jobs and not self._on_device:
+            return StepOutcome(applied=True)
+        squares, finite = None, None
+        if self._on_device:
+            norms = torch.cat(self._on_device)
+            squares = Late(norms.square().sum())
+            finite = Late(torch.stack([n.isfinite().all() for n in self._on_device]).any())
+        norm = _LateNorm(self._jobs, squares) if global_norm is None else Late(global_norm)
+        return StepOutcome(applied=_LateApplied(self._jobs, finite), grad_norm=norm)
+
+
+class _LateNorm(Late):
+    """Of all that the step moved: subspace gradients, and those of whole parameters."""
+
+    def __init__(self, jobs: Sequence[Job], squares: Late | None) -> None:
+        self._jobs, self._squares = jobs, squares
+
+    def get(self) -> float:
+        total = 0.0 if self._squares is None else self._squares.get()
+        return math.sqrt(total + sum(float(job.wait().double().square().sum()) for job in self._jobs))
+
+
+class _LateApplied(Late):
+    def __init__(self, jobs: Sequence[Job], finite: Late | None) -> None:
+        self._jobs, self._finite = jobs, finite
+
+    def get(self) -> float:
+        norms = [job.wait() for job in self._jobs]
+        used = [bool(n.isfinite().all()) for n in norms if n.numel()]
+        if self._finite is not None:
+            used.append(bool(self._finite.get()))
+        return float(any(used) or not used)
+
+
+class BackwardClock:
+    """Measures what the transition layer is computed from. Nobody waits for a measurement: the last complete one
+    counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Around the last complete backward pass."""
+        self._first: torch.cuda.Event | None = None
+        self._begin = 0.0
+        self._backward_s: float | None = None
+        self._transition: int | None = None
+
+    def begin(self) -> None:
+        self._read()
+        self._transition = None
+        if self._is_cuda:
+            self._first = torch.cuda.Event(enable_timing=True)
+            self._first.record()
+        else:
+            self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        if self._first is not None:
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
+            self._events, self._first = (self._first, last), None
+        else:
+            self._backward_s = time.perf_counter() - self._begin
+
+    def _read(self) -> None:
+        if self._events is not None and self._events[1].query():
+            self._backward_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+
+    def transition(self, groups: Sequence[HostGroup]) -> int:
+        """Computed once a backward pass. 0 until there are measurements: first come, first served."""
+        if self._transition is None:
+            self._transition = self._compute(groups)
+        return self._transition
+
+    def _compute(self, groups: Sequence[HostGroup]) -> int:
+        updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished and g.job.seconds]
+        if self._backward_s is None or not updates:
+            return 0
+        copies = [begin.elapsed_time(end) / 1e3 for begin, end in (g.timed for g in groups if g.timed) if end.query()]
+        copy_s = sum(copies) / len(copies) if copies else 0.0
+        return transition_layer(
+            len(groups),
+            backward_s=self._backward_s,
+            download_s=copy_s,
+            update_s=sum(updates) / len(updates),
+            upload_s=copy_s,
+        )
+
+
+def describe_slots(
+    slots: Sequence[Slot], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
+) -> list[str]:
+    projected = [slot for slot in slots if slot.subspace is not None]
+    whole = [slot for slot in slots if slot.subspace is None]
+    dims = sorted({slot.shape for slot in projected})
+    shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
+    num_matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
+    return [
+        f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
+        f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
+        f"and head: {settings.edge}",
+        f"ds_zo: Adam on the {'CPU' if on_host else 'device'}, schedule {settings.schedule}, payload "
+        f"{settings.payload_dtype}; besides weights {device_bytes / 2**20:.0f} MiB on the device, "
+        f"{host_bytes / 2**20:.0f} MiB on the host",
+    ]
+
+
+def describe_ranks(slots: Sequence[Slot], *, num_ranks: int, owned: bool) -> str:
+    subspace_bytes = sum(slot.total.nbytes for slot in slots if slot.total is not None)
+    whole = [slot.parameter for slot in slots if slot.total is None]
+    whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)
+    return f"ds_zo: {num_ranks} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
+        "each layer's states are on one of them" if owned else "each keeps all states"
+    )

@@ -1,0 +1,1 @@
+"""ZO: two or more forwards a step on perturbed weights, blocks streamed from host memory."""

@@ -1,0 +1,327 @@
+"""Where a ZO model's weights live: placed once, within a budget, and moved to the device later where room is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo import ops
+from ds_zo.backends.zo.materialise import Noise, Visits
+from ds_zo.backends.zo.ranks import Ranks
+from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
+from ds_zo.backends.zo.step_time import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_draw, measure_link
+from ds_zo.checkpoint.claims import Claims
+from ds_zo.config import ConfigError, Resolved
+from ds_zo.logs import show
+from ds_zo.planner.choices import WIRE
+from ds_zo.streaming.allocator import Room
+from ds_zo.streaming.budget import (
+    check_fits,
+    device_bytes,
+    give_back_unused,
+    measure_from_here,
+    usable_nbytes,
+    zo_sizes,
+)
+from ds_zo.streaming.filling import Buffers, fill_device
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.placement import Placement, move_buffers, plan_units, settle, spread
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.sharded import ShardedRuntime
+from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.sharing import share_store
+from ds_zo.streaming.units import Unit
+
+_STREAMED_INTERVAL = {"wire": 8, "split": 16}
+"""`writeback_interval` where the user left it out and blocks stream, by master, until it is chosen by measurement, and
+where nothing can be measured. A fold of split storage also brings the low plane up."""
+
+
+class Homes:
+    """The placement, the host store, and the runtime and visits made for them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        param_groups: list[dict[str, Any]],
+        device: torch.device,
+        ranks: Ranks,
+    ):
+        settings = config.optimizer
+        self._stream = config.section.stream
+        self.device = device
+        self._num_passes = 2 * ranks.num_own
+        self._first_direction = ranks.first_direction
+        rounding = config.section.rounding
+        assert rounding != "kahan"
+        self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
+        self.placement = plan_units(
+            module,
+            param_groups,
+            block_paths=self._stream.blocks,
+            wire=WIRE[self._stream.wire_dtype],
+            split=self._stream.master == "split",
+        )
+        _check_dtypes(self.placement)
+        num_blocks = len(self.placement.blocks)
+        num_resident = min(num_blocks, self._stream.resident_blocks or 0) if config.stream else num_blocks
+        automatic = _STREAMED_INTERVAL[self._stream.master] if num_resident < num_blocks else 1
+        self.interval = self._stream.writeback_interval or automatic
+        if not self._stream.fuse_update:
+            self.interval = 1
+        self.shared: SharedStore | None = None
+        """The host store, where ranks of a machine keep it together."""
+        if config.stream and config.zero_stage == 3 and num_resident < num_blocks and ranks.size > 1:
+            self.shared = share_store(
+                self.placement,
+                num_resident=num_resident,
+                process_group=ranks.process_group,
+                device=device,
+                pin=config.pin_memory,
+            )
+        streams_on_cuda = config.stream and device.type == "cuda" and num_resident < num_blocks
+        self.measures = (
+            streams_on_cuda
+            and self._stream.writeback_interval is None
+            and self._stream.fuse_update
+            and self._stream.overlap
+            and self.shared is None
+        )
+        """The interval is still to be chosen; see `tempo`."""
+        self.tempo: str | None = None
+        """Why it was chosen so."""
+        self._rehearsals: list[Rehearsal] = []
+        self._computing_sets_pace = False
+        if config.stream:
+            self._check_budget(num_resident)
+        self.store = self.shared or HostStore(device, pin=config.pin_memory)
+        spares = self.store if self.shared is None else HostStore(device, pin=False)
+        self.claims = Claims(spares, swaps=self.shared is None)
+        stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
+        give_back_unused(device)
+        settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
+        move_buffers(module, device)
+        self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
+        self._make_visits()
+        self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
+        """Activations are known only after a step, so an automatic choice starts with every block on the host."""
+        if self.may_fill_device or self.measures:
+            measure_from_here(device)
+        self._room = Room(device)
+
+    def _sizes(self, num_resident: int) -> dict[str, Any]:
+        return zo_sizes(
+            self._stream,
+            num_blocks=len(self.placement.blocks),
+            num_resident=num_resident,
+            num_passes=self._num_passes,
+            interval=self.interval,
+            in_pairs=self.placement.narrow or self._computing_sets_pace,
+            shared=self.shared is not None,
+        )
+
+    def _check_budget(self, num_resident: int) -> None:
+        """Before memory is taken."""
+        check_fits(
+            device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident)),
+            budget_gb=self._stream.device_memory_gb,
+            remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
+        )
+
+    def _make_visits(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # small buffers are not to stand in what held a large one: it would not fit again
+        sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
+        make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
+        self.runtime: Runtime = make(
+            self.placement.blocks,
+            self.device,
+            num_slots=sizes["num_slots"],
+            num_low_slots=sizes["num_low_slots"],
+            overlap=self._stream.overlap,
+            reuse_buffers=self._stream.reuse_buffers,
+            before_overwrite=self.claims.before_overwrite,
+        )
+        self.visits = Visits(
+            self.placement,
+            self.runtime,
+            self.log,
+            noise=self.noise,
+            interval=self.interval,
+            num_passes=self._num_passes,
+            pairs=sizes["pairs"],
+            device=self.device,
+            first_direction=self._first_direction,
+        )
+
+    @contextmanager
+    def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
+        """Around writes to homes that are no folds, by all ranks alike: tells which units this one has to write. What
+        was sent back has landed before; every rank sees what was written after."""
+        self.claims.wait()
+        for unit in units:
+            self.runtime.host_wait(unit)
+        if self.shared is None:
+            yield lambda unit: True
+            return
+        shared, numbers = self.shared, {id(u): i for i, u in enumerate(self.placement.units)}
+        shared.node.barrier()
+        yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
+        shared.node.barrier()
+
+    def rehearse(self, forward: Callable[[], object]) -> None:
+        """Times forwards as training will make them, before the first update: with updates to replay, all neutral, of
+        which nothing stays."""
+        if self.log.length:
+            return
+        self.log.rows[:, 1 : 1 + self.log.num_groups] = 1.0
+        try:
+            for num_updates in REHEARSED:
+                self.visits.rehearsal = rehearsal = Rehearsal(num_updates, self.device)
+                with rehearsal.running():
+                    forward()
+                self._rehearsals.append(rehearsal)
+        finally:
+            self.visits.rehearsal = None
+            self.log.rows.zero_()
+            self.runtime.forget()
+
+    @torch.no_grad()
+    def choose_interval(self, *, num_visits: int, agree: Callable[[int], int]) -> None:
+        """After the first step, when it is settled which blocks stay: nothing has been folded yet. `num_visits`: how
+        often a step brings each block; `agree` makes every rank take the same."""
+        blocks = self.placement.blocks
+        streamed = [u for u in blocks if u.streamed]
+        if not self._rehearsals or not streamed:
+            self.set_interval(agree(self.interval if streamed else 1))
+            return
+        compute_s, draw_s = compute_and_draw_s(self._rehearsals)
+        self._rehearsals = []
+        link = measure_link(self.runtime, streamed[0], streamed[-1])
+        # Where the host or something else is what a step waits for, rehearsals do not see what a replay costs.
+        replay = partial(self.visits.replay_in_vain, streamed[0], self.runtime.slots[0])
+        num_blocks = sum(map(_numel, blocks)) / max(_numel(streamed[0]), 1)
+        draw_s = max(draw_s, num_blocks * measure_draw(replay, self.device))
+        edges_numel = self.placement.numel - sum(_numel(u) for u in blocks)
+        compute_s += draw_s * edges_numel / max(self.placement.numel - edges_numel, 1)  # folded each step
+        tempo = Tempo(*link, compute_s, draw_s)
+        sizes = {
+            "streamed_nbytes": sum(u.nbytes for u in streamed),
+            "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
+            "num_visits": num_visits,
+        }
+        interval = agree(tempo.best_interval(**sizes))
+        computing_sets_pace = tempo.busy_s(interval) > tempo.link_s(interval, **sizes)
+        second_copy = self.placement.pair_scratch_nbytes - self.placement.scratch_nbytes
+        more = torch.cuda.max_memory_allocated(self.device) + second_copy
+        self._computing_sets_pace = computing_sets_pace and more <= usable_nbytes(
+            self.device, budget_gb=self._stream.device_memory_gb
+        )
+        self.set_interval(interval)
+        self.tempo = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
+        show(
+            f"ds_zo: blocks are folded every {self.interval} steps from now on, {self.tempo}; set "
+            "ds_zo.stream.writeback_interval to have the same in every run"
+        )
+
+    def set_interval(self, interval: int) -> None:
+        """Shared buffers are made anew: how many there are depends on it."""
+        self.measures = False
+        self.interval = interval
+        self._let_go()
+        self._make_visits()
+        self._room.watch_afresh()
+
+    def fill_device(self) -> None:
+        """After the first step: what the activations leave of the budget is filled with blocks that never leave
+        again."""
+        self._room.check()
+        if not self.may_fill_device:
+            return
+        self.may_fill_device = False
+        self.claims.wait()
+        for unit in self.placement.blocks:
+            self.runtime.host_wait(unit)
+        filled = fill_device(
+            self.placement,
+            store=self.store,
+            device=self.device,
+            budget_gb=self._stream.device_memory_gb,
+            sizes=self._sizes,
+            buffers=Buffers(self._let_go, self._make_visits),
+        )
+        if filled:
+            self._room.watch()
+
+    def _let_go(self) -> None:
+        self.runtime.forget()
+        self.visits.close()
+        self.runtime.let_go()  # also one that has no visits yet
+
+    def describe(self) -> str:
+        gib = 2**30
+        blocks, units = self.placement.blocks, self.placement.units
+        num_streamed = sum(u.streamed for u in blocks)
+        wire = sorted({part.stored_as for u in blocks for part in u.parts})
+        weights = sum(u.nbytes for u in units if not u.streamed) + sum(
+            u.low_nbytes for u in units if not u.low_streamed
+        )
+        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
+        lines = [
+            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
+            f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
+            f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
+            f"scratch {self.visits.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
+            f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
+            f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
+            f"{self.interval} steps (at most {CAPACITY} behind)",
+        ]
+        if self.shared is not None:
+            lines.append(
+                f"ds_zo: the {self.shared.share.size} ranks of this machine keep the streamed blocks together: the "
+                "host memory above is one rank's part, which it uploads"
+            )
+        if bound := self.rounding_bound(1000):
+            lines.append(
+                "ds_zo: without a low plane every fold rounds: by chance alone a weight moves by a relative standard "
+                f"deviation of at most {bound:.2g} in 1,000 steps, growing with their square root; master: split keeps "
+                "what rounding drops (ds_zo.stream.master)"
+            )
+        return "\n".join(lines)
+
+    def rounding_bound(self, num_steps: int) -> float:
+        """Largest relative standard deviation that stochastic rounding adds to a block's weight in so many steps."""
+        lossy = [part.wire for unit in self.placement.blocks for part in unit.parts if part.loses_bits]
+        per_fold = max((ops.rounding_std(wire) for wire in lossy), default=0.0)
+        return per_fold * math.sqrt(num_steps / self.interval)
+
+    def close(self) -> None:
+        if self.store.pinned_nbytes:
+            for unit in self.placement.units:
+                self.runtime.host_wait(unit)
+            self.runtime.end_copies()
+        self.store.close()
+
+
+def _check_dtypes(placement: Placement) -> None:
+    """A model comes in its checkpoint's dtype where the JSON names none."""
+    for part in (part for unit in placement.units for part in unit.parts):
+        if not part.direct and part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"ZO trains float32, bfloat16 and float16, got parameter {part.placed[0].name} in {part.dtype}: call "
+                "model.float(), or freeze it before deepspeed.initialize",
+                at="bf16.enabled",
+            )
+
+
+def _numel(unit: Unit) -> int:
+    return sum(placed.numel for placed in unit.placed)

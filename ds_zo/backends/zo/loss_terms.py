@@ -1,0 +1,116 @@
+"""Terms of a loss that ZO would drop are refused.
+
+[Note: terms that ZO cannot see] ZO measures the losses that a model's forward returns, in passes that keep no graph. So
+these have no effect on the update: a function of the model's other outputs, of its parameters, or of a module that made
+an input. Each is a node in the graph of a loss. Other outputs get a node that keeps no tensor. Parameters are leaves.
+Inputs that require grad stand before the node of the measured loss. `engine.backward` looks for these nodes first and
+raises. In a bare `loss.backward()`, the nodes raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.backends.common.autograd_graph import nodes_before
+from ds_zo.backends.common.plain_copies import Hook
+from ds_zo.streaming.units import Placed
+
+_OUTPUT_REMEDY = (
+    "return the whole loss from the model's forward, call the model without labels so that ZO measures its outputs, or "
+    "detach a constant"
+)
+_CALL_REMEDY = "make the call inside the forward that the engine runs, or under torch.no_grad()"
+_PARAMETER_REMEDY = "return the whole loss from the model's forward, or use weight_decay"
+_INPUT_REMEDY = "compute the input inside the module that deepspeed.initialize is given, or detach it"
+
+
+def refusal(found: str, remedy: str) -> ValueError:
+    return ValueError(
+        "ZO follows the losses that the model's forward returns, and no other part of a loss. This loss also depends "
+        f"on {found}: {remedy} (engine.backward)"
+    )
+
+
+class _Mark(torch.autograd.Function):
+    """The same values behind a node that refuses gradients. `dropped` says why, for each output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, dropped: Sequence[tuple[str, str]], *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dropped = dropped
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> None:  # type: ignore[override]
+        raise refusal(*next(why for why, grad in zip(ctx.dropped, grads, strict=True) if grad is not None))
+
+
+def _marked(tensors: Sequence[torch.Tensor], found: str, remedy: str) -> list[torch.Tensor]:
+    """Parameters and tensors with a graph stay: they are found as such."""
+    others = [t for t in tensors if not (isinstance(t, nn.Parameter) or t.requires_grad)]
+    if not others:
+        return list(tensors)
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True)
+        why = [(f"{found} (of shape {tuple(t.shape)})", remedy) for t in others]
+        left = iter(_Mark.apply(anchor, why, *others))
+    return [t if isinstance(t, nn.Parameter) or t.requires_grad else next(left) for t in tensors]
+
+
+def marked_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs of a training forward that stand beside its loss."""
+    return _marked(tensors, "an output of the model besides its loss", _OUTPUT_REMEDY)
+
+
+def marked_results(tensors: Sequence[torch.Tensor], module: nn.Module) -> list[torch.Tensor]:
+    """Results of a module of the model that was called outside the engine's forward."""
+    return _marked(tensors, f"{type(module).__name__} called outside the engine's forward", _CALL_REMEDY)
+
+
+def dropped_inputs(inputs: Sequence[torch.Tensor]) -> tuple[str, str] | None:
+    """Why a loss can't be differentiated in these inputs, which require grad."""
+    if not inputs:
+        return None
+    return f"an input that requires grad (of shape {tuple(inputs[0].shape)})", _INPUT_REMEDY
+
+
+class OwnParameters:
+    """Looks for a model's parameters, and for marks, in the graph of a loss."""
+
+    def __init__(self, placed: Iterable[Placed]) -> None:
+        trained = [p for p in placed if p.trainable]
+        self._names = {id(p.parameter): p.name for p in trained}
+        self._handles = [
+            p.parameter.register_post_accumulate_grad_hook(Hook(partial(_refuse_gradient, p.name))) for p in trained
+        ]
+
+    def __contains__(self, tensor: Any) -> bool:
+        return id(tensor) in self._names
+
+    def check(self, loss: torch.Tensor) -> None:
+        """Before the backward pass, so that a refused loss changes nothing."""
+        edges = [(loss.grad_fn, loss.output_nr)]
+        edges += [edge for node in nodes_before([loss.grad_fn]) for edge in node.next_functions]
+        for node, number in edges:
+            dropped = getattr(node, "dropped", None)
+            if dropped is not None:
+                raise refusal(*dropped[number])
+            variable = getattr(node, "variable", None)
+            if variable in self:
+                raise refusal(f"parameter {self._names[id(variable)]}", _PARAMETER_REMEDY)
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    raise refusal(f"parameter {name}", _PARAMETER_REMEDY)

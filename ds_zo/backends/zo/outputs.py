@@ -1,0 +1,180 @@
+"""From the outputs of twin passes to one output with an autograd node.
+
+[Note: the chain rule does the bookkeeping] A ZO step has no backward pass through the model, yet
+`engine.backward(loss)` must mean what it says. The loss that is returned is the mean over the passes, tied to a node
+that keeps `l+ - l-`. Its backward receives whatever scale the caller applied (1/accumulation, token counts, a user's `2
+* loss`) and adds `grad * (l+ - l-) / (2 zo_eps)` to the projected gradient of each direction. An output without a loss
+is tied as a whole: `<grad_o, o+ - o-> / (2 zo_eps)` is exact for a loss that is linear in it and first order otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+
+from ds_zo.backends.zo.loss_terms import dropped_inputs, marked_outputs, refusal
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The scalar a model returned as its loss, by the conventions in use: `.loss`, `["loss"]`, first of a tuple, or the
+    output itself."""
+    if isinstance(output, torch.Tensor):
+        found: Any = output
+    elif isinstance(output, MutableMapping):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel() == 1:
+        return found
+    return None
+
+
+def losses_of(output: Any) -> list[torch.Tensor]:
+    """The loss, and what stands beside it that the caller may make a loss of: losses of other heads, regularisers, and
+    the labels' log-probabilities of a fused head, which TRL's trainers sum themselves. None where there is no loss."""
+    loss = loss_of(output)
+    return [] if loss is None else [loss, *(t for t in floats_of(output) if t is not loss and _is_loss(t, output))]
+
+
+def _is_loss(tensor: torch.Tensor, output: Any) -> bool:
+    return tensor.numel() == 1 or tensor is getattr(output, "log_probs", None)
+
+
+def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
+    """The same output with others in the place of `losses_of` it, and its other tensors marked; the original is not
+    touched. See [Note: terms that ZO cannot see]."""
+    loss, floats, others = loss_of(output), floats_of(output), iter(losses[1:])
+    rest = iter(marked_outputs([t for t in floats if t is not loss and not _is_loss(t, output)]))
+    if len(floats) > 1:
+        new = [losses[0] if t is loss else next(others) if _is_loss(t, output) else next(rest) for t in floats]
+        output = with_floats(output, new)
+    return with_loss(output, losses[0])
+
+
+def with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """The same output with another loss; the original is not touched."""
+    if isinstance(output, torch.Tensor):
+        return loss
+    if isinstance(output, (tuple, list)):
+        rest = output[1:]
+        return type(output)(loss, *rest) if hasattr(output, "_fields") else type(output)((loss, *rest))
+    replaced = copy.copy(output)
+    _set(replaced, "loss", loss)
+    return replaced
+
+
+def _set(output: Any, name: str, value: Any) -> None:
+    if isinstance(output, MutableMapping):
+        output[name] = value
+    elif dataclasses.is_dataclass(output):
+        object.__setattr__(output, name, value)  # it may be frozen
+    else:
+        setattr(output, name, value)
+
+
+def floats_of(output: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for leaf in tree_flatten(_fields(output))[0]:
+        if _is_float(leaf):
+            found.append(leaf)
+        elif _fields(leaf) is not leaf:
+            found += floats_of(leaf)
+    return found
+
+
+def with_floats(output: Any, floats: Iterable[torch.Tensor]) -> Any:
+    left = iter(floats)
+    leaves, spec = tree_flatten(_fields(output))
+    filled = [
+        next(left) if _is_float(leaf) else leaf if _fields(leaf) is leaf else with_floats(leaf, left) for leaf in leaves
+    ]
+    made = tree_unflatten(filled, spec)
+    if _fields(output) is output:
+        return made
+    output = copy.copy(output)
+    for name, value in made.items():
+        _set(output, name, value)
+    return output
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _fields(output: Any) -> Any:
+    """What torch does not look into, as a dict: plain dataclasses, mappings of other kinds, objects with a loss."""
+    if tree_is_leaf(output) and not isinstance(output, torch.Tensor):
+        if isinstance(output, MutableMapping):
+            return dict(output)
+        if dataclasses.is_dataclass(output) and not isinstance(output, type):
+            return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        if isinstance(getattr(output, "loss", None), torch.Tensor) and hasattr(output, "__dict__"):
+            return dict(vars(output))
+    return output
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value if value.dtype is torch.float64 else value.float()
+
+
+class _Tie(torch.autograd.Function):
+    """Means over the passes, differentiable in the directions that were tried."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        accumulate: Callable[[torch.Tensor], None],
+        passes: Sequence[Sequence[torch.Tensor]],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.accumulate = accumulate
+        why = dropped_inputs(inputs)
+        ctx.dropped = None if why is None else [why] * len(passes[0])
+        ctx.set_materialize_grads(False)
+        ctx.differences = [
+            [_wide(plus) - _wide(minus) for plus, minus in zip(passes[i], passes[i + 1], strict=True)]
+            for i in range(0, len(passes), 2)
+        ]
+        return tuple(
+            (torch.stack([_wide(out) for out in outs]).sum(0) / len(outs)).to(outs[0].dtype)
+            for outs in zip(*passes, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        if ctx.dropped is not None:
+            raise refusal(*ctx.dropped[0])
+        projected = [
+            sum(
+                (_wide(grad) * difference).sum()
+                for grad, difference in zip(grads, row, strict=True)
+                if grad is not None
+            )
+            for row in ctx.differences
+        ]
+        if any(isinstance(p, torch.Tensor) for p in projected):
+            ctx.accumulate(torch.stack([torch.as_tensor(p) for p in projected]))
+        return None, None, None
+
+
+def tie(
+    passes: Sequence[Sequence[torch.Tensor]],
+    *,
+    anchor: torch.Tensor,
+    accumulate: Callable[[torch.Tensor], None],
+    inputs: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """`passes` are outputs in the order +, -, +, - ..., one pair a direction. `accumulate` is given, a direction, the
+    sum of `grad * (plus - minus)`. `anchor` is any leaf that requires grad: it is what makes the result
+    differentiable. `inputs` are those of the forward that require grad, for which there is no gradient."""
+    with torch.enable_grad():
+        tied: tuple[torch.Tensor, ...] = _Tie.apply(anchor, accumulate, passes, *inputs)
+    return tied

@@ -1,0 +1,54 @@
+"""A caller's arguments, for several passes each of which may change them."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ds_zo.backends.common.random_state import is_generator
+from ds_zo.backends.zo.outputs import floats_of
+
+
+class PassInputs:
+    """Containers are made anew for each pass: forwards pop labels from a batch. Tensors are the caller's own, unless
+    `copies`: then each pass has copies to write to."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, copies: bool) -> None:
+        self._leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        self.copies = copies
+        self._before: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What one pass is called with."""
+        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(map(self._own, self._leaves), self._spec)
+        return made
+
+    def _own(self, leaf: Any) -> Any:
+        if isinstance(leaf, UserDict):  # tokenizers return such
+            return copy.copy(leaf)
+        return leaf.clone() if self.copies and isinstance(leaf, torch.Tensor) else leaf
+
+    def watch(self) -> None:
+        """From now on it can be told whether passes write to the caller's tensors."""
+        writable = (x for x in self._leaves if isinstance(x, torch.Tensor) and not x.is_inference())
+        self._before = [(x, x._version, x.detach().clone()) for x in writable]
+
+    @torch.no_grad()
+    def were_written(self) -> bool:
+        """Whether they did. If so, the tensors are as they were again."""
+        written = [(x, value) for x, version, value in self._before if x._version != version]
+        self._before = []
+        for x, value in written:
+            x.copy_(value)
+        return bool(written)
+
+    def generators(self) -> Iterator[Any]:
+        return filter(is_generator, self._leaves)
+
+    def requiring_grad(self) -> list[torch.Tensor]:
+        return [x for x in floats_of(self._leaves) if x.requires_grad]

@@ -1,0 +1,7 @@
+"""The only code that knows the internals of DeepSpeed, Accelerate and HF Trainer."""
+
+from __future__ import annotations
+
+from ds_zo.plugin.engine import install, uninstall
+
+__all__ = ["install", "uninstall"]

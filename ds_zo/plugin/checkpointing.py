@@ -1,0 +1,412 @@
+"""The engine's side of checkpoints: DeepSpeed's calls, counters and layout, with files of our own.
+
+A tag is a folder with a manifest, `latest` names one, and both mean what they mean to DeepSpeed. Inside are safetensors
+and JSON instead of pickles. Data-parallel ranks hold the same weights, so one rank writes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist, logger
+
+from ds_zo.backends import Backend
+from ds_zo.checkpoint import CheckpointError
+from ds_zo.checkpoint.adapters import base_of, description
+from ds_zo.checkpoint.errors import taking_apart
+from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
+from ds_zo.checkpoint.manifest import Manifest, is_unfinished, offer
+from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, point_of, tag_to_load
+from ds_zo.checkpoint.recorder import read_logs
+from ds_zo.checkpoint.rng import check_random_states, random_states, set_random_states
+from ds_zo.checkpoint.snapshot import held
+from ds_zo.checkpoint.stock import model_source, plain_loading
+from ds_zo.checkpoint.trajectory import Trajectory
+from ds_zo.checkpoint.writer import Background, Save, check_tag, write_checkpoint
+from ds_zo.config import Resolved
+
+_T = TypeVar("_T")
+_NOTICED_S = 1.0
+
+
+class CheckpointingEngine(DeepSpeedEngine):
+    """What `PluginEngine` adds to DeepSpeed's engine for saving and loading."""
+
+    resolved: Resolved
+    backend: Backend
+    _background: Background
+
+    # Saving
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's `save_checkpoint`; every rank calls it. With `ds_zo.checkpoint.asynchronous` it returns while the
+        weights of this step are still being written, unless a trajectory starts with them."""
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        check_tag(tag)
+        if dist.get_world_size() > 1:
+            self._checkpoint_tag_validation(tag)
+        ranks = self._of_all_ranks(self._rank_state())
+
+        def save() -> None:
+            if self._writes:
+                self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
+
+        self._together(self._finish_last_save)
+        with self.backend.readable_alone():
+            self._together(save)
+        return True
+
+    def _finish_last_save(self) -> None:
+        """Two at a time would hold two snapshots."""
+        waited_s = self._background.wait() if self._writes else 0.0
+        if waited_s > _NOTICED_S:
+            logger.warning(
+                f"ds_zo: training waited {waited_s:.1f} s for the last checkpoint to be written: save less often, or "
+                "to a faster disk"
+            )
+        self._background.raise_error()
+
+    def _save(
+        self, save_dir: Path, tag: str, client: dict[str, Any], latest: bool, omit_frozen: bool, ranks: list[Any]
+    ) -> None:
+        settings = self.resolved.section.checkpoint
+        recorder = self.backend.recorder
+        # A trajectory loses no step once there is a whole checkpoint that it goes on from: the first is waited for.
+        asynchronous = settings.asynchronous and (recorder is None or recorder.follows_a_checkpoint)
+        log_folder = Path(settings.trajectory_dir or save_dir)
+        if recorder is not None:
+            recorder.raise_error()
+            recorder.prepare(log_folder)
+        recorded_as = None if recorder is None else recorder.id
+        common = super()._common_checkpoint_state({}, False, False)
+        state = {
+            "common": {name: value for name, value in common.items() if name != "module"},
+            "micro_steps": self.micro_steps,
+            "client": client,
+            "ranks": ranks,
+            "trajectory": recorded_as,
+        }
+        step = 0 if recorder is None else self.backend.state_dict()["step"]
+
+        def complete(manifest: Manifest) -> None:
+            if recorder is not None and recorded_as is not None:
+                sha256 = None if omit_frozen else manifest.weights_sha256
+                recorder.complete(log_folder, recorded_as, step=step, sha256=sha256)
+
+        kept = held(state) if asynchronous else state
+        extra_files = _model_description(self.module)
+        # Last of what may fail: what a snapshot holds, somebody has to write or to let go.
+        snapshot = self.backend.snapshot(hold=asynchronous, omit_frozen=omit_frozen)
+        asked = Save(
+            save_dir=save_dir,
+            tag=tag,
+            backend=self.resolved.backend,
+            global_steps=self.global_steps,
+            ds_zo_version=_version(),
+            snapshot=snapshot,
+            state=kept,
+            extra_files=extra_files,
+            latest=latest,
+            keep_last=settings.keep_last,
+            progress=not asynchronous,
+            on_complete=complete,
+        )
+        if asynchronous:
+            self._background.start(asked)
+        else:
+            write_checkpoint(asked)
+        log_dist(f"ds_zo: checkpoint {save_dir / tag}", ranks=[0])
+
+    def _rank_state(self) -> dict[str, Any]:
+        return {
+            "random": random_states(),
+            "backend": self.backend.rank_state(),
+            "unmanaged_backward_count": self._unmanaged_backward_count,
+            "window_loss": None if self._window_loss is None else self._window_loss.cpu(),
+        }
+
+    def wait_for_checkpoint(self) -> None:
+        """Until no checkpoint is being written; raises what went wrong with the last one."""
+        self._background.wait()
+        self._background.raise_error()
+
+    def _surface_checkpoint_error(self) -> None:
+        """After every step, so that a loop that catches the error and goes on has lost none. With several ranks an
+        error on one would leave the others waiting, so all raise it when they next save; it is logged meanwhile."""
+        if dist.get_world_size() == 1:
+            self._background.raise_error()
+            if self.backend.recorder is not None:
+                self.backend.recorder.raise_error()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """DeepSpeed's call: one file with the weights of this step, made a unit at a time."""
+
+        def save() -> None:
+            if dist.get_rank() == 0:
+                frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+                omitted = frozen if exclude_frozen_parameters else set()
+                aliases = self.backend.aliases()
+                write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
+
+        with self.backend.readable_alone():
+            self._together(save)
+        return True
+
+    # Loading
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """DeepSpeed's `load_checkpoint`, for our checkpoints, DeepSpeed's own, and folders of safetensors (weights)."""
+        self._together(self._background.wait)  # a rank that writes nothing would read an older `latest`
+        folder = Path(load_dir)
+        found = tag_to_load(folder, tag)
+        if found is None and is_unfinished(folder):
+            raise CheckpointError(f"the checkpoint in {folder} was not completed; {offer(folder, but='')}")
+        if found is None and (source := model_source(folder)) is not None:
+            self.backend.load_weights(source, strict=load_module_strict)
+            return load_dir, {}
+        if found is None or not is_ours(folder, found):
+            if found is not None and not any((folder / found).glob("*model_states.pt")):  # nor one of DeepSpeed's
+                raise CheckpointError(f"there is no complete checkpoint {folder / found}; {offer(folder, but=found)}")
+            if found is None and "no other" not in (others := offer(folder, but="")):
+                logger.warning(f"ds_zo: {folder} has no file `latest`; {others}")
+            scheduler_state = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+            with plain_loading(self.checkpoint_engine, scheduler_state=scheduler_state):
+                loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
+                    load_dir,
+                    tag,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states,
+                    load_module_only,
+                    custom_load_fn,
+                )
+            return loaded
+        saved = self._together(lambda: open_checkpoint(folder, found, verify=self._writes, progress=self._writes))
+        resume = load_optimizer_states and not load_module_only
+        if resume and saved.manifest.backend != self.resolved.backend:
+            raise CheckpointError(
+                f"checkpoint {saved.folder} was written by backend {saved.manifest.backend}, this engine is "
+                f"{self.resolved.backend}: load_optimizer_states=False takes its weights and counters alone, and a "
+                "folder of `ds-zo export` loads by from_pretrained"
+            )
+        with taking_apart(saved.folder, "its state"):
+            _check_engine_state(saved.engine_state)
+            if resume and (mine := self._own_rank_state(saved.engine_state["ranks"])) is not None:
+                self.backend.check_rank_state(mine["backend"])
+        groups = saved.engine_state["common"]["optimizer"]["param_groups"]
+        if resume:
+            _check_groups(self.optimizer, groups)
+        logs = self._read_logs(folder) if resume else []
+        if custom_load_fn is not None:
+            custom_load_fn(src=dict(saved_weights(saved)[1]), dst=self.module)
+        elif saved.manifest.backend == self.resolved.backend:
+            self.backend.restore(saved, resume=resume, strict=load_module_strict)
+        else:
+            self.backend.load_weights(weights_by_name(saved), strict=load_module_strict)
+        client = {**saved.engine_state["common"], **saved.engine_state["client"]}
+        if not load_module_only:
+            self._load_counters(saved, load_lr_scheduler_states)
+        if resume:
+            _load_groups(self.optimizer, groups)
+            self._load_rank_state(saved.engine_state["ranks"])
+            self._go_on_with_trajectory(saved, folder, logs, newest=tag is None)
+        return str(saved.folder), client
+
+    def _load_counters(self, saved: Saved, load_lr_scheduler_states: bool) -> None:
+        common = saved.engine_state["common"]
+        if load_lr_scheduler_states and self.lr_scheduler is not None and common["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(common["lr_scheduler"])
+        if self.random_ltd_enabled() and self.random_ltd_scheduler is not None and common["random_ltd"] is not None:
+            self.random_ltd_scheduler.load_state_dict(common["random_ltd"])
+        if common["data_sampler"] is not None and self.training_dataloader is not None:
+            self.training_dataloader.data_sampler.load_state_dict(common["data_sampler"])
+        self.global_steps = common["global_steps"]
+        self.global_samples = common["global_samples"]
+        self.skipped_steps = common["skipped_steps"]
+        self.micro_steps = saved.engine_state["micro_steps"]
+        self.loaded_checkpoint_dp_world_size = common["dp_world_size"]
+        self.loaded_checkpoint_mp_world_size = common["mp_world_size"]
+
+    def _own_rank_state(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """None: half a window's sum means nothing to other ranks."""
+        return ranks[dist.get_rank()] if len(ranks) == dist.get_world_size() else None
+
+    def _load_rank_state(self, ranks: list[dict[str, Any]]) -> None:
+        if dist.get_rank() >= len(ranks):
+            logger.warning(
+                f"ds_zo: the checkpoint has {len(ranks)} ranks, so rank {dist.get_rank()} keeps its own random states"
+            )
+            return
+        mine = ranks[dist.get_rank()]
+        set_random_states(mine["random"])
+        self._unmanaged_backward_count = mine["unmanaged_backward_count"]
+        self._window_loss = None if mine["window_loss"] is None else mine["window_loss"].to(self.device)
+        if self._own_rank_state(ranks) is not None:
+            self.backend.load_rank_state(mine["backend"])
+
+    def _read_logs(self, folder: Path) -> list[Trajectory]:
+        """Before weights are replaced: a log that can't be read is an error that changes nothing."""
+        settings = self.resolved.section.checkpoint
+        if not settings.trajectory:
+            return []
+        folders = [Path(settings.trajectory_dir or folder), folder]
+        return self._together(lambda: [] if self.backend.recorder is None else read_logs(*folders))
+
+    def _go_on_with_trajectory(self, saved: Saved, folder: Path, logs: list[Trajectory], *, newest: bool) -> None:
+        """Steps that were made after the checkpoint are made again from the trajectory, if there is one."""
+        settings = self.resolved.section.checkpoint
+        if not settings.trajectory:
+            return
+
+        def resume() -> torch.Tensor | None:
+            if self.backend.recorder is None:
+                return None
+            log_folder = Path(settings.trajectory_dir or folder)
+            return self.backend.recorder.resume(logs, log_folder, point_of(saved), newest=newest)
+
+        rows = self._of_all_ranks(self._together(resume))[0]
+        if rows is None or rows.shape[0] == 0:
+            return
+        num_steps = rows.shape[0]
+        self.backend.replay_steps(rows)
+        for _ in range(num_steps):
+            if self.lr_scheduler is not None:
+                self.optimizer._opt_called = True
+                self.lr_scheduler.step()
+        self.global_steps += num_steps
+        self.global_samples += num_steps * self.train_batch_size()
+        accumulation = self.gradient_accumulation_steps()
+        self.micro_steps = (self.micro_steps // accumulation + num_steps) * accumulation
+        log_dist(
+            f"ds_zo: {num_steps} steps after the checkpoint were recorded in the trajectory and made again: the run is "
+            f"at step {self.global_steps}; client_state and random states are those of the checkpoint; load_checkpoint "
+            "with a tag makes none again",
+            ranks=[0],
+            level=logging.WARNING,
+        )
+
+    # Ranks
+
+    @property
+    def _writes(self) -> bool:
+        return bool((self.local_rank if self.use_node_local_storage() else self.global_rank) == 0)
+
+    def _of_all_ranks(self, value: _T) -> list[_T]:
+        if dist.get_world_size() == 1:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    def _together(self, call: Callable[[], _T]) -> _T:
+        """Runs `call` on every rank; if it fails on one, all raise, so that none waits for another for ever."""
+        if dist.get_world_size() == 1:
+            return call()
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        failures = [text for text in self._of_all_ranks(None if error is None else str(error)) if text is not None]
+        if error is not None:
+            raise error
+        if failures:
+            raise CheckpointError(f"another rank could not go on: {failures[0]}")
+        return result  # type: ignore[no-any-return]
+
+
+def refuse_to_stock(load_dir: Path, tag: str | None) -> None:
+    """Raises where a checkpoint of ours is handed to DeepSpeed's own engine."""
+    found = tag_to_load(load_dir, tag)
+    if found is not None and is_ours(load_dir, found):
+        raise CheckpointError(
+            f"checkpoint {load_dir / found} was written by ds_zo, this engine is DeepSpeed's own: make a folder for "
+            f"from_pretrained of it, by `ds-zo export {load_dir / found} OUT`, and begin from that"
+        )
+
+
+def _version() -> str:
+    try:
+        return version("ds-zo")
+    except PackageNotFoundError:  # a clone that is not installed
+        return "unknown"
+
+
+def _model_description(module: torch.nn.Module) -> dict[str, bytes]:
+    """What `from_pretrained` needs besides weights, for `ds-zo export`."""
+    found = description(module)
+    module = base_of(module)
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(module).__name__]
+        config.dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        found["config.json"] = config.to_json_string().encode()
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        try:
+            found["generation_config.json"] = generation.to_json_string().encode()
+        except (TypeError, ValueError) as error:
+            logger.warning(f"ds_zo: the generation config is not saved with the checkpoint: {error}")
+    return found
+
+
+def _check_engine_state(state: Mapping[str, Any]) -> None:
+    """Raises where something of it could not be loaded: before anything is."""
+    common = state["common"]
+    counters = [common[name] for name in ("global_steps", "global_samples", "skipped_steps")]
+    counters += [common["dp_world_size"], common["mp_world_size"], state["micro_steps"]]
+    if not all(type(counter) is int for counter in counters):
+        raise TypeError(f"counters are {counters}")
+    dicts = [state["client"], *common["optimizer"]["param_groups"], *state["ranks"]]
+    dicts += [common[name] for name in ("lr_scheduler", "random_ltd", "data_sampler") if common[name] is not None]
+    if not all(isinstance(found, dict) for found in dicts):
+        raise TypeError("a part is not a dict")
+    for rank in state["ranks"]:
+        check_random_states(rank["random"])
+        if type(rank["unmanaged_backward_count"]) is not int or not isinstance(rank["backend"], dict):
+            raise TypeError("a rank's state is not one")
+        if rank["window_loss"] is not None and rank["window_loss"].numel() != 1:
+            raise ValueError("a loss is not one number")
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    if len(saved) != len(optimizer.param_groups):
+        raise ValueError(
+            f"a checkpoint loads into the parameter groups that it was saved from, {len(saved)}, got "
+            f"{len(optimizer.param_groups)}: make the same groups, or call load_checkpoint(load_optimizer_states=False)"
+        )
+
+
+def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})

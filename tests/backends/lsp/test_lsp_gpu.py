@@ -1,0 +1,100 @@
+"""The overlapped schedule on CUDA, with layers whose trip takes far longer than their compute: a missing wait shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from lomo_runs import assert_close, start
+from lsp_runs import identity_projectors, lsp_json, settled
+from torch import nn
+from zoo import Wandering, plain_batch, seeded
+
+from ds_zo.backends.lsp.host_group import Moment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
+
+NUM_STEPS = 100
+STREAMED = {
+    "stage": 0,
+    "offload_param": {"device": "cpu", "pin_memory": True},  # else nobody is ahead of a copy
+    "offload_optimizer": {"device": "cpu"},
+}
+NONE_STAYS = {"stream": {"resident_blocks": 0}}
+"""Left out, all blocks move to the device after the first step."""
+WIDTH = 1024
+"""A block is 17 MB in bf16: 0.3 ms on the link and more on the CPU, next to nothing to compute for sixteen tokens."""
+
+
+@pytest.fixture(scope="module")
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def model(width: int = WIDTH) -> nn.Module:
+    return seeded(lambda: Wandering(num_blocks=6, width=width))
+
+
+def run(
+    schedule: str, *, num_steps: int = NUM_STEPS, width: int = WIDTH, **json: Any
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    json["params"] = {"subspace_dim": 512, "nonzeros_per_row": 4, **json.get("params", {}), "schedule": schedule}
+    engine = start(lsp_json(**{"lr": 1e-4, "bf16": {"enabled": True}, **json}), model(width))
+    losses = []
+    for step in range(num_steps):
+        batch = {name: value.to(engine.device) for name, value in plain_batch(step).items()}
+        loss = engine(**batch)
+        engine.backward(loss)
+        if schedule == "layerwise" and engine.backend._host_groups and "gradient_accumulation_steps" not in json:
+            assert any(group.moment is Moment.UPDATING for group in engine.backend._host_groups)
+        engine.step()
+        losses.append(loss.detach().clone())  # nobody waits
+    weights = settled(engine)
+    engine.destroy()
+    return losses, weights
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "projected": {},
+    "learned": {"params": {"projector": "learned", "check_interval": 20, "fit_steps": 5}, "num_steps": 50},
+    "whole": {"params": {"projector": "none"}},
+    "int8, clipped": {"params": {"payload_dtype": "int8"}, "clipping": 0.1},
+    "fp32": {"bf16": {"enabled": False}, "num_steps": 50},
+    "streamed": {"zero_optimization": STREAMED, "num_steps": 50, "clipping": 0.1, "ds_zo": NONE_STAYS},
+    "streamed until the device is filled": {"zero_optimization": STREAMED, "num_steps": 20},
+    "streamed, accumulated": {
+        "zero_optimization": STREAMED,
+        "num_steps": 30,
+        "gradient_accumulation_steps": 2,
+        "ds_zo": NONE_STAYS,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_overlapped_equals_synchronous(name: str) -> None:
+    losses, weights = run("layerwise", **CASES[name])
+    expected_losses, expected = run("sync", **CASES[name])
+    assert [float(loss) for loss in losses] == [float(loss) for loss in expected_losses]
+    assert not [key for key in weights if not torch.equal(weights[key], expected[key])]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_identity_projectors_are_adamw_on_cuda(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity_projectors(monkeypatch)
+    settings: dict[str, Any] = {"bf16": {"enabled": False}, "lr": 1e-3, "width": 64, "num_steps": 30}
+    _, weights = run("layerwise", offload=offload, params={"eps": 1e-5, "weight_decay": 0.1}, **settings)
+    plain = model(64).cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1, eps=1e-5)
+    for step in range(30):
+        plain(**{name: value.cuda() for name, value in plain_batch(step).items()}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights, {name: p.detach().cpu() for name, p in plain.named_parameters()}, atol=1e-5)

@@ -1,0 +1,466 @@
+"""What trains how, calibration, payloads, accumulation, and a run that goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import assert_close, assert_equal, batches, start, train
+from lsp_runs import CPU, adopt_always, lsp_json, settled, small
+from tiny_models import tiny_batch
+from transformers import BertConfig, BertForSequenceClassification
+
+from ds_zo.backends.lsp import backend as lsp
+from ds_zo.backends.lsp import calibration as lsp_calibration
+from ds_zo.backends.lsp import matrices as lsp_matrices
+from ds_zo.backends.lsp.payload import Carry, Places, Wire
+from ds_zo.config import ConfigError
+from ds_zo.optim.subspace_adam import Moments
+from ds_zo.projectors import SparseProjector, apply_, captured_share, flattened
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def kinds(engine: Any) -> dict[str, bool]:
+    """Parameter: whether it is projected."""
+    return {slot.name: slot.subspace is not None for slot in engine.backend._slots}
+
+
+def test_what_trains_how() -> None:
+    llama = kinds(start(lsp_json(), small()))
+    assert all(llama[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkvo")
+    assert llama["model.embed_tokens.weight"] and llama["lm_head.weight"]
+    assert not llama["model.norm.weight"] and not llama["model.layers.1.input_layernorm.weight"]
+    gpt2 = kinds(start(lsp_json(), small("gpt2")))
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] and not gpt2["transformer.h.0.attn.c_attn.bias"]
+    assert "lm_head.weight" not in gpt2 and gpt2["transformer.wte.weight"]  # tied: one parameter
+    dense = kinds(start(lsp_json(params={"edge": "dense"}), small()))
+    assert not dense["model.embed_tokens.weight"] and not dense["lm_head.weight"]
+    assert dense["model.layers.0.mlp.up_proj.weight"]
+    bert = {
+        "vocab_size": 67,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    classifier = BertForSequenceClassification(BertConfig(**bert, num_labels=2))  # as many as it has kinds of token
+    trained = kinds(start(lsp_json(params={"edge": "freeze"}), classifier))
+    assert "classifier.weight" in trained and not any("embeddings" in n for n in trained if n.endswith("s.weight"))
+    frozen = start(lsp_json(params={"edge": "freeze"}), small())
+    assert kinds(frozen).keys() == llama.keys() - {"model.embed_tokens.weight", "lm_head.weight"}
+    before = settled(frozen)
+    train(frozen, batches("llama", 2))
+    moved = {name for name, value in settled(frozen).items() if not torch.equal(value, before[name])}
+    assert moved == kinds(frozen).keys()
+    # 16 x 16 and 8 x 16 are no larger than d x d; 24 x 16 and 67 x 16 are. d is at most the smaller side.
+    large = start(lsp_json(params={"subspace_dim": 18}), small())
+    assert not kinds(large)["model.layers.0.self_attn.q_proj.weight"]
+    shapes = {slot.name: slot.shape for slot in large.backend._slots}
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == (16, 16)
+    assert "6 matrices in 16 x 16" not in large.backend.describe() and "matrices in 16 x 16" in large.backend.describe()
+
+
+def test_frozen_parameters_stay_and_cost_nothing() -> None:
+    model = small()
+    model.model.layers[0].requires_grad_(False)
+    engine = start(lsp_json(), model)
+    assert not any(name.startswith("model.layers.0.") for name in kinds(engine))
+    before = settled(engine)
+    train(engine, batches("llama", 2))
+    after = settled(engine)
+    assert all(torch.equal(before[name], after[name]) == name.startswith("model.layers.0.") for name in before)
+    model.model.layers[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
+        train(engine, batches("llama", 1))
+
+
+@pytest.mark.parametrize("extra", [{}, {"params": {"projector": "none"}}, {"offload": False}])
+def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
+    """In the subspace too: the sum of projections is the projection of the sum."""
+    large = start({**lsp_json(lr=1e-3, **extra), "train_micro_batch_size_per_gpu": 4}, small())
+    whole = [tiny_batch("llama", seed=seed, batch_size=4, length=8) for seed in range(3)]
+    train(large, whole)
+    engine = start(lsp_json(lr=1e-3, gradient_accumulation_steps=2, **extra), small())
+    halves = [{k: v[i : i + 2] for k, v in batch.items()} for batch in whole for i in (0, 2)]
+    train(engine, halves)
+    assert engine.global_steps == 3
+    assert_close(settled(engine), settled(large), atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_bare_backward_is_the_engines(offload: bool, tmp_path: Path) -> None:
+    """What it leaves is in a checkpoint too."""
+    data = list(batches("llama", 3))
+    through, bare, resumed = (start(lsp_json(offload=offload), small()) for _ in range(3))
+    train(through, data)
+    for batch in data:
+        bare(**batch).loss.backward()
+        if batch is data[-1]:
+            bare.save_checkpoint(str(tmp_path))
+            resumed.load_checkpoint(str(tmp_path))
+            resumed.step()
+        bare.step()
+    for engine in (bare, resumed):
+        assert_close(settled(engine), settled(through))
+
+
+def learned(**params: Any) -> dict[str, Any]:
+    return lsp_json(params={"projector": "learned", "fit_steps": 5, "calibration_batches": 1, **params})
+
+
+def draws(engine: Any) -> dict[str, int]:
+    return {slot.name: slot.subspace.num_draws for slot in engine.backend._slots if slot.subspace is not None}
+
+
+def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted to the sum of two batches, tested with the third; until then those that were drawn serve."""
+    adopt_always(monkeypatch)
+    engine, drawn = start(learned(calibration_batches=2), small()), start(lsp_json(), small())
+    data = list(batches("llama", 3))
+    grads: dict[str, list[torch.Tensor]] = {}
+    for batch in data:
+        for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
+            if slot.subspace is not None:
+                assert torch.equal(slot.subspace.P.values, found.subspace.P.values)
+        model = small()
+        model.load_state_dict(engine.module.state_dict())
+        model(**batch).loss.backward()
+        for name, p in model.named_parameters():
+            grads.setdefault(name, []).append(p.grad)
+        train(engine, [batch])
+        assert (engine.backend.biases == {}) == (batch is not data[-1])
+    for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
+        if slot.subspace is not None:
+            total = flattened(grads[slot.name][0]) + flattened(grads[slot.name][1])
+            pairs = [(subspace.P, subspace.Q) for subspace in (slot.subspace, found.subspace)]
+            assert captured_share(total, *pairs[0]) > 1.1 * captured_share(total, *pairs[1]), slot.name
+            last = captured_share(flattened(grads[slot.name][2]), *pairs[0])
+            assert engine.backend.biases[slot.name] == pytest.approx((1 - last) ** 0.5, abs=1e-3)
+
+
+def test_projectors_that_capture_no_more_do_not_serve() -> None:
+    """A fit of no steps leaves a draw as it is, which is no better than itself."""
+    engine, random = start(learned(check_interval=2, fit_steps=0), small()), start(lsp_json(), small())
+    for one in (engine, random):
+        train(one, [*batches("llama", 1)] * 2)
+    assert engine.backend.biases.keys() == draws(engine).keys() and set(draws(engine).values()) == {1}
+    assert_equal(*map(settled, (engine, random)))
+
+
+def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check leaves its own step's update as it was, and that of the test."""
+    adopt_always(monkeypatch)
+    monkeypatch.setattr(lsp_calibration, "relative_bias", lambda G, *projectors: float(G.shape[0] == 24))
+    engines = [start(learned(check_interval=interval, fit_steps=1), small()) for interval in (2, 1000)]
+    for engine in engines:
+        train(engine, batches("llama", 4))
+    assert_equal(*map(settled, engines))
+    for slot in engines[0].backend._slots:
+        if slot.subspace is not None:
+            assert slot.subspace.num_draws == (2 if slot.parameter.shape[0] == 24 else 1)
+    for engine in engines:
+        train(engine, batches("llama", 1, first=4))
+    refitted, kept = map(settled, engines)
+    changed = {name for name, value in kept.items() if not torch.equal(refitted[name], value)}
+    assert changed == {f"model.layers.{i}.mlp.{part}_proj.weight" for i in (0, 1) for part in ("gate", "up")}
+
+
+@pytest.mark.parametrize("is_fitted", [False, True])
+def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
+    """M begins at zero; V's mean is as much larger as the same gradient is, and it is shaped as the calibration's."""
+    (m, n), dim = (24, 36), 12
+    old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
+    total = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0))
+    candidate = lsp_matrices.Candidate(new, num_batches=1, total=total, gain=3.0)
+    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
+    slot.is_fitted = is_fitted
+    moments = Moments.zeros(slot.shape, "cpu")
+    moments.mean.fill_(1.0)
+    moments.mean_square.fill_(2.0)
+    lsp_calibration.adopt(slot, moments, [])
+    assert slot.subspace is new and slot.candidate is None and slot.is_fitted
+    assert not moments.mean.any()
+    if not is_fitted:
+        assert not moments.mean_square.any()
+        return
+    assert float(moments.mean_square.mean()) == pytest.approx(6.0, rel=1e-4)
+    expected = 3.0 + 3.0 * total.t().square() / total.square().mean()
+    torch.testing.assert_close(moments.mean_square, expected)
+
+
+def orthonormal(num_rows: int, dim: int, *, seed: int) -> SparseProjector:
+    random = torch.Generator().manual_seed(seed)
+    indices = (torch.randperm(num_rows, generator=random) % dim)[:, None].to(torch.int32)
+    signs = torch.randint(0, 2, (num_rows, 1), generator=random) * 2.0 - 1.0
+    return SparseProjector(indices, signs * (dim / num_rows) ** 0.5, dim)
+
+
+def test_a_refit_carries_what_a_payload_lost_of_an_update() -> None:
+    """As much of it as the new subspace has: the update that was lost, projected."""
+    (m, n), dim = (24, 36), 12
+    old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
+    candidate = lsp_matrices.Candidate(new, gain=1.0)
+    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
+    places = Places([slot.shape], [torch.float32])
+    carry = Carry(Wire(places.end // 4, torch.bfloat16), places, torch.device("cpu"))
+    carry.set_error(0, torch.randn(slot.shape, generator=torch.Generator().manual_seed(0)))
+
+    def update(subspace: lsp_matrices.Subspace) -> torch.Tensor:
+        error = carry.error_of(0)
+        assert error is not None
+        weights = torch.zeros(m, n)
+        apply_(weights, error.t(), subspace.P, subspace.Q_update, lr=1.0, rounding="nearest")
+        return weights
+
+    lost = update(old)
+    lsp_calibration.adopt(slot, None, [(carry, 0)])
+    P, Q = new.P.dense(), new.Q.dense()
+    expected = P @ P.t() @ lost @ Q @ Q.t()
+    assert 0.1 < expected.norm() / lost.norm() < 0.9
+    torch.testing.assert_close(update(new), expected)
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan")])
+def test_projectors_are_fitted_to_the_first_gradient_that_says_anything(factor: float) -> None:
+    """The next check may be a thousand steps away."""
+    engine, reference = (start(learned(fit_steps=1, lr=0.0), small()) for _ in range(2))
+    data = list(batches("llama", 3))
+    engine.backward(engine(**data[0]).loss * factor)
+    engine.step()
+    for one in (engine, reference):
+        assert one.backend.biases == {}
+        train(one, data[1:])
+    assert engine.backend.biases == reference.backend.biases != {}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, whose directions are signs, and one with refitted projectors, whose moments are forgotten so that
+    they are signs again."""
+    adopt_always(monkeypatch)
+
+    def rms_of_updates(engine: Any, batch: Any) -> list[float]:
+        before = settled(engine)
+        train(engine, [batch])
+        moved = {name: (value - before[name]) / 1e-2 for name, value in settled(engine).items()}
+        return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
+
+    data = list(batches("llama", 5))
+    json = learned(check_interval=2, bias_threshold=0.1, fit_steps=20)
+    engine = start({**json, "zero_optimization": CPU if offload else {"stage": 0}}, small())
+    sizes = rms_of_updates(engine, data[0])
+    train(engine, data[1:4])
+    assert set(draws(engine).values()) == {2}
+    for _, moments, _ in engine.backend._groups.kept():
+        moments.reset()
+    sizes += rms_of_updates(engine, data[4])
+    assert min(sizes) > 0.7 and max(sizes) < 1.3, sizes
+
+
+def test_several_calibration_batches_go_on_with_one_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt_always(monkeypatch)
+    json = learned(check_interval=4, bias_threshold=0.01, calibration_batches=3, fit_steps=3)
+    engine = start(json, small())
+    found = []
+    for batch in batches("llama", 9):
+        train(engine, [batch])
+        found.append((len(engine.backend.biases) > 0, set(draws(engine).values())))
+    assert found[:4] == [(False, {1})] * 3 + [(True, {1})]  # fits at steps 0, 1 and 2, and a test
+    assert found[4:] == [(True, {1})] * 3 + [(True, {2})] * 2  # the same from step 4 on
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_payloads_error_comes_with_the_next(dtype: str) -> None:
+    torch.manual_seed(0)
+    payload = {"bf16": torch.bfloat16, "int8": torch.int8}[dtype]
+    places = Places([(20, 30), (7, 40), (16, 16)], [torch.float32] * 3, alignment=Wire.alignment(payload))
+    wire = Wire(places.end // 4, payload)
+    carry, buffer = Carry(wire, places, torch.device("cpu")), torch.empty(wire.num_bytes, dtype=torch.uint8)
+    assert wire.num_bytes < 0.6 * places.end
+    value, everything = torch.randn(wire.numel), [(0, wire.numel)]
+    decoded = [torch.zeros(wire.numel) for _ in range(50)]
+    for out in decoded:
+        carry.encode(value, buffer, everything)
+        carry.keep()
+        wire.decode_(out, buffer, (0, wire.numel))
+    lost = float((decoded[0] - value).abs().max())
+    assert lost > 1e-4
+    torch.testing.assert_close(sum(decoded), 50 * value, rtol=0, atol=2 * lost + 1e-4)  # of one payload, not of fifty
+    errors = [carry.error_of(i).clone() for i in range(3)]
+    carry.encode(value * float("nan"), buffer, everything)
+    assert wire.decode_(out, buffer, (0, wire.numel)).isnan().all()
+    carry.take_back()
+    assert all(torch.equal(carry.error_of(i), error) for i, error in enumerate(errors))
+    carry.encode(value, buffer, places.spans([0, 2]))  # the second matrix had no gradient
+    assert torch.equal(carry.error_of(1), errors[1]) and not torch.equal(carry.error_of(2), errors[2])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_small_payloads_train_about_as_well(dtype: str) -> None:
+    losses = {}
+    for payload in ("fp32", dtype):
+        engine = start(lsp_json(lr=1e-3, params={"payload_dtype": payload}), small())
+        losses[payload] = train(engine, [*batches("llama", 1)] * 10)
+    assert losses[dtype] != losses["fp32"]
+    assert losses[dtype][-1] == pytest.approx(losses["fp32"][-1], rel=0.02)
+    assert losses[dtype][-1] < losses[dtype][0] - 0.1
+
+
+REFITS = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}
+RESUMED: dict[str, dict[str, Any]] = {
+    "refits": {"params": {**REFITS, "calibration_batches": 1}},
+    "inside a calibration": {"params": {**REFITS, "calibration_batches": 2}},
+    "int8 bf16": {"params": {"payload_dtype": "int8"}, "bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
+    "on the device": {"offload": False},
+    "inside a window": {
+        "gradient_accumulation_steps": 3,
+        "params": {
+            "projector": "learned",
+            "check_interval": 1,
+            "calibration_batches": 2,
+            "edge": "dense",
+            "fit_steps": 1,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_equals_uninterrupted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt_always(monkeypatch)
+    json = lsp_json(**RESUMED[name], ds_zo={"checkpoint": {"asynchronous": name != "refits"}})
+    data = list(batches("llama", 8 if name == "inside a window" else 6))
+    whole = start(json, small())
+    train(whole, data[:5])
+    whole.save_checkpoint(str(tmp_path))
+    whole.wait_for_checkpoint()
+    expected = train(whole, data[5:])
+    resumed = start(json, small(seed=1))
+    train(resumed, data[:1])  # whatever it was before
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, data[5:]) == expected
+    assert_equal(settled(resumed), settled(whole))
+
+
+def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
+    engine = start(lsp_json(), small())
+    train(engine, batches("llama", 1))
+    engine.save_checkpoint(str(tmp_path))
+    other = start(lsp_json(params={"subspace_dim": 5}), small())
+    with pytest.raises(Exception, match="subspace_dim"):
+        other.load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("payload", [None, "fp32", "int8"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(payload: str | None) -> None:
+    """None: Adam on the device, and a single inf, which clipping by the norm of all gradients would turn into zeros of
+    all others."""
+    params = {"clip_scope": "global"} if payload is None else {"payload_dtype": payload}
+    json = lsp_json(offload=payload is not None, clipping=0.1, params=params)
+    engine, reference = (start(json, small()) for _ in range(2))
+    data = list(batches("llama", 3))
+    for one in (engine, reference):
+        train(one, data[:1])
+    factor = 1.0 if payload is None else float("nan")
+    weight, one_inf = engine.module.model.layers[0].mlp.up_proj.weight, torch.zeros(24, 16)
+    one_inf[5, 5] = float("inf")
+    handle = weight.register_hook(lambda grad: grad + one_inf) if payload is None else None
+    engine.backward(engine(**data[1]).loss * factor)
+    engine.step()
+    if handle is not None:
+        handle.remove()
+    assert engine.skipped_steps == 1 and not engine.was_step_applied()
+    for one in (engine, reference):
+        train(one, data[2:])
+    assert_equal(settled(engine), settled(reference))
+    assert engine.skipped_steps == 1
+
+
+def test_weights_in_bf16_do_not_lose_small_updates() -> None:
+    """A hundred steps of 1e-5 move a weight of size 1, which rounds to 2^-8, by about 1e-3 on average."""
+    moved = {}
+    for rounding in ("stochastic", "nearest"):
+        json = lsp_json(lr=2e-5, bf16={"enabled": True}, ds_zo={"rounding": rounding})
+        engine = start(json, small())
+        before = settled(engine)
+        train(engine, [*batches("llama", 1)] * 8)
+        after = settled(engine)
+        moved[rounding] = sum(int((after[name] != before[name]).sum()) for name in after if "proj" in name)
+    assert moved["stochastic"] > 2 * moved["nearest"]
+
+
+def test_what_it_cannot_do_is_refused_with_the_remedy() -> None:
+    streamed = {"stage": 0, "offload_param": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=r"add \"offload_optimizer\".*offload_optimizer\.device"):
+        start({**lsp_json(), "zero_optimization": streamed}, small())
+    with pytest.raises(ConfigError, match=r"use bf16.*fp16\.enabled"):
+        start({**lsp_json(), "fp16": {"enabled": True}}, small())
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight in torch\.float16.*bf16\.enabled"):
+        start(lsp_json(), small().half())
+
+
+def test_groups_and_schedules_are_read_at_the_step() -> None:
+    model = small()
+    named = dict(model.named_parameters())
+    head = [named.pop("lm_head.weight")]
+    groups = [{"params": list(named.values())}, {"params": head, "lr": 0.0, "weight_decay": 0.0}]
+    engine = start(lsp_json(), model, model_parameters=groups)
+    before = settled(engine)
+    train(engine, batches("llama", 1))
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # which makes groups anew
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    after = settled(engine)
+    assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    train(engine, batches("llama", 1))
+    assert_equal(settled(engine), after)
+    first, second = engine.optimizer.param_groups  # lists as long as before: weights that change places
+    embedding = named["model.embed_tokens.weight"]
+    first["params"] = [head[0] if p is embedding else p for p in first["params"]]
+    second |= {"params": [embedding], "lr": 1e-3}
+    train(engine, batches("llama", 1))
+    found = settled(engine)
+    assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
+
+
+def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(lsp.logger, "warning", lambda text, *args: said.append(text))
+    json, model = lsp_json(), small()
+    del json["optimizer"]
+    json["ds_zo"] = {"backend": "lsp"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["betas"] = [0.9, 0.95]  # a list, as a JSON and some versions of PyTorch have it
+    start(json, model, optimizer=optimizer)
+    [told] = [text for text in said if "LSP's Adam" in text]
+    assert "betas (0.9, 0.999), not the optimizer's (0.9, 0.95): write betas to ds_zo.params.betas" in told
+
+
+def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[int] = []
+
+    class Bar(lsp_calibration.tqdm):  # type: ignore[misc, name-defined]
+        def close(self) -> None:
+            if not self.disable:
+                bars.append(self.n)
+            super().close()
+
+    monkeypatch.setattr(lsp_calibration, "tqdm", Bar)
+    logger = logging.getLogger("DeepSpeed")
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = True
+    try:
+        engine = start(learned(fit_steps=1), small())
+        with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+            train(engine, batches("llama", 2))
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
+    said, *_ = [text for record in caplog.records if "matrices fitted in" in (text := record.getMessage())]
+    assert f"in {engine.backend.fit_s:.1f} s; on the next batch" in said and engine.backend.fit_s > 0
+    assert bars == [16, 16]  # in the pass of the fit and in that of the test

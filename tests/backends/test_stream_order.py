@@ -1,0 +1,317 @@
+"""On CUDA, uploads, computing and downloads run beside one another: whatever touches the same bytes has to be ordered
+by an event. Checked with clocks instead of streams, where a missing wait can't be hidden by timing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from lomo_runs import start, streamed
+from lsp_runs import lsp_json
+from stream_clocks import (
+    HOST,
+    Buffer,
+    Clock,
+    ClockedAdam,
+    ClockedRuntime,
+    ClockedShardedRuntime,
+    Races,
+    clock_groups,
+    in_thread,
+    install,
+)
+from torch import nn
+from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
+
+from ds_zo.backends.recompute import block_store as lomo_homes
+from ds_zo.backends.zo import block_store as homes
+from ds_zo.backends.zo.materialise import Visits
+from ds_zo.checkpoint.claims import Claims
+from ds_zo.streaming.units import Unit
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+ZO: dict[str, dict[str, Any]] = {
+    "a slot a block": {"interval": 1, "device_slots": 3},
+    "a slot a block, folds in turn": {"interval": 3, "device_slots": 3},
+    "one block streams": {"interval": 2, "resident_blocks": 2},
+    "slots go round": {"interval": 2},
+    "low planes": {"interval": 2, "bf16": {"enabled": True}},
+    "low planes of blocks that stay": {"interval": 2, "resident_blocks": 2, "bf16": {"enabled": True}},
+    "one low plane at a time": {"interval": 3, "resident_blocks": 1, "bf16": {"enabled": True}},
+    "a low plane in every visit": {"interval": 1, "resident_blocks": 1, "bf16": {"enabled": True}},
+    "low planes have slots to spare": {
+        "interval": 1,
+        "resident_blocks": 1,
+        "device_slots": 4,
+        "bf16": {"enabled": True},
+    },
+    "several directions": {"interval": 2, "params": {"num_directions": 2}},
+}
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for module in (homes, lomo_homes):
+        monkeypatch.setattr(module, "Runtime", ClockedRuntime)
+
+
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come as they do where ranks keep them together."""
+    for module in (homes, lomo_homes):
+        monkeypatch.setattr(module, "Runtime", ClockedShardedRuntime)
+    sizes = homes.zo_sizes
+    monkeypatch.setattr(homes, "zo_sizes", lambda *args, **settings: sizes(*args, **{**settings, "shared": True}))
+
+
+class Wanders(Toy):
+    """Blocks are left out, repeated and taken out of turn, differently in each step."""
+
+    order: Sequence[int] = ()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = self.blocks[i](x)
+        return x
+
+
+class Wide(nn.Module):
+    """A block as large as it is told."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16 * width), nn.Linear(16 * width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def races_of_zo(case: str, orders: Sequence[Sequence[int]] = ((0, 1, 2),)) -> Races:
+    model = Wanders().train()
+    engine = engine_for(model, zo_json(**ZO[case]))
+    with Races() as races:
+        for step, batch in enumerate(toy_batches(5)):
+            model.order = orders[step % len(orders)]
+            one_step(engine, batch)
+            if step % 2:
+                with torch.no_grad():
+                    model(**batch)
+                model.state_dict()
+    assert races.num_writes
+    return races
+
+
+@pytest.mark.parametrize("case", ZO)
+def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
+    assert not races_of_zo(case).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", "low planes", "a slot a block", "several directions"])
+def test_zo_orders_what_ranks_gather(case: str, sharded: None) -> None:
+    assert not races_of_zo(case).found
+
+
+WILD = ((2, 0), (0, 1, 2), (1,), (0, 0, 2), (2, 1))
+
+
+@pytest.mark.parametrize("case", ["slots go round", *(case for case in ZO if "low plane" in case)])
+def test_zo_orders_blocks_that_come_out_of_turn(case: str) -> None:
+    assert not races_of_zo(case, WILD).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", *(case for case in ZO if "low plane" in case)])
+def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(Toy().train(), zo_json(**ZO[case]))
+    apply = Visits._apply
+    with Races() as races:
+        for step, batch in enumerate(toy_batches(8)):
+            one_step(engine, batch)
+            left = step % 3
+
+            def breaks_off(self: Visits, unit: Unit, *args: Any, **kwargs: Any) -> None:
+                nonlocal left
+                apply(self, unit, *args, **kwargs)
+                left -= unit.is_block
+                if left < 0:
+                    raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Visits, "_apply", breaks_off)
+                if step % 4 in (1, 2):
+                    engine(**batch)
+                else:
+                    engine.module.state_dict()
+            if step % 2:
+                engine.module.state_dict()
+    assert races.num_writes and not races.found
+
+
+def races_of_reads(case: str) -> Races:
+    """Somebody looks at a block's weights while a training forward is at the embedding."""
+    model = Toy().train()
+    engine = engine_for(model, zo_json(**ZO[case]))
+    read = [model.blocks[i].linear.weight for i in (2, 0, 1)]
+
+    def look(*hooked: Any) -> None:
+        safe_get_full_fp32_param(read[engine.global_steps % 3])
+
+    model.embed.register_forward_hook(look)
+    with Races() as races:
+        for batch in toy_batches(6):
+            one_step(engine, batch)
+    assert races.num_writes
+    return races
+
+
+@pytest.mark.parametrize("case", ZO)
+def test_zo_orders_reads_inside_a_forward(case: str) -> None:
+    assert not races_of_reads(case).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", "a slot a block"])
+def test_zo_orders_reads_of_what_ranks_gather(case: str, sharded: None) -> None:
+    assert not races_of_reads(case).found
+
+
+@pytest.mark.parametrize("case", ["slots go round", "low planes"])
+def test_zo_orders_gathers_that_nobody_waits_for(case: str, sharded: None) -> None:
+    assert not races_of_zo(case, WILD).found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zo_orders_blocks_of_different_sizes(dtype: torch.dtype) -> None:
+    """A small one in a slot leaves the rest of a large one's download under way."""
+
+    class Uneven(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Wide(width) for width in (64, 1, 2, 1, 64, 1, 48))
+
+    engine = engine_for(Uneven().train(), zo_json(interval=3, bf16={"enabled": dtype is torch.bfloat16}))
+    with Races() as races:
+        for batch in toy_batches(6):
+            one_step(engine, batch)
+    assert races.num_writes and not races.found
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_gathers_find_slots_after_an_evaluation_that_breaks_off(interval: int, sharded: None) -> None:
+    """It has brought other blocks, and their low planes, where the next pass was to find its first ones."""
+
+    class Fails(Toy):
+        after = 3
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[: self.after]:
+                x = block(x)
+            if self.after < 3:
+                raise KeyError("the user's own")
+            return x
+
+    model = Fails().train()
+    engine = engine_for(model, zo_json(interval=interval, bf16={"enabled": True}))
+    with Races() as races:
+        for step, batch in enumerate(toy_batches(6)):
+            one_step(engine, batch)
+            model.after = step % 3
+            with torch.no_grad(), pytest.raises(KeyError):
+                model(**batch)
+            model.after = 3
+    assert races.num_writes and not races.found
+
+
+def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks fold while they wait to be written, twice; what the first save gives back is used again."""
+    model = Toy().train()
+    engine = engine_for(model, zo_json(interval=2, bf16={"enabled": True}))
+    claims, writer, take = engine.backend.homes.claims, Clock("writer"), Claims._spare
+
+    def hand_over(self: Claims, nbytes: int) -> torch.Tensor:
+        HOST.join(writer.seen)  # by the lock
+        return take(self, nbytes)
+
+    def buffers() -> Iterator[Buffer]:
+        yield from ClockedRuntime.made[-1].buffers()
+        for buffer in kept:
+            yield "a block that was swapped out", buffer, False
+
+    monkeypatch.setattr(Claims, "_spare", hand_over)
+    kept: list[torch.Tensor] = []
+    with Races(buffers) as races:
+        for step, batch in enumerate(toy_batches(9)):
+            one_step(engine, batch)
+            if step in (1, 5):
+                saved = engine.backend.snapshot(hold=True)
+                writer.join(HOST.seen)
+            if step in (3, 7):
+                kept += [buffer for claim in claims._open.values() for buffer in claim.orphans]
+                with in_thread(writer):
+                    for piece in saved.pieces:
+                        for tensor in piece.tensors().values():
+                            tensor.clone()
+                        piece.written()
+    assert len(kept) > 6 and not races.found
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("device_slots", [2, 3])
+def test_lomo_orders_what_touches_the_same_bytes(device_slots: int, clipping: float) -> None:
+    model = Toy().train()
+    engine = start(streamed(stream={"device_slots": device_slots}, clipping=clipping), model)
+    with Races() as races:
+        for batch in toy_batches(3):
+            one_step(engine, batch)
+            with torch.no_grad():
+                model(**batch)
+            model.state_dict()
+    assert races.num_writes and not races.found
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["one pass", "two passes"])
+def test_lomo_orders_what_ranks_gather(clipping: float, sharded: None) -> None:
+    test_lomo_orders_what_touches_the_same_bytes(2, clipping)
+
+
+OFFLOADED = {"stage": 0, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+LSP: dict[str, dict[str, Any]] = {
+    "projected": {"clipping": 1.0},
+    "whole": {"params": {"projector": "none"}},
+    "int8": {"params": {"payload_dtype": "int8"}},
+    "at once": {"params": {"schedule": "sync"}},
+    "streamed": {"zero_optimization": OFFLOADED, "params": {"projector": "none"}},
+    "a slot a block": {"zero_optimization": OFFLOADED, "ds_zo": {"stream": {"device_slots": 3}}},
+}
+AHEAD, LATE = False, True
+
+
+@pytest.mark.parametrize(
+    ("case", "is_slow"),
+    [("projected", AHEAD), *((case, LATE) for case in LSP)],
+    ids=lambda value: value if isinstance(value, str) else "Adam is late" if value else "Adam is ahead",
+)
+def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Toy().train()
+    engine: Any = start(lsp_json(**LSP[case]), model)
+    backend = engine.backend
+    adam = ClockedAdam(monkeypatch, is_slow=is_slow)
+    sources = [clock_groups(backend._groups, adam)]
+    if backend._streamed is not None:
+        sources.append(backend._streamed.homes.runtime.buffers)
+    backend._queue = adam
+    with Races(*sources) as races:
+        for step, batch in enumerate(toy_batches(4)):
+            if step == 2:  # a backward that no step follows
+                engine.backward(engine(**batch))
+                engine.zero_grad()
+            one_step(engine, batch)
+            if step == 1:
+                with torch.no_grad():
+                    model(**batch)
+                model.state_dict()
+        backend.settle()  # Adam's clock stops with the test, and the collector would wait for it
+    assert races.num_writes and not races.found

@@ -1,0 +1,146 @@
+"""The interval that measured speeds lead to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from zo_runs import assert_equal, engine_for, one_step, weights, zo_json
+from zoo import CASES
+
+from ds_zo.backends.zo.step_time import REHEARSED, Rehearsal, Tempo, compute_and_draw_s
+
+GB = 10**9
+TEMPO = Tempo(
+    up_nbytes_per_s=54.5 * GB, down_nbytes_per_s=55.2 * GB, both_nbytes_per_s=100.8 * GB, compute_s=0.1, draw_s=0.008
+)
+"""About OPT-6.7B, one sequence, on an H200."""
+
+
+def best(tempo: Tempo, *, streamed_gb: float, low_gb: float = 0.0) -> int:
+    return tempo.best_interval(streamed_nbytes=int(streamed_gb * GB), low_nbytes=int(low_gb * GB))
+
+
+def test_a_slow_link_folds_rarely_and_slow_blocks_fold_often() -> None:
+    assert best(TEMPO, streamed_gb=12.9) >= 6  # 237 ms of uploads hide every draw
+    assert best(replace(TEMPO, compute_s=0.35), streamed_gb=12.9) <= 2  # the link waits for the blocks
+    assert 2 <= best(TEMPO, streamed_gb=9.8) <= best(TEMPO, streamed_gb=12.9)  # bf12: 180 ms
+    assert 1 < best(TEMPO, streamed_gb=6.4) < 6  # fp8: 118 ms against 100 ms and the draws
+
+
+def test_a_low_plane_makes_folds_dearer() -> None:
+    assert best(TEMPO, streamed_gb=12.9, low_gb=12.9) > best(TEMPO, streamed_gb=12.9)
+
+
+def test_blocks_that_lag_most_are_waited_for() -> None:
+    """At an interval of 32 computing takes less than copying on average, but not where blocks are 20 behind or more:
+    the link waits for those, and time that it lost does not come back."""
+    split = {"streamed_nbytes": int(12.9 * GB), "low_nbytes": int(12.9 * GB)}
+    tempo = replace(TEMPO, draw_s=0.0065)
+    assert tempo.busy_s(32) < tempo.link_s(32, **split) < tempo.link_s(24, **split)
+    assert tempo.step_s(24, **split) < tempo.step_s(32, **split)
+    assert tempo.best_interval(**split) == 24
+
+
+def test_passes_one_by_one_bring_every_block_as_often() -> None:
+    sizes = {"streamed_nbytes": int(6.4 * GB), "low_nbytes": int(6.4 * GB)}
+    once, twice = (TEMPO.link_s(8, **sizes, num_visits=n) for n in (1, 2))
+    assert twice - once == pytest.approx(6.4 / 54.5)
+    assert TEMPO.best_interval(**sizes, num_visits=2) > TEMPO.best_interval(**sizes)
+
+
+def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
+    for compute_s in (0.02, 0.1, 0.2, 0.5):
+        for streamed_gb in (0.5, 6.4, 12.9, 60.0):
+            tempo = replace(TEMPO, compute_s=compute_s)
+            sizes = {"streamed_nbytes": int(streamed_gb * GB), "low_nbytes": 0}
+            chosen = tempo.step_s(tempo.best_interval(**sizes), **sizes)
+            assert all(chosen <= 1.0021 * tempo.step_s(k, **sizes) for k in (1, 2, 4, 8, 16, 32))
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1}, {"wire_dtype": "fp8"}], ids=str)
+def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
+    case = CASES["opt"]
+
+    def run(rehearse: bool) -> dict[str, torch.Tensor]:
+        engine = engine_for(case.make(), zo_json(interval=8, **stream))
+        homes = engine.backend.homes
+        seen: list[int] = []
+        replay = homes.visits._apply
+        homes.visits._apply = lambda unit, *args, **more: (
+            seen.append(more.get("pending", 0)) if unit.is_block else None,
+            replay(unit, *args, **more),
+        )
+        homes.measures = rehearse
+        engine(**case.batch(0))
+        engine.backend.rank_state()
+        assert not homes.measures, "a checkpoint names the interval, on ranks that do not write it too"
+        assert (set(seen) - {0} == set(REHEARSED)) == rehearse
+        if rehearse:
+            assert all(seconds > 0 for seconds in compute_and_draw_s(homes._rehearsals)[:1])
+        for step in range(3):
+            one_step(engine, case.batch(step))
+        return weights(engine.module)
+
+    assert_equal(run(True), run(False))
+
+
+class Counting(nn.Module):
+    """A block whose forward leaves traces: running statistics, a count, random numbers of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = self.table + 1  # another tensor each time
+        return F.dropout(self.norm(self.linear(x)), 0.1 + 0.1 * random.random())
+
+
+class CountingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
+    """Checked against passes one after the other, and rehearsed: twelve passes, and buffers as after one."""
+
+    def run(rehearse: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, object]:
+        torch.manual_seed(0)
+        random.seed(0)
+        engine = engine_for(CountingStack().train(), zo_json(interval=8))
+        engine.backend.homes.measures = rehearse
+        engine(torch.randn(4, 8))
+        return weights(engine.module), torch.get_rng_state(), random.getstate()
+
+    rehearsed, plain = run(True), run(False)
+    assert_equal(rehearsed[0], plain[0])
+    assert torch.equal(rehearsed[1], plain[1]) and rehearsed[2] == plain[2]
+    for name, value in rehearsed[0].items():
+        if name.endswith("num_batches_tracked"):
+            assert value == 1
+        if name.endswith("table"):
+            assert value.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_waits_for_blocks_are_no_computing() -> None:
+    first, few, many = (Rehearsal(n, torch.device("cpu")) for n in (5, 1, 5))
+    first._whole, few._whole, many._whole = (0.0, 9.0), (10.0, 13.0), (20.0, 24.0)
+    few._waits, many._waits = [(10.5, 11.0), (12.0, 12.5)], [(21.0, 21.2)]
+    compute_s, draw_s = compute_and_draw_s([first, few, many])
+    assert draw_s == pytest.approx((3.8 - 2.0) / 4)
+    assert compute_s == pytest.approx(2.0 - draw_s)

@@ -1,0 +1,58 @@
+"""When a recording of a block no longer is what the block's forward would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ds_zo.backends.zo.cuda_graphs import Surroundings
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(4))
+        self.mask = torch.zeros(4)
+
+
+def longer_table(block: nn.Sequential) -> None:
+    block[0].table = torch.zeros(8)
+
+
+def other_memory(block: nn.Sequential) -> None:
+    block[0].table.data = torch.zeros(4)
+
+
+def no_mask(block: nn.Sequential) -> None:
+    block[0].mask = None
+
+
+@pytest.mark.parametrize("change", [longer_table, other_memory, no_mask])
+def test_tensors_that_modules_keep_are_seen_to_move(change: Callable[[nn.Sequential], None]) -> None:
+    block = nn.Sequential(Inner(), nn.ReLU())
+    surroundings = Surroundings(block)
+    block[0].table.add_(1.0)  # in place: kernels read the new values
+    block[0].linear.weight.data = torch.zeros(4, 4)  # parameters are another's concern
+    assert not surroundings.have_moved
+    change(block)
+    assert surroundings.have_moved
+
+
+def test_hooks_inside_a_block_are_seen_while_they_are_there() -> None:
+    block = nn.Sequential(Inner(), nn.ReLU())
+    surroundings = Surroundings(block)
+    block.register_forward_hook(lambda *_: None)  # runs around the forward
+    assert not surroundings.has_hooks
+    for register in (
+        block[0].linear.register_forward_hook,
+        block[1].register_forward_pre_hook,
+        torch.nn.modules.module.register_module_forward_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert surroundings.has_hooks
+        handle.remove()
+        assert not surroundings.has_hooks

@@ -1,0 +1,930 @@
+"""What a user's forward may do that twin passes would get wrong if nobody had thought of it.
+
+Each trap is held against `PlainMeZO`: whole passes over perturbed deep copies, one after the other, from one random
+state.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from test_lockstep import _Mode, thread_state
+from tiny_models import VOCAB, tiny_batch, tiny_model
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from zo_runs import (
+    EPS,
+    LR,
+    Block,
+    FunctionalTie,
+    PlainMeZO,
+    Recorder,
+    Toy,
+    assert_equal,
+    close,
+    engine_for,
+    hf_loss,
+    log_lines,
+    one_step,
+    same_snapshot,
+    snapshot,
+    toy_batches,
+    toy_loss,
+    train,
+    weights,
+    zo_json,
+)
+
+from ds_zo import ops
+from ds_zo.backends.zo import block_store as homes
+from ds_zo.backends.zo import materialise as visits
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+STREAMED = zo_json(interval=2)
+RESIDENT = zo_json(offload=False, interval=2)
+LOW_PLANES = zo_json(interval=3, resident_blocks=1, bf16={"enabled": True})
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def assert_follows(
+    model: nn.Module,
+    batches: list[dict[str, Any]],
+    loss: Callable[[dict[str, Any]], Callable[[nn.Module], torch.Tensor]],
+    passes: Recorder,
+    *,
+    json: dict[str, Any] = STREAMED,
+    plain: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+) -> Any:
+    """Both losses of every step, the weights and the random states are those of plain passes. Returns the engine."""
+    reference = PlainMeZO(model)
+    engine = engine_for(model, json)
+    for step, batch in enumerate(batches):
+        start = snapshot()
+        expected = plain(lambda batch=batch: reference.step(loss(batch)))
+        after = snapshot()
+        torch.set_rng_state(start[0])
+        random.setstate(start[1])
+        np.random.set_state(start[2])
+        outside = thread_state()
+        one_step(engine, batch)
+        assert thread_state() == outside
+        close(passes.last, expected)
+        assert same_snapshot(snapshot(), after), f"step {step} left the generators elsewhere than one forward does"
+    assert_near(engine.module, reference, num_steps=len(batches))
+    return engine
+
+
+def assert_near(module: nn.Module, reference: PlainMeZO, *, num_steps: int) -> None:
+    """A loss that differs in its last digits moves g by 1e-6 |l| / zo_eps a step, and a weight by lr times that times
+    z."""
+    bound = num_steps * LR * (5 * 2e-6 / 2e-3) * 5 + 1e-6
+    ours, theirs = weights(module), weights(reference.model)
+    for name in ours:
+        assert (ours[name] - theirs[name]).abs().max() <= bound, name
+
+
+# Autocast
+
+
+class AutocastInside(Toy):
+    cache: bool | None = None
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.cache):
+            return super().middle(x)
+
+
+class AutocastKept(Toy):
+    """The context is made once, while the cache is on: entering it turns the cache on again inside a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amp = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with self.amp:
+            return super().middle(x)
+
+
+class AutocastCached(AutocastInside):
+    cache = True
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("kind", [AutocastInside, AutocastCached, AutocastKept])
+def test_autocast_inside_the_forward(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    engine = assert_follows(kind(), toy_batches(3), toy_loss, passes, json=json)
+    assert engine.get_global_grad_norm() > 1e-2, "the second pass met the first one's casts"
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_autocast_by_deepspeed(name: str, passes: Recorder) -> None:
+    json = zo_json(interval=2, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+
+    def plain(call: Callable[[], Any]) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return call()
+
+    batches = [tiny_batch(name, seed=i, batch_size=2, length=8) for i in range(3)]
+    engine = assert_follows(tiny_model(name), batches, hf_loss, passes, json=json, plain=plain)
+    assert engine.get_global_grad_norm() > 1e-2
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # and one that the user keeps open over several steps
+        first, second = (one_step(engine, batches[0]) for _ in range(2))
+        assert engine.get_global_grad_norm() > 1e-2
+        assert first != second
+
+
+# State that outlives a block
+
+
+class Sets(Toy):
+    """Opens something around its blocks."""
+
+    def __init__(self, enter: Callable[[], Any]) -> None:
+        super().__init__()
+        self.enter = [enter]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with self.enter[0]():
+            return super().middle(x)
+
+
+@pytest.mark.parametrize(
+    "enter", [torch.enable_grad, torch.no_grad, lambda: sdpa_kernel(SDPBackend.MATH)], ids=["grad", "no_grad", "sdpa"]
+)
+def test_settings_around_blocks_do_not_leak(enter: Callable[[], Any], passes: Recorder) -> None:
+    with log_lines() as lines:
+        assert_follows(Sets(enter), toy_batches(3), toy_loss, passes)
+    assert not any("one pass after the other" in line for line in lines)
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("enter", [lambda: torch.device("cpu"), _Mode, torch.inference_mode])
+def test_a_mode_around_blocks_runs_one_pass_after_the_other(
+    enter: Callable[[], Any], json: dict[str, Any], passes: Recorder
+) -> None:
+    with log_lines() as lines:
+        assert_follows(Sets(enter), toy_batches(4), toy_loss, passes, json=json)
+    assert len([line for line in lines if "one pass after the other" in line]) == 1
+
+
+called_from: contextvars.ContextVar[str] = contextvars.ContextVar("called_from")
+
+
+class ReadsContext(Toy):
+    seen: list[str]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            self.seen.append(called_from.get())
+            called_from.set(f"{self.seen[-1]}{i}")
+            x = block(x)
+        return x
+
+
+def test_context_variables() -> None:
+    model = ReadsContext()
+    model.seen = []
+    engine = engine_for(model)
+    token = called_from.set("caller")
+    try:
+        train(engine, toy_batches(2))
+        assert set(model.seen) == {"caller", "caller0", "caller01"}
+        assert called_from.get() == "caller"
+    finally:
+        called_from.reset(token)
+
+
+class KeepsState(Toy):
+    """Hands the embedding to its last block behind everyone's back. `strength` says how much hangs on it."""
+
+    strength = 1.0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x
+        for block in self.blocks:
+            x = block(x)
+        return x + self.strength * self.kept
+
+
+class KeepsInAList(Toy):
+    """The same in a container, which both passes hold, and a tensor in a dict that is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+        self.sums = {"depth": torch.zeros(())}
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x)
+        self.sums["depth"].zero_()
+        for block in self.blocks:
+            x = block(x) * (1 + 0.1 * self.sums["depth"])
+            self.sums["depth"] += 1
+        return x + self.kept[-1] * len(self.kept) ** -0.5
+
+
+class KeepsElsewhere(KeepsState):
+    """The same in an object of its own, which nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere = SimpleNamespace()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.elsewhere.kept = x
+        for block in self.blocks:
+            x = block(x)
+        return x + self.strength * self.elsewhere.kept
+
+
+class KeepsALittle(KeepsElsewhere):
+    strength = 0.05
+
+
+class Counts(Toy):
+    """Knows by a counter of its own how deep it is."""
+
+    depth = 0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.depth = 0
+        for block in self.blocks:
+            x = block(x) * (1 + 0.1 * self.depth)
+            self.depth += 1
+        return x
+
+
+class InAThread(Toy):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.no_grad()(super().middle), x).result()
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("kind", [KeepsElsewhere, KeepsALittle, InAThread])
+def test_state_that_passes_share_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    with log_lines() as lines:
+        assert_follows(kind(), toy_batches(4), toy_loss, passes, json=json)
+    assert len([line for line in lines if "one pass after the other" in line]) == 1
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
+@pytest.mark.parametrize("kind", [KeepsState, Counts, KeepsInAList])
+def test_state_kept_on_modules_is_each_pass_its_own(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    """Passes stay in lockstep, and the modules keep what one forward leaves."""
+    engine, one = engine_for(kind(), json), copy.deepcopy(kind())
+    for step, batch in enumerate(toy_batches(3)):
+        reference = PlainMeZO(engine.module)
+        reference.steps = step
+        expected = reference.passes(toy_loss(batch))
+        one_step(engine, batch)
+        close(passes.last[:2], expected)
+        with torch.no_grad():
+            one(**batch)
+        if kind is KeepsInAList:
+            assert len(engine.module.kept) == len(one.kept) == step + 1
+            assert engine.module.sums == one.sums
+    assert engine.backend._interleave
+
+
+class Wanders(Toy):
+    """Which block comes next depends on the weights, so on the pass."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        order = [0, 1, 2] if int((x.double().sum() * 1e7).item()) % 2 else [2, 0]
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def test_block_order_that_depends_on_the_data(passes: Recorder) -> None:
+    with log_lines() as lines:
+        assert_follows(Wanders(), toy_batches(8), toy_loss, passes)
+    assert any("different blocks" in line for line in lines)
+
+
+class Wide(Toy):
+    """A module larger than two blocks, after one of them; those that come later may be left out."""
+
+    def __init__(self, *, after: int, num_run: int = 3) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 160)
+        self.after, self.num_run = after, num_run
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks[: self.num_run]):
+            x = block(x)
+            if i == self.after:
+                x = x + self.wide(x).unflatten(-1, (10, 16)).mean(-2)
+        return x
+
+
+@pytest.mark.parametrize(
+    "where", [{"after": 2}, {"after": 0}, {"after": 1, "num_run": 2}], ids=["at the end", "between", "last left out"]
+)
+@pytest.mark.parametrize("num_directions", [1, 2])
+def test_a_large_module_lies_where_second_copies_do(
+    num_directions: int, where: dict[str, int], passes: Recorder
+) -> None:
+    """Whatever comes before and after it, passes stay in lockstep and none overwrites a copy that another needs."""
+    if num_directions == 1:
+        engine = assert_follows(Wide(**where), toy_batches(4), toy_loss, passes, json=RESIDENT)
+    else:
+        engine, twin = (  # streamed: no second copies
+            engine_for(Wide(**where), zo_json(offload=offload, params={"num_directions": num_directions}))
+            for offload in (False, True)
+        )
+        for batch in toy_batches(4):
+            one_step(engine, batch)
+            one_step(twin, batch)
+        assert_equal(weights(engine.module), weights(twin.module))
+    homes = engine.backend.homes
+    wide, block = (unit.scratch_nbytes for unit in (homes.placement.edges[-1], homes.placement.blocks[0]))
+    assert homes.visits.scratch_nbytes == max(wide, 2 * block) == wide
+    assert engine.backend._interleave
+
+
+# Errors in the user's forward
+
+
+class Fails(Toy):
+    """Raises in one pass of one forward. `plan.fail_at` is (pass, place)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = SimpleNamespace(fail_at=None, num_calls=0)
+        """An object of its own: a forward that fails leaves attributes as they were."""
+        self.blocks[1].register_forward_hook(lambda *_: self._maybe("in a block"))
+
+    def _maybe(self, place: str) -> None:
+        if self.plan.fail_at == (self.running, place):
+            self.plan.fail_at = None
+            raise KeyError("the user's own")
+
+    @property
+    def running(self) -> int:
+        return self.order.get()
+
+    order: contextvars.ContextVar[int] = contextvars.ContextVar("order")
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.order.set(self.plan.num_calls % 2)
+        self.plan.num_calls += 1
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+            self._maybe("before any block")
+            x = super().middle(x)
+        self._maybe("after the blocks")
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, LOW_PLANES], ids=["streamed", "resident", "low planes"])
+@pytest.mark.parametrize("place", ["before any block", "in a block", "after the blocks"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(
+    failing: int, place: str, json: dict[str, Any]
+) -> None:
+    batches = toy_batches(7)
+    undisturbed = engine_for(Fails(), json)
+    expected = train(undisturbed, batches)
+    engine = engine_for(Fails(), json)
+    losses = []
+    for step, batch in enumerate(batches):
+        if step in (0, 3, 4):
+            engine.module.plan.num_calls = 0
+            engine.module.plan.fail_at = (failing, place)
+            outside, generators = thread_state(), snapshot()
+            with pytest.raises(KeyError, match="the user's own"):
+                engine(**batch)
+            assert thread_state() == outside
+            assert same_snapshot(snapshot(), generators)
+        losses.append(one_step(engine, batch))
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+@pytest.mark.parametrize("wire_dtype", ["auto", "fp8"])
+def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
+    wire_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that were stored in another form when it failed are gone, and not to be taken for zeros."""
+    json, model = zo_json(wire_dtype=wire_dtype), Toy()
+
+    def no_memory(self: Any) -> None:
+        raise torch.OutOfMemoryError("no room for slots")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(homes.Homes, "_make_visits", no_memory)
+        engine_for(model, json)
+    if wire_dtype == "fp8":
+        with pytest.raises(RuntimeError, match="Load the model again"):
+            engine_for(model, json)
+    else:
+        assert train(engine_for(model, json), toy_batches(2)) == train(engine_for(Toy(), json), toy_batches(2))
+
+
+def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel has changed the copies on the device, and nothing was sent back."""
+    json = zo_json(interval=1, bf16={"enabled": True})
+    undisturbed, engine = engine_for(Toy().bfloat16(), json), engine_for(Toy().bfloat16(), json)
+    expected = train(undisturbed, toy_batches(5))
+    losses = train(engine, toy_batches(5)[:3])
+    apply = visits.Visits._apply
+
+    def breaks_off(self: Any, *args: Any, **kwargs: Any) -> None:
+        apply(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(visits.Visits, "_apply", breaks_off)
+        engine.backend.homes.visits.fold_now(*engine.backend.homes.placement.blocks)
+    losses += train(engine, toy_batches(5)[3:])
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+def test_an_error_in_evaluation_leaves_nothing_behind() -> None:
+    batches = toy_batches(5)
+    undisturbed, engine = engine_for(Fails()), engine_for(Fails())
+    expected = train(undisturbed, batches)
+    losses = []
+    for batch in batches:
+        losses.append(one_step(engine, batch))
+        engine.module.plan.num_calls = 0
+        engine.module.plan.fail_at = (0, "in a block")
+        outside = thread_state()
+        engine.eval()
+        with pytest.raises(KeyError):
+            engine.module(**batch)
+        engine.train()
+        assert thread_state() == outside
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+# Randomness
+
+
+class Draws(Toy):
+    """Dropout, and skips a block by a draw of Python's or numpy's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            draw = random.random() if i % 2 else float(np.random.rand())
+            if draw > 0.3:
+                x = self.dropout(block(x))
+        return x
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+def test_every_generator_gives_both_passes_the_same(json: dict[str, Any], passes: Recorder) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    assert_follows(Draws(), toy_batches(6), toy_loss, passes, json=json)
+
+
+def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
+    model = tiny_model("opt", dropout=0.2, attention_dropout=0.1, layerdrop=0.4)
+    torch.manual_seed(0)
+    batches = [tiny_batch("opt", seed=i, batch_size=2, length=8) for i in range(8)]
+    skipped: list[int] = []
+    layers = list(model.model.decoder.layers)
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: skipped.append(1))
+    assert_follows(model, batches, hf_loss, passes)
+    assert 0 < len(skipped) < 2 * len(layers) * (len(batches) + 1), "layer drop never happened"
+
+
+class Remembers(Toy):
+    """Each forward meets what the last one left: counts, a table it replaced, generators of its own, its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.ones(16))
+        self.torchs = torch.Generator().manual_seed(1)
+        self.numpys, self.older = np.random.default_rng(2), np.random.RandomState(3)
+        self.pythons = random.Random(4)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.table = self.table * 1.01
+        for block in self.blocks:
+            drawn = self.numpys.random() + self.older.rand() + self.pythons.random()
+            x = block(x * self.table + 0.1 * self.count + torch.rand(16, generator=self.torchs)) + drawn
+        return x
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        shift, given = batch.pop("shift").mul_(2.0), batch.pop("given")
+        return super().forward(batch["ids"]) * (shift.sum() + torch.rand((), generator=given))
+
+    def state(self) -> list[Any]:
+        """Of everything that a forward leaves behind."""
+        own = [self.torchs.get_state().tolist(), self.pythons.getstate()]
+        numpys = [self.numpys.bit_generator.state, self.older.get_state()[2]]
+        return [self.count.item(), self.table.tolist(), *own, *numpys]
+
+
+class Anneals(Remembers):
+    """Counts without a buffer, too."""
+
+    age = 0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.age += 1
+        return super().middle(x) * self.age**-0.5
+
+    def state(self) -> list[Any]:
+        return [self.age, *super().state()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "json"),
+    [
+        (Remembers, STREAMED),
+        (Remembers, RESIDENT),
+        (Remembers, zo_json(params={"num_directions": 2})),
+        (Anneals, STREAMED),
+        (Anneals, zo_json(params={"num_directions": 2})),
+    ],
+)
+def test_what_a_forward_leaves_behind_is_as_of_one_pass(
+    kind: type[Remembers], json: dict[str, Any], passes: Recorder
+) -> None:
+    """Passes start from the same buffers, generators and inputs; a forward leaves what one of them does."""
+
+    def batch(ids: torch.Tensor) -> dict[str, Any]:
+        return {"ids": ids, "shift": torch.ones(3), "given": torch.Generator().manual_seed(5)}
+
+    engine = engine_for(kind(), json)
+    with torch.inference_mode():
+        engine.module(batch(toy_batches(1)[0]["ids"]))
+    for step, ids in enumerate(b["ids"] for b in toy_batches(3)):
+        reference, one = PlainMeZO(engine.module), copy.deepcopy(engine.module)
+        reference.steps = step
+        expected = reference.passes(lambda model, ids=ids: model(batch(ids)))
+        with torch.no_grad():
+            one(batch(ids))
+        one_step(engine, {"batch": batch(ids)})
+        close(passes.last[:2], expected)
+        assert engine.module.state() == one.state()
+    assert engine.backend._interleave
+    count = engine.module.count.item()
+    with pytest.raises(RuntimeError):
+        engine(batch(torch.zeros(2, 3, 1)))
+    assert engine.module.count.item() == count, "of a forward that failed"
+
+
+# Architectures with something of their own
+
+
+def test_no_kv_cache_in_a_step_and_the_config_is_given_back(passes: Recorder) -> None:
+    model = tiny_model("llama")
+    assert model.config.use_cache is True
+    caches: list[Any] = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(kwargs.get("past_key_values")), with_kwargs=True
+    )
+    engine = engine_for(model)
+    batch = tiny_batch("llama", batch_size=2, length=8)
+    output = engine(**batch)
+    assert caches
+    assert set(caches) == {None}
+    assert output.past_key_values is None
+    assert model.config.use_cache is True
+    engine.eval()
+    with torch.no_grad():
+        assert engine(**batch).past_key_values is not None
+    engine.train()
+    assert engine(**batch, use_cache=True).past_key_values is not None, "asked for by the caller, so his"
+
+
+def tiny_t5() -> nn.Module:
+    config = hf.T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = hf.T5ForConditionalGeneration(config)
+    return model.train()
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+def test_t5(json: dict[str, Any], passes: Recorder) -> None:
+    batches = [tiny_batch("t5", seed=i, batch_size=2, length=6) for i in range(4)]
+    engine = assert_follows(tiny_t5(), batches, hf_loss, passes, json=json)
+    assert len(engine.backend.homes.placement.blocks) == 4, "both stacks are blocks"
+
+
+def test_mixtral_with_its_auxiliary_loss(passes: Recorder) -> None:
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    batches = [tiny_batch("mixtral", seed=i, batch_size=2, length=6) for i in range(3)]
+    engine = assert_follows(model, batches, hf_loss, passes)
+    assert engine(**batches[0]).aux_loss is not None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradient_checkpointing(name: str, use_reentrant: bool, passes: Recorder) -> None:
+    model = tiny_model(name)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert model.is_gradient_checkpointing
+    batches = [tiny_batch(name, seed=i, batch_size=2, length=8) for i in range(3)]
+    assert_follows(model, batches, hf_loss, passes)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "wrapped"])
+def test_a_compiled_model(when: str, passes: Recorder) -> None:
+    """backend "eager" traces and guards like any other, and compiles nothing."""
+    torch.compiler.reset()
+    model, reference = Toy(), PlainMeZO(Toy())
+    if when == "before":
+        model.compile(backend="eager")
+    engine = engine_for(torch.compile(model, backend="eager") if when == "wrapped" else model, STREAMED)
+    if when == "after":
+        model.compile(backend="eager")
+    for batch in toy_batches(4):
+        expected = reference.step(toy_loss(batch))
+        one_step(engine, batch)
+        close(passes.last, expected)
+        with torch.no_grad():
+            assert engine.module(**batch).item() == pytest.approx(reference.model(**batch).item(), rel=1e-6)
+    torch.compiler.reset()
+
+
+def hooks_of(module: nn.Module) -> list[int]:
+    every = (value for m in module.modules() for name, value in vars(m).items() if "_hooks" in name)
+    return [len(hooks) for hooks in every if isinstance(hooks, dict)]
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
+def test_hooks_that_a_forward_installs_are_installed_once(json: dict[str, Any]) -> None:
+    """transformers installs hooks that capture hidden states in the first forward that asks for them."""
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    batch = {**tiny_batch("llama", batch_size=2, length=8), "output_hidden_states": True}
+    assert len(plain(**batch).hidden_states) == 4
+    engine = engine_for(model, json)
+    for _ in range(2):
+        output = engine(**batch)
+        assert len(output.hidden_states) == 4
+        engine.backward(output.loss)
+        engine.step()
+    engine.eval()
+    assert len(engine(**batch).hidden_states) == 4
+    engine.destroy()
+    assert len(model(**batch).hidden_states) == 4
+    assert hooks_of(model) == hooks_of(plain)
+
+
+@pytest.mark.parametrize("first", ["long", "short"])
+def test_dynamic_rope_beyond_the_trained_length_keeps_lockstep(first: str, passes: Recorder) -> None:
+    """Its table of frequencies is a buffer, and the length that the table is for is an attribute."""
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 20.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=8, initializer_range=0.5)
+    lengths = [12, 6, 12, 16] if first == "long" else [6, 12, 16, 6]  # history plays no part in these
+    batches = [tiny_batch("llama", seed=i, batch_size=2, length=length) for i, length in enumerate(lengths)]
+    engine = assert_follows(model, batches, hf_loss, passes)
+    assert engine.backend._interleave
+
+
+def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:
+    model = tiny_model("llama")
+    reference = PlainMeZO(model)
+    engine = engine_for(model)
+    batch = tiny_batch("llama", batch_size=2, length=8)
+    apart = reference.passes(lambda m: m(**batch, use_cache=False, output_hidden_states=True))
+    output = engine(**batch, output_hidden_states=True)
+    assert len(output.hidden_states) == 4
+    states = [(*each.hidden_states, each.logits) for each in (output, *apart)]
+    near = [
+        [torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(states[0], other, strict=True)]
+        for other in states[1:]
+    ]
+    assert sorted(map(set, near), key=str) == [{False}, {True}], "not all of one pass"
+
+
+# Weights used elsewhere than in their module's forward
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.child = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(x) * self.scale
+
+
+class OnContainers(Toy):
+    """Parameters of modules that contain others: alive while their blocks come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(16))
+        self.inner = Scaled()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.inner(block(x) + self.shift)
+        return x
+
+
+class OnABlock(nn.Module):
+    """A parameter of the block itself, beside its children's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(16))
+        self.inside = Block(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * self.inside(x)
+
+
+class Gated(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OnABlock() for _ in range(3))
+
+
+class Unused(Toy):
+    """MeZO moves weights that nothing depends on, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(16, 4)
+        self.spare_parameter = nn.Parameter(torch.zeros(5))
+        self.blocks.append(Block(16))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        return x
+
+
+class Unnamed(Toy):
+    """Weights reach functions as properties and in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+        self.shifts = nn.ParameterList(torch.randn(16) for _ in range(2))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + x @ torch.cat([self.one.weight, self.other.weight], dim=1)
+        x = x + torch.stack(list(self.shifts)).sum(0)
+        return super().middle(x) @ self.embed.weight.T @ self.embed.weight.data
+
+
+class Runs(nn.Module):
+    """Runs a module that it does not contain, as far as torch knows."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(16))
+        self.others = (other,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others[0](x) * self.gate
+
+
+class Rows(nn.Module):
+    """Returns weights: some rows of a table, as they lie there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, num: int) -> dict[str, torch.Tensor]:
+        return {"rows": self.table[:num]}
+
+
+class GivenAnother(Block):
+    def __init__(self, *, shared: nn.Module) -> None:
+        super().__init__(16)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor, *, first: nn.Module) -> tuple[torch.Tensor, None, torch.Tensor]:
+        return super().forward(self.shared(first(x)) + x), None, self.linear.weight[0]
+
+
+class Entangled(Toy):
+    """Blocks contain one and the same module, and run one that they are given, which runs another. What they return is
+    in part their weights, and so is what comes before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared, self.inner = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(GivenAnother(shared=shared) for _ in range(2))
+        self.outer, self.rows = Runs(self.inner), Rows()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        rows, weights = self.rows(x.shape[1])["rows"], []
+        for block in self.blocks:
+            x, _, weight = block(x, first=self.outer)
+            weights.append(weight)
+        return x + rows + sum(weights)
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
+@pytest.mark.parametrize("kind", [FunctionalTie, OnContainers, Gated, Unused, Unnamed, Entangled])
+def test_weights_in_unusual_places(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
+    engine = assert_follows(kind(), toy_batches(5), toy_loss, passes, json=json)
+    plain, batch = copy.deepcopy(engine.module), toy_batches(1)[0]
+    with torch.no_grad():
+        assert engine.module(**batch).item() == plain(**batch).item(), "evaluated with other weights"
+
+
+def test_a_unit_that_is_not_visited_for_longer_than_the_log(passes: Recorder) -> None:
+    """The ring of pending updates holds 64: what nobody visits must be folded before its entries are overwritten."""
+    model = Unused()
+    start, offsets, offset = weights(model), {}, 0
+    for name, p in model.named_parameters():
+        offsets[name], offset = offset, offset + p.numel()
+    engine = engine_for(model, zo_json(interval=8))
+    train(engine, toy_batches(70))
+    end = weights(engine.module)
+    coefficients = [LR * (plus - minus).item() / (2 * EPS) for plus, minus in passes.passes]
+    for name in ("spare_parameter", "spare.weight", "blocks.3.linear.weight"):
+        noise = [ops.noise(0, step, 0, offsets[name], start[name].numel()) for step in range(70)]
+        moved = sum(c * z.double() for c, z in zip(coefficients, noise, strict=True)).view(start[name].shape)
+        torch.testing.assert_close(start[name] - end[name], moved.float(), rtol=1e-4, atol=1e-5)
+
+
+class InsideOut(Toy):
+    """Calls what is inside its blocks, never the blocks."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block.linear(block.norm(x)))
+        return x
+
+
+class Then:
+    """A hook that a copy of the model has its own of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner = inner
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
+        return self.inner(output)
+
+
+class RunsBlocks(Toy):
+    """Blocks run one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(Then(self.blocks[2]))
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (InsideOut, r"blocks\.\d\.\w+\.\w+ .*ds_zo\.stream\.blocks"),
+        (RunsBlocks, r"block blocks\.2 is run inside block blocks\.0.*ds_zo\.stream\.blocks"),
+    ],
+)
+def test_streamed_blocks_that_are_not_run_whole_and_in_turn_are_refused(kind: type[Toy], said: str) -> None:
+    engine = engine_for(kind(), STREAMED)
+    with pytest.raises(ValueError, match=said):
+        engine(**toy_batches(1)[0])
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("kind", [InsideOut, RunsBlocks])
+def test_blocks_on_the_device_need_not_be_run_whole_and_in_turn(
+    kind: type[Toy], interval: int, passes: Recorder
+) -> None:
+    json = zo_json(offload=False, interval=interval)
+    assert_follows(kind(), toy_batches(5), toy_loss, passes, json=json)
+
+
+def test_the_remedy_for_blocks_whose_insides_are_called(passes: Recorder) -> None:
+    assert_follows(InsideOut(), toy_batches(3), toy_loss, passes, json=zo_json(blocks=[]))

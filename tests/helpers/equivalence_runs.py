@@ -1,0 +1,112 @@
+"""Short ZO trainings through `deepspeed.initialize`, their weights and what their passes measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+import ds_zo.backends.zo.backend
+
+Weights = dict[str, torch.Tensor]
+
+
+def zo_config(
+    *,
+    stream: Mapping[str, Any] | None = None,
+    offload: bool = True,
+    dtype: str | None = None,
+    accumulation: int = 1,
+    section: Mapping[str, Any] | None = None,
+    scheduler: Mapping[str, Any] | None = None,
+    batch_size: int = 2,
+    **params: Any,
+) -> dict[str, Any]:
+    """A JSON for ZO. Streamed with no block resident unless told otherwise; `params` are the optimizer's."""
+    streamed = {"resident_blocks": 0} if offload else {}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": 1e-3, **params}},
+        "zero_optimization": {"stage": 0},
+        "ds_zo": {"stream": {**streamed, **(stream or {})}, **(section or {})},
+    }
+    if offload:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if dtype is not None:
+        config[dtype] = {"enabled": True}
+    if scheduler is not None:
+        config["scheduler"] = dict(scheduler)
+    return config
+
+
+@contextmanager
+def zo_engine(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> Iterator[Any]:
+    engine = deepspeed.initialize(model=model, config=dict(config), **arguments)[0]
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def on_device(engine: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.to(engine.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def one_step(engine: Any, batch: Mapping[str, Any]) -> None:
+    output = engine(**on_device(engine, batch))
+    engine.backward(output if isinstance(output, torch.Tensor) else output.loss)
+    engine.step()
+
+
+def parameters_of(engine: Any) -> Weights:
+    """The current weights by `named_parameters` name, copied to the host."""
+    state = engine.module.state_dict()
+    return {name: state[name].detach().to("cpu", copy=True) for name, _ in engine.module.named_parameters()}
+
+
+def masters_of(engine: Any) -> Weights:
+    """The current weights in float32, low planes and pending updates included."""
+    get = deepspeed.utils.safe_get_full_fp32_param
+    return {name: get(p).to("cpu", copy=True) for name, p in engine.module.named_parameters()}
+
+
+def trained(
+    model: nn.Module, config: Mapping[str, Any], batches: Iterable[Mapping[str, Any]], **arguments: Any
+) -> Weights:
+    """The weights after a step a batch."""
+    with zo_engine(model, config, **arguments) as engine:
+        for batch in batches:
+            one_step(engine, batch)
+        return parameters_of(engine)
+
+
+def assert_same_weights(ours: Weights, theirs: Weights) -> None:
+    """Bit for bit."""
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"{len(different)} of {len(theirs)} parameters differ: {different[:4]}"
+
+
+class Measured:
+    """The losses of every forward since they were last taken: a list a forward, in the order +, -, +, - ..."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._forwards: list[list[torch.Tensor]] = []
+        tie = ds_zo.backends.zo.backend.tie
+
+        def noting_tie(passes: Any, **arguments: Any) -> Any:
+            self._forwards.append([tensors[0].clone() for tensors in passes])
+            return tie(passes, **arguments)
+
+        monkeypatch.setattr(ds_zo.backends.zo.backend, "tie", noting_tie)
+
+    def take(self) -> list[list[torch.Tensor]]:
+        taken, self._forwards = self._forwards, []
+        return taken

@@ -1,0 +1,89 @@
+"""Files of checks of Triton kernels, run without a GPU: by Triton's interpreter, in a process of its own.
+
+A check is a function `check_NAME(device)` of such a file, and in its dictionary CHECKS; tests on a GPU import that.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def names_of_checks(file: Path) -> list[str]:
+    """Read in its source: importing it would import Triton."""
+    functions = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
+    return [function.name.removeprefix("check_") for function in functions if function.name.startswith("check_")]
+
+
+def errors_of_checks(file: Path) -> dict[str, str | None]:
+    """Traceback of each check, or None. One process for all: Triton reads TRITON_INTERPRET when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPO), str(file.parent), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", __file__, file.stem]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(names_of_checks(file)), done.stderr
+    return {line["check"]: line["error"] for line in lines}
+
+
+def replace_language_once_a_launch() -> None:
+    """The interpreter replaces the functions of `triton.language` when a kernel is launched, and in each call of a
+    function by a kernel once more, which takes most of its time: here only in a module's first call."""
+    from triton.runtime import interpreter
+
+    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules: set[int] = set()
+
+    def replace_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in modules:
+            return None
+        modules.add(module)
+        return replace(function)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        modules.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
+
+
+def let_scalars_be_indices() -> None:
+    """`range` of a kernel's scalar argument: the interpreter keeps it as an array of one element, which numpy 2.5 does
+    not take for an integer."""
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang_tensor
+
+    def replace_and_mend(tensor: Any, *scope: Any) -> Any:
+        found = replace(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+        return found
+
+    interpreter._patch_lang_tensor = replace_and_mend
+
+
+def main(module: str) -> None:
+    """One JSON line for each check: its name and its traceback, or null."""
+    replace_language_once_a_launch()
+    let_scalars_be_indices()
+    for name, check in importlib.import_module(module).CHECKS.items():
+        error = None
+        try:
+            check("cpu")
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,202 @@
+"""What ranks of LSP jobs do in these tests. Each function runs in every rank of a job."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lomo_runs import start, train
+from lsp_runs import lsp_json, settled, small
+from tiny_models import tiny_batch
+from torch import nn
+
+GLOBAL_BATCH = 4
+NUM_STEPS = 4
+EPS = 1e-5
+"""Above the rounding noise of gradients, which Adam would blow up to steps of lr."""
+
+LEARNED = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 2, "calibration_batches": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "random": {},
+    "owned": {"stage": 2},
+    "owned, learned": {"stage": 1, "clipping": 0.1, "params": LEARNED},
+    "owned, learned, unclipped": {"stage": 1, "params": LEARNED},
+    "owned, whole": {"stage": 2, "params": {"projector": "none"}},
+    "owned, dense edge": {"stage": 2, "params": {"edge": "dense"}},
+    "on the device": {"offload": False},
+    "clipped together": {"stage": 2, "clipping": 0.1, "params": {"clip_scope": "global"}},
+    "synchronous": {"stage": 2, "params": {"schedule": "sync"}},
+    "poisoned": {"stage": 2},
+    "two losses": {"stage": 2},
+    "two losses, whole": {"params": {"projector": "none"}},
+    "forgotten": {"stage": 2},
+    "bare": {"stage": 2},
+    "int8": {"stage": 2, "params": {"payload_dtype": "int8"}},
+}
+ON_FOUR = ("random", "owned", "on the device", "int8")
+"""What more ranks than two could change."""
+
+
+def json_of(case: dict[str, Any], world_size: int) -> dict[str, Any]:
+    settings = dict(case)
+    stage = settings.pop("stage", 0)
+    params = {"eps": EPS, **settings.pop("params", {})}
+    json = lsp_json(lr=1e-3, params=params, **settings)
+    json["zero_optimization"] = {**json["zero_optimization"], "stage": stage}
+    return {**json, "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size}
+
+
+def batch_of(rank: int, step: int, world_size: int) -> dict[str, torch.Tensor]:
+    mine = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
+    whole = tiny_batch("llama", seed=step, batch_size=GLOBAL_BATCH, length=8)
+    return {name: value[mine] for name, value in whole.items()}
+
+
+def compare(rank: int) -> dict[str, Any]:
+    """Weights, norm, skipped steps and bytes a step of every case."""
+    world_size = torch.distributed.get_world_size()
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if world_size == 4 and name not in ON_FOUR:
+            continue
+        engine = start(json_of(case, world_size), small(seed=rank))  # the first rank's weights count
+        line = engine.backend.ranks
+        for step in range(NUM_STEPS):
+            bytes_before = 0 if line is None else line.bytes_wire
+            loss = engine(**batch_of(rank, step, world_size)).loss
+            if name == "poisoned" and step == 1 and rank == world_size - 1:
+                loss = loss * float("nan")
+            loss.backward() if name == "bare" else engine.backward(loss)
+            if name.startswith("two losses"):
+                engine.backward(engine(**batch_of(rank, step + 50, world_size)).loss)
+            if name == "forgotten" and step == 1:
+                engine.zero_grad()
+                engine.backward(engine(**batch_of(rank, step, world_size)).loss)
+            engine.step()
+            weights = settled(engine)
+        results[name] = {
+            "weights": weights,
+            "norm": engine.get_global_grad_norm(),
+            "skipped": engine.skipped_steps,
+            "bytes": 0 if line is None else line.bytes_wire - bytes_before,
+            "states": sum(m.num_bytes for group in engine.backend._host_groups for m in group.moments),
+            "early": engine.backend._starts_early,
+        }
+        engine.destroy()
+    return results
+
+
+class Choosy(nn.Module):
+    """A batch chooses which of its layers it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, uses: list[int]) -> torch.Tensor:
+        for i in uses:
+            x = x + torch.tanh(self.layers[i](x))
+        return x.square().mean()
+
+
+def choose(rank: int, stage: int) -> dict[str, Any]:
+    """Each rank leaves out another layer, and all leave out the last but one; learned projectors too."""
+    world_size = torch.distributed.get_world_size()
+    results = {}
+    for projector in ("random", "learned"):
+        case: dict[str, Any] = {"stage": stage, "params": {"projector": projector, "check_interval": 2}}
+        engine = start(json_of(case, world_size), Choosy())
+        before = settled(engine)
+        for step in range(3):
+            losses = []
+            for one in range(2) if world_size == 1 else [rank]:
+                x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
+                uses = [0, 3] if one else [1, 3]
+                losses.append(engine(x, uses))
+            engine.backward(torch.stack(losses).mean())
+            engine.step()
+        after = settled(engine)
+        moved = [any(not torch.equal(after[n], before[n]) for n in after if f"layers.{i}." in n) for i in range(4)]
+        results[projector] = {"weights": after, "moved": moved}
+        engine.destroy()
+    return results
+
+
+def overlap(rank: int) -> dict[str, Any]:
+    """How far layers were when the backward pass returned, and what a rank can read alone."""
+    engine = start(json_of({"stage": 2}, 2), small())
+    train(engine, [batch_of(rank, 0, 2)])
+    engine.backward(engine(**batch_of(rank, 1, 2)).loss)
+    moments = {group.moment.name for group in engine.backend._host_groups}
+    engine.step()
+    due = {group.moment.name for group in engine.backend._host_groups}
+    alone: dict[str, torch.Tensor] = {}
+    if rank == 1:
+        time.sleep(0.2)
+    else:
+        alone = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = settled(engine)
+    engine.destroy()
+    return {"moments": moments, "due": due, "alone": alone, "weights": weights}
+
+
+def death(rank: int, folder: Path) -> Any:
+    """The last batch of the last rank is shorter; then that rank dies, and the other says what it learns, and when."""
+    engine = start(json_of({"stage": 2}, 2), small())
+    short = {name: value[:, : 8 - 3 * rank] for name, value in batch_of(rank, 0, 2).items()}
+    train(engine, [batch_of(rank, 0, 2), short])
+    weights = settled(engine)
+    if rank == 1:
+        torch.save(weights, folder / "weights.pt")
+        os._exit(9)
+    began = time.monotonic()
+    try:
+        train(engine, [batch_of(rank, 1, 2)])
+        settled(engine)
+    except RuntimeError as error:
+        return weights, str(error), time.monotonic() - began
+    return weights, "went on", 0.0
+
+
+CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8", "clip_scope": "global"}}
+NUM_RESUMED = 11
+RESUMED: dict[str, dict[str, Any]] = {
+    "owned int8 learned": {"stage": 2, **CLIPPED},
+    "owned whole": {"stage": 1, "params": {"projector": "none"}},
+}
+
+
+def save(rank: int, folder: Path) -> dict[str, Any]:
+    """Every rank has the same batch: an average of equals is exact, so any number of ranks makes the same steps."""
+    found: dict[str, Any] = {}
+    for name, case in RESUMED.items():
+        engine = start(json_of(case, GLOBAL_BATCH), small())
+        train(engine, [batch_of(0, step, GLOBAL_BATCH) for step in range(3)])
+        engine.save_checkpoint(str(folder / name))
+        found[name] = _ended(engine, first=3)
+        engine.destroy()
+    return found
+
+
+def _ended(engine: Any, *, first: int) -> dict[str, torch.Tensor]:
+    """Weights after the last step, and the norms on the way, which ranks must not add up in an order of their own."""
+    norms = []
+    for step in range(first, NUM_RESUMED):
+        train(engine, [batch_of(0, step, GLOBAL_BATCH)])
+        norms.append(engine.get_global_grad_norm())
+    return {**settled(engine), "norms": torch.tensor(norms)}
+
+
+def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for folder in folders:
+        for name, case in RESUMED.items():
+            engine = start(json_of(case, GLOBAL_BATCH), small(seed=3))
+            engine.load_checkpoint(str(folder / name))
+            found[f"{folder.name}, {name}"] = _ended(engine, first=3)
+            engine.destroy()
+    return found

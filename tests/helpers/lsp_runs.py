@@ -1,0 +1,59 @@
+"""LSP runs on toy models, and the plain AdamW runs that they are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lomo_runs import lively
+from torch import nn
+
+from ds_zo.backends.lsp import calibration as lsp_calibration
+from ds_zo.backends.lsp import matrices as lsp_matrices
+from ds_zo.backends.lsp import state as lsp_state
+from ds_zo.backends.lsp.matrices import Subspace
+from ds_zo.config import LSPParams
+from ds_zo.projectors import SparseProjector
+
+CPU = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+
+
+def lsp_json(*, offload: bool = True, lr: float = 1e-2, clipping: float = 0.0, **more: Any) -> dict[str, Any]:
+    """`params` adds to optimizer.params, the rest to the top level."""
+    own = more.pop("params", {})
+    params = {"lr": lr, "subspace_dim": 6, "nonzeros_per_row": 2, "projector": "random", "fit_steps": 3, **own}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "LSP", "params": params},
+        "zero_optimization": CPU if offload else {"stage": 0},
+        **more,
+    }
+
+
+def small(name: str = "llama", **overrides: Any) -> nn.Module:
+    depth = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
+    return lively(name, **{**depth, **overrides})
+
+
+def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P = I and Q = I for every matrix that could be projected: then LSP is AdamW."""
+
+    def make(p: nn.Parameter, index: int, settings: LSPParams, *, device: torch.device) -> Subspace:
+        P, Q = (SparseProjector.identity(size, device) for size in p.shape)
+        return Subspace(P, Q)
+
+    for module in (lsp_state, lsp_matrices):
+        monkeypatch.setattr(module, "first_projectors", make)
+
+
+def adopt_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates take the place of the present projectors whatever they capture."""
+    monkeypatch.setattr(lsp_calibration, "MIN_GAIN", -1.0)  # of at most 1
+
+
+def settled(engine: Any) -> dict[str, torch.Tensor]:
+    """By `state_dict`, which waits for what is still on its way home: a streamed block's own bytes may be half new."""
+    state = engine.module.state_dict()
+    return {name: state[name].detach().to("cpu", copy=True) for name, _ in engine.module.named_parameters()}

@@ -1,0 +1,470 @@
+"""What ranks do in these tests. Each function runs in every rank of a job and returns what the test compares."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import let_cpus_have_fp16, rank_environment
+
+BF16 = {"bf16": {"enabled": True}}
+GLOBAL_BATCH = 4
+NUM_STEPS = 5
+
+
+# Starting ranks
+
+BACKENDS = ["ds_zo.backends.zo.backend", "ds_zo.backends.lomo.adalomo", "ds_zo.backends.lsp.backend"]
+
+
+def run_job(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120, wait: int = 60) -> list[Any]:
+    """`work(rank, *args)` in every rank of a gloo job, forked from one process that has imported everything. Returns
+    what each returned, an exception as its text, and None for a rank that died. `wait`: the group's timeout."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*BACKENDS, "transformers.models.llama.modeling_llama", "pytest"])
+    ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    meeting = Path(tempfile.mkdtemp()) / "meeting"
+    ranks = []
+    for rank, (_, out) in enumerate(ends):
+        environment = rank_environment(rank=rank, world_size=num_ranks, port=0)
+        ranks.append(context.Process(target=_rank_main, args=(environment, meeting, wait, out, work, args)))
+        ranks[-1].start()
+        out.close()
+    found = []
+    try:
+        for process, (end, _) in zip(ranks, ends, strict=True):
+            try:
+                found.append(pickle.loads(end.recv_bytes()) if end.poll(timeout_s) else "no answer")
+            except EOFError:
+                found.append(None)
+            process.join(0.1)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+        shutil.rmtree(meeting.parent)
+    return found
+
+
+def _rank_main(
+    environment: dict[str, str], meeting: Path, wait: int, out: Any, work: Callable[..., Any], args: Any
+) -> None:
+    from datetime import timedelta
+
+    import deepspeed
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    let_cpus_have_fp16()
+    if torch.cuda.is_available():
+        os.environ["LOCAL_RANK"] = "0"  # gloo lets ranks share a GPU, NCCL does not
+    for name in deepspeed.ops.__compatible_ops__:
+        deepspeed.ops.__compatible_ops__[name] = False  # nothing here needs DeepSpeed's compiled extensions
+    try:
+        deepspeed.init_distributed(
+            dist_backend="gloo",
+            auto_mpi_discovery=False,
+            timeout=timedelta(seconds=wait),
+            init_method=f"file://{meeting}",
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+        )
+        result = work(dist.get_rank(), *args)
+    except BaseException:
+        result = traceback.format_exc()
+    out.send_bytes(pickle.dumps(result))  # tensors by value: this process ends
+    if isinstance(result, dict):
+        dist.barrier()  # the rank that others came to by has to stay until they leave
+    os._exit(0)
+
+
+# Models and runs
+
+
+def json_for(*, stage: int = 0, interval: int = 3, params: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    from zo_runs import zo_json
+
+    json = zo_json(interval=interval, params=params, **{"resident_blocks": 0, **more})
+    json["train_micro_batch_size_per_gpu"] = 1
+    json["zero_optimization"]["stage"] = stage
+    json["zero_optimization"]["offload_param"]["pin_memory"] = True
+    return json
+
+
+def global_batches(num: int = NUM_STEPS, *, size: int = GLOBAL_BATCH) -> list[dict[str, torch.Tensor]]:
+    from zo_runs import toy_batches
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [{name: ids.to(device) for name, ids in batch.items()} for batch in toy_batches(num, size=size)]
+
+
+def mine(batch: dict[str, torch.Tensor], *, index: int, of: int) -> dict[str, torch.Tensor]:
+    return {name: value.chunk(of)[index] for name, value in batch.items()}
+
+
+def engine(json: dict[str, Any], model: Any = None) -> Any:
+    from zo_runs import Toy, engine_for
+
+    return engine_for(Toy(width=512 if torch.cuda.is_available() else 16) if model is None else model, json)
+
+
+def state(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
+
+
+def trained(json: dict[str, Any], rank: int, *, model: Any = None, groups: int | None = None, **steps: Any) -> Any:
+    """An engine after some steps, each rank with its part of the global batch; with `groups`, ranks of a group but its
+    first are given nonsense."""
+    from zo_runs import one_step
+
+    made = engine(json, model)
+    num_ranks = dist.get_world_size()
+    share = 1 if groups is None else num_ranks // groups
+    made.norms, made.digests = [], []
+    for batch in global_batches(**steps):
+        given = mine(batch, index=rank // share, of=num_ranks // share)
+        if rank % share:
+            given = {name: torch.full_like(ids[:1, :3], rank) for name, ids in given.items()}
+        one_step(made, given)
+        made.norms.append(made.get_global_grad_norm())
+        made.digests.append(digest(made))
+    return made
+
+
+def digest(engine: Any) -> str:
+    """Of the weights' bits as this rank sees them."""
+    from ds_zo.checkpoint.files import hash_tensors
+
+    return str(hash_tensors({name: value.contiguous() for name, value in state(engine).items()}))
+
+
+def result(engine: Any) -> dict[str, Any]:
+    return {"state": state(engine), "norms": engine.norms, "digests": engine.digests, "skipped": engine.skipped_steps}
+
+
+# Jobs
+
+
+STORAGES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 split": BF16,
+    "bf16 wire": {"master": "wire", **BF16},
+    "some resident": {"resident_blocks": 1, **BF16},
+    "no overlap": {},
+    "two directions": {"params": {"num_directions": 2, "weight_decay": 0.1}},
+    "fp8": {"wire_dtype": "fp8", **BF16},
+    "bf12": {"wire_dtype": "bf12", "master": "wire", **BF16},
+}
+
+
+def storages(rank: int, names: list[str]) -> dict[str, Any]:
+    """Every way to store weights, whole on each rank and sharded."""
+    found: dict[str, Any] = {}
+    for name in names:
+        for stage in (0, 3):
+            json = json_for(stage=stage, **STORAGES[name])
+            if name == "no overlap":
+                json["ds_zo"]["stream"]["overlap"] = False
+            made = trained(json, rank)
+            homes = made.backend.homes
+            found[f"{name} {stage}"] = {
+                **result(made),
+                "host_nbytes": homes.store.nbytes,
+                "bytes_up": homes.runtime.bytes_up,
+                "bytes_down": homes.runtime.bytes_down,
+            }
+    return found
+
+
+def machines(rank: int) -> dict[str, Any]:
+    """Four ranks that believe to be on two machines."""
+    from ds_zo.streaming import node
+
+    node._place = lambda: (str(rank // 2),)  # type: ignore[assignment]
+    found = storages(rank, ["bf16 split"])
+    found["ranks of this machine"] = node.Node(None, device=torch.device("cpu")).ranks
+    return found
+
+
+def filled(rank: int) -> dict[str, Any]:
+    """A GPU with room to spare: every block is on it after the first step."""
+    found = {}
+    for stage in (0, 3):
+        made = trained(json_for(stage=stage, resident_blocks=None, **BF16), rank)
+        homes = made.backend.homes
+        streamed = sum(unit.streamed for unit in homes.placement.blocks)
+        found[str(stage)] = {**result(made), "streamed": streamed, "host_nbytes": homes.store.nbytes}
+    return found
+
+
+def directions(rank: int) -> dict[str, Any]:
+    """Four directions on the ranks of this job, divided in every way."""
+    num_ranks = dist.get_world_size()
+    found = {}
+    for divided in (1, 2, 4):
+        if num_ranks % divided == 0:
+            params = {"num_directions": 4, "direction_parallel": divided}
+            for stage in (0, 3) if divided == num_ranks else (0,):
+                made = trained(json_for(stage=stage, params=params), rank, groups=num_ranks // divided)
+                found[f"{divided} at stage {stage}"] = result(made)
+    return found
+
+
+def refusal(rank: int) -> str:
+    from ds_zo.config import ConfigError
+
+    try:
+        engine(json_for(params={"num_directions": 3, "direction_parallel": 3}))
+    except ConfigError as error:
+        return f"refused: {error}"
+    return "accepted"
+
+
+def uneven(rank: int) -> dict[str, Any]:
+    """The last batch is short, and shorter on the last rank; and one rank's loss is not a number at one step."""
+    from zo_runs import one_step
+
+    found = {}
+    for stage in (0, 3):
+        made = engine(json_for(stage=stage, **BF16))
+        made.norms, made.digests = [], []
+        for step, batch in enumerate(global_batches(4, size=8)):
+            given = mine(batch, index=rank, of=dist.get_world_size())
+            if step == 3 and rank == dist.get_world_size() - 1:
+                given = {name: value[:1, :4] for name, value in given.items()}
+            if step == 1:
+                loss = made(**given)
+                made.backward(loss * float("nan") if rank == 0 else loss)
+                made.step()
+            else:
+                one_step(made, given)
+            made.digests.append(digest(made))
+        found[str(stage)] = result(made)
+    return found
+
+
+def _read_slowly(homes: Any) -> None:
+    """A rank that reads whole blocks by itself in a pass of all gives the others time to write, if they may."""
+    import time
+
+    copy_whole = homes.shared.copy_whole
+
+    def late(*args: Any) -> None:
+        time.sleep(0.1 * homes.runtime._together)
+        copy_whole(*args)
+
+    homes.shared.copy_whole = late
+
+
+def alone(rank: int) -> dict[str, Any]:
+    """One rank reads, evaluates and saves by itself between steps; each rank skips blocks of its own; and all write
+    weights. Sharded or not, the same bits."""
+    import torch.nn as nn
+    from zo_runs import Toy, one_step
+
+    class Skipping(Toy):
+        """Leaves out other blocks, or calls one twice, on every rank and at every step."""
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            step = self.steps
+            for i, block in enumerate(self.blocks):
+                if (i + rank + step) % 3:
+                    x = block(x)
+            return self.blocks[rank % 3](x) if step % 2 else x
+
+        steps = 0
+
+    found = {}
+    for stage in (0, 3):
+        model = Skipping(width=512 if torch.cuda.is_available() else 16)
+        made = engine(json_for(stage=stage, interval=2), model)
+        if stage == 3 and rank == 0:
+            _read_slowly(made.backend.homes)
+        seen: list[Any] = []
+        for step, batch in enumerate(global_batches(6)):
+            model.steps = step
+            one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
+            if rank == step % dist.get_world_size():
+                seen.append(digest(made))
+                bare = {name: p.data.cpu() for name, p in model.named_parameters()}
+                assert all(torch.equal(bare[name], value) for name, value in state(made).items())
+                if stage == 3:
+                    model.blocks[0].linear.weight.data.zero_()  # a copy, not memory that the others read
+                made.module.eval()
+                with torch.no_grad():
+                    seen.append(made(**batch).item())
+                made.module.train()
+            if step == 3:
+                weights = {name: value + 1e-3 for name, value in state(made).items()}
+                made.module.load_state_dict(weights)
+            if step == 4:
+                for p in nn.ModuleList([model.blocks[1]]).parameters():
+                    p.requires_grad_(False)
+        found[str(stage)] = {"state": state(made), "seen": seen}
+        made.destroy()
+        dist.barrier()
+        found[f"left by {stage}"] = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            model.blocks[0].linear.weight += rank  # memory of its own, not the other ranks'
+        dist.barrier()
+        found[f"left by {stage}, changed"] = model.blocks[0].linear.weight.detach().cpu().clone()
+    return found
+
+
+def save(rank: int, folder: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A checkpoint a setting, also as one file of weights, and what each rank had then."""
+    from checkpoint_runs import with_checkpoint
+
+    found = {}
+    for name, setting in settings.items():
+        made = trained(with_checkpoint(json_for(**setting), asynchronous=name.endswith("async")), rank, num=4)
+        made.save_checkpoint(str(folder / name))
+        found[name] = bits(made)
+        one_more(made, rank)  # must not reach what is being written
+        made.wait_for_checkpoint()
+        made.save_16bit_model(str(folder / name), "model.bin")
+        found[f"{name} next"] = digest(made)
+        dist.barrier()
+        if name.endswith("async"):
+            found["loaded"] = _load_while_written(made, folder / "slow")
+    return found
+
+
+def _load_while_written(engine: Any, folder: Path) -> str:
+    """The tag of a checkpoint that is loaded as the newest while one rank still writes it."""
+    from ds_zo.checkpoint import files
+
+    engine.save_checkpoint(str(folder), tag="first")
+    engine.save_checkpoint(str(folder), tag="second")  # after the first is whole
+    write = files.replace_text
+    files.replace_text = lambda *args: (time.sleep(1.0), write(*args))  # type: ignore[assignment]
+    try:
+        engine.save_checkpoint(str(folder), tag="third")
+        path, _ = engine.load_checkpoint(str(folder))
+    finally:
+        files.replace_text = write
+    return Path(path).name
+
+
+def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Every checkpoint of every folder under every setting of the same storage."""
+    found: dict[str, Any] = {}
+    for folder in folders:
+        for saved, theirs in settings.items():
+            for name, setting in settings.items():
+                if {**setting, "stage": 0} == {**theirs, "stage": 0}:
+                    made = engine(json_for(**setting))
+                    made.load_checkpoint(str(folder / saved))
+                    loaded = bits(made)
+                    one_more(made, rank)
+                    found[f"{folder.name}, {saved}, {name}"] = {"bits": loaded, "next": digest(made)}
+    return found
+
+
+def bits(engine: Any) -> dict[str, Any]:
+    """Everything a run consists of."""
+    from checkpoint_runs import planes
+
+    for unit in engine.backend.homes.placement.units:
+        engine.backend.homes.runtime.host_wait(unit)
+    found = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in planes(engine).items()}
+    return {**found, "digest": digest(engine)}
+
+
+def one_more(engine: Any, rank: int) -> None:
+    """The next step, on a batch that all ranks share, so that it is the same on any number of them."""
+    from zo_runs import one_step
+
+    one_step(engine, global_batches()[-1])
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Bytes that this process hands to the collectives of torch.distributed meanwhile, by name."""
+    names = [
+        name
+        for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "all_gather_single", "all_gather", "reduce")
+        if hasattr(dist, name)
+    ]
+    names += ["all_gather_object", "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single", "send"]
+    before = {name: getattr(dist, name) for name in names}
+    counts: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            counts[name] = counts.get(name, 0) + sum(t.numel() * t.element_size() for t in tensors)
+            return before[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counting(name))
+        yield counts
+    finally:
+        for name, original in before.items():
+            setattr(dist, name, original)
+
+
+def wire(rank: int) -> dict[str, Any]:
+    """Collectives of one step, for two sizes of model, in each way to divide the work."""
+    from zo_runs import Toy, one_step
+
+    found = {}
+    ways = {
+        "data": json_for(params={"num_directions": 2}),
+        "directions": json_for(params={"num_directions": 2, "direction_parallel": 2}),
+        "sharded": json_for(stage=3, interval=1),
+    }
+    for way, json in ways.items():
+        for width in (16, 48):
+            made = engine(json, Toy(width=width))
+            batch = mine(global_batches()[0], index=rank, of=dist.get_world_size())
+            one_step(made, batch)
+            sent, runtime = made.backend.ranks.bytes_wire, made.backend.homes.runtime
+            gathered = getattr(runtime, "bytes_wire", 0)
+            with counted() as counts:
+                one_step(made, batch)
+            found[f"{way} {width}"] = {
+                "counts": counts,
+                "ranks": made.backend.ranks.bytes_wire - sent,
+                "gathered": getattr(runtime, "bytes_wire", 0) - gathered,
+                "stored": sum(u.nbytes for u in made.backend.homes.placement.blocks),
+            }
+    return found
+
+
+def death(rank: int, folder: Path, way: str) -> Any:
+    """The last rank dies, or stops, in its fourth step; the others say what they learn of it, and when."""
+    import time
+
+    from zo_runs import one_step
+
+    made = engine(json_for(stage=3 if way == "dies sharded" else 0))
+    batches = global_batches()
+    for batch in batches[:2]:
+        one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
+    made.save_checkpoint(str(folder))
+    one_step(made, mine(batches[2], index=rank, of=dist.get_world_size()))
+    if rank == dist.get_world_size() - 1:
+        if way == "stops":
+            time.sleep(8)
+        os._exit(9)
+    began = time.monotonic()
+    try:
+        one_step(made, mine(batches[3], index=rank, of=dist.get_world_size()))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began  # a str alone would be a failure
+    return "went on", time.monotonic() - began

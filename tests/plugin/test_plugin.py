@@ -1,0 +1,958 @@
+"""The engine inside DeepSpeed: who gets it, what it keeps of DeepSpeed's behaviour, and what it leaves alone.
+
+Where the mathematics does not matter a plain SGD stands in for a backend, so that a run can be held byte for byte
+against DeepSpeed's own engine with torch's SGD.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import csv
+import gc
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from conftest import HELPERS, REPO, python_path
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
+from test_config import MALFORMED, edited
+from test_config import base as base_config
+from tiny_models import tiny_batch, tiny_model
+
+from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
+from ds_zo.backends.common import backend as base
+from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.config import ConfigError
+from ds_zo.plugin import engine as plugin
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+class SGDBackend(Backend):
+    """Plain SGD under the name of a backend whose JSON asks nothing else of it."""
+
+    name = "lomo"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_steps = 0
+
+    def step(self) -> StepOutcome:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        applied = bool(norm.isfinite())
+        self.num_steps += 1
+        if applied:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.sub_(p.grad + group["weight_decay"] * p, alpha=group["lr"])
+        self.zero_grad()
+        return StepOutcome(applied=Late(norm.isfinite()), grad_norm=Late(norm))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
+        self.num_steps = state["num_steps"] if load_optimizer_states else 0
+
+
+@pytest.fixture
+def sgd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base._WHERE, "lomo", (__name__, "SGDBackend"))
+
+
+def sgd_config(*, ours: bool = True, accumulation: int = 1, **extra: Any) -> dict[str, Any]:
+    params: dict[str, Any] = {"lr": 0.1}
+    if ours and accumulation > 1:
+        params["accumulation"] = "sequential"
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "LOMO" if ours else "SGD", "params": params},
+        **extra,
+    }
+
+
+def zo_config(**extra: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-4, "zo_eps": 1e-3}},
+        **extra,
+    }
+
+
+def start(config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> DeepSpeedEngine:
+    return deepspeed.initialize(model=model or tiny_model("llama"), config=config, **kwargs)[0]
+
+
+def on(engine: DeepSpeedEngine, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(engine.device) for name, value in batch.items()}
+
+
+def train(engine: DeepSpeedEngine, num_micro_steps: int, *, first: int = 0) -> list[float]:
+    losses = []
+    for seed in range(first, first + num_micro_steps):
+        loss = engine(**on(engine, tiny_batch("llama", seed=seed))).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def assert_same_weights(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def printed(output: str, mark: str) -> list[Any]:
+    """What a script printed as JSON behind a mark, among DeepSpeed's own lines."""
+    return [json.loads(line.removeprefix(mark)) for line in output.splitlines() if line.startswith(mark)]
+
+
+# Who gets our engine.
+
+
+STOCK_RUN = """
+import hashlib, json, sys
+if sys.argv[1] == "with":
+    import ds_zo
+import deepspeed, torch
+sys.path.insert(0, sys.argv[2])
+from tiny_models import tiny_batch, tiny_model
+
+offload = {"device": "cpu", "pin_memory": False}
+for zero in ({"stage": 0}, {"stage": 2, "offload_optimizer": offload}, {"stage": 3, "offload_optimizer": offload}):
+    # torch_adam without offload: DeepSpeed's own fused kernel is a JIT build of minutes, of no interest here
+    params = {"lr": 1e-2, "torch_adam": zero["stage"] == 0}
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": zero["stage"] > 0}, "zero_optimization": zero,
+              "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": params}}
+    engine = deepspeed.initialize(model=tiny_model("llama"), config=config)[0]
+    losses = []
+    for seed in range(6):
+        batch = {name: value.to(engine.device) for name, value in tiny_batch("llama", seed=seed).items()}
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item().hex())
+    digest = hashlib.sha256()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for parameter in engine.module.parameters():
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    print("RUN", json.dumps([type(engine).__name__, type(engine.optimizer).__name__, losses, digest.hexdigest()]))
+"""
+
+
+@pytest.mark.slow
+def test_stock_configs_give_the_same_bytes_with_and_without_the_import(run_python):
+    here = str(HELPERS)
+    runs = [printed(run_python(STOCK_RUN, import_, here, timeout_s=600), "RUN ") for import_ in ("with", "without")]
+    assert runs[0] == runs[1]
+    assert [engine for engine, *_ in runs[0]] == ["DeepSpeedEngine"] * 3
+    assert len({optimizer for _, optimizer, *_ in runs[0]}) == 3  # three different engines' worth of code was compared
+
+
+IMPORT_ORDER = """
+from deepspeed import initialize
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from tiny_models import tiny_model
+
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "ZO", "params": {"lr": 1e-4}}}
+
+def attempt():
+    try:
+        return type(initialize(model=tiny_model("llama"), config=config)[0]).__name__
+    except AssertionError as error:
+        return str(error)
+
+print("OUT", json.dumps(attempt()))
+import ds_zo
+print("OUT", json.dumps(attempt()))
+ds_zo.uninstall()
+print("OUT", json.dumps(attempt()))
+ds_zo.install()
+print("OUT", json.dumps(attempt()))
+"""
+
+
+def test_import_uninstall_and_install_decide_even_for_an_early_bound_initialize(run_python):
+    out = printed(run_python(IMPORT_ORDER, str(HELPERS)), "OUT ")
+    refused = "ZO is not a supported DeepSpeed Optimizer"
+    assert out == [refused, "PluginEngine", refused, "PluginEngine"]
+
+
+IMPORT_COST = """
+import sys, time
+import deepspeed
+before = set(sys.modules)
+started = time.process_time()
+import ds_zo
+print("SECONDS", time.process_time() - started)
+import torch
+assert not torch.cuda.is_initialized()
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not new & {"triton", "transformers", "accelerate", "datasets"}, new
+"""
+
+
+def test_import_is_cheap_and_touches_no_device(run_python):
+    seconds = float(run_python(IMPORT_COST, fresh=True).split("SECONDS ")[1])
+    assert seconds < 0.5
+
+
+def test_a_stock_json_keeps_deepspeeds_own_class():
+    engine = start(sgd_config(ours=False))
+    assert type(engine) is DeepSpeedEngine
+
+
+def test_config_errors_come_before_anything_moves(sgd_backend):
+    model = tiny_model("llama")
+    before = {name: (p.data_ptr(), p.dtype, p.device) for name, p in model.named_parameters()}
+    config = zo_config(bf16={"enabled": True})
+    config["optimizer"]["params"]["zo_esp"] = 1e-3
+    with pytest.raises(ConfigError, match="zo_esp"):
+        start(config, model)
+    assert {name: (p.data_ptr(), p.dtype, p.device) for name, p in model.named_parameters()} == before
+
+
+def test_malformed_configs_fail_in_initialize_as_they_do_in_resolve():
+    """Also where DeepSpeed reads, and would refuse, the key before an engine is made."""
+    for kind, edits, _, where in MALFORMED:
+        config = edited(base_config(kind), edits)
+        model = torch.nn.Linear(2, 2)
+        before = model.weight.data_ptr()
+        with pytest.raises(ConfigError) as caught:
+            start(config, model)
+        assert where in str(caught.value), (kind, edits)
+        assert "\n" not in str(caught.value)
+        assert model.weight.data_ptr() == before
+
+
+def test_a_misspelt_type_is_told_from_stock_ones():
+    for written, remedy in {"MeZO": "ZO", "Ada-LOMO": "AdaLOMO", "AdmW": "adamw"}.items():
+        with pytest.raises(ConfigError, match=rf'got "{written}"; did you mean "{remedy}"\? \(optimizer.type\)'):
+            start(zo_config(optimizer={"type": written}), torch.nn.Linear(2, 2))
+    assert type(start(zo_config(optimizer={"type": "RMSprop"}), torch.nn.Linear(2, 2))) is DeepSpeedEngine
+
+
+@pytest.mark.parametrize("kind", ["ZO", "LOMO", "AdaLOMO", "LSP"])
+def test_embeddings_keep_their_size_while_an_engine_has_them(kind):
+    model = tiny_model("llama")
+    engine = start(zo_config(optimizer={"type": kind, "params": {"lr": 1e-4}}), model)
+    num_tokens = model.config.vocab_size
+    train(engine, 1)
+    for owner in (model, model.model):
+        with pytest.raises(ValueError, match=rf"from {num_tokens} to {num_tokens + 5} rows: call it before deepspeed"):
+            owner.resize_token_embeddings(pad_to_multiple_of=8)
+    assert model.resize_token_embeddings(num_tokens) is model.get_input_embeddings()
+    train(engine, 1)
+    copied = copy.deepcopy(model)
+    assert copied.resize_token_embeddings(num_tokens + 8).num_embeddings == num_tokens + 8
+    engine.destroy()
+    assert model.resize_token_embeddings(num_tokens + 8).num_embeddings == num_tokens + 8
+
+
+def test_pipeline_models_are_refused_by_name():
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    model = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match="PipelineEngine"):
+        start(zo_config(), model)
+
+
+# What DeepSpeed does around a step.
+
+
+WARM_UP: dict[str, Any] = {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": 3}}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sgd_backend_equals_deepspeeds_own_sgd(sgd_backend, accumulation):
+    runs = []
+    for ours in (True, False):
+        engine = start(sgd_config(ours=ours, accumulation=accumulation, scheduler=WARM_UP))
+        runs.append((train(engine, 6), engine.get_lr(), engine.global_steps, engine.global_samples, weights(engine)))
+    assert runs[0][:-1] == runs[1][:-1]
+    assert_same_weights(runs[0][-1], runs[1][-1])
+
+
+def test_bf16_block_gives_bf16_parameters_and_no_master_copy(sgd_backend):
+    """DeepSpeed's bf16 SGD would update a float32 master, so torch's is the reference."""
+    engine = start(sgd_config(accumulation=2, scheduler=WARM_UP, bf16={"enabled": True}))
+    losses = train(engine, 6)
+    model = tiny_model("llama").to(engine.device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, **WARM_UP["params"])
+    for seed in range(6):
+        loss = model(**on(engine, tiny_batch("llama", seed=seed))).loss
+        assert loss.item() == losses[seed]
+        (loss / 2).backward()
+        if seed % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert_same_weights(weights(engine), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_a_manual_accumulation_boundary_equals_the_counted_one(sgd_backend):
+    counted = start(sgd_config(accumulation=2))
+    train(counted, 4)
+    manual = start(sgd_config(accumulation=2))
+    for seed in range(4):
+        manual.set_gradient_accumulation_boundary(seed % 2 == 1)
+        manual.backward(manual(**on(manual, tiny_batch("llama", seed=seed))).loss)
+        if seed % 2 == 1:
+            manual.step()
+    assert_same_weights(weights(counted), weights(manual))
+    assert manual.global_steps == 2
+
+
+def test_scale_wrt_gas_false_leaves_the_callers_scale(sgd_backend):
+    ours = start(sgd_config(accumulation=2))
+    theirs = start(sgd_config(accumulation=2))
+    for seed in range(2):
+        batch = on(ours, tiny_batch("llama", seed=seed))
+        ours.backward(ours(**batch).loss)
+        theirs.backward(theirs(**batch).loss / 2, scale_wrt_gas=False)
+        ours.step()
+        theirs.step()
+    assert_same_weights(weights(ours), weights(theirs))
+
+
+def test_no_sync_accumulates_and_refuses_to_step(sgd_backend):
+    engine = start(sgd_config())
+    with engine.no_sync():
+        engine.backward(engine(**on(engine, tiny_batch("llama"))).loss)
+        with pytest.raises(AssertionError, match="no_sync"):
+            engine.step()
+    assert all(p.grad is not None for p in engine.module.parameters())
+
+
+def test_bare_backward_is_right_or_refused(sgd_backend):
+    through, bare = start(sgd_config()), start(sgd_config())
+    train(through, 1)
+    bare(**on(bare, tiny_batch("llama"))).loss.backward()
+    bare.step()
+    assert_same_weights(weights(through), weights(bare))
+
+    accumulating = start(sgd_config(accumulation=2))
+    with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\)"):
+        accumulating(**on(accumulating, tiny_batch("llama"))).loss.backward()
+
+
+def test_backward_says_what_it_wants(sgd_backend):
+    engine = start(sgd_config())
+    with pytest.raises(ValueError, match=r"shape \(4, 12, 67\)"):
+        engine.backward(engine(**on(engine, tiny_batch("llama"))).logits)
+    with torch.no_grad():
+        loss = engine(**on(engine, tiny_batch("llama"))).loss
+    with pytest.raises(ValueError, match="requires_grad False"):
+        engine.backward(loss)
+
+
+def test_a_skipped_step_is_counted_and_the_schedule_goes_on(sgd_backend):
+    engine = start(sgd_config(scheduler={"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}}))
+    before = weights(engine)
+    engine.backward(engine(**on(engine, tiny_batch("llama"))).loss * float("nan"))
+    engine.step()
+    assert not engine.was_step_applied()
+    assert (engine.skipped_steps, engine.global_steps) == (1, 1)
+    assert engine.get_lr() == pytest.approx([0.075])
+    assert_same_weights(before, weights(engine))
+    train(engine, 1)
+    assert engine.was_step_applied()
+    assert (engine.skipped_steps, engine.global_steps) == (1, 2)
+
+
+def test_a_step_between_boundaries_was_not_applied_whatever_the_last_one_did(sgd_backend):
+    engine = start(sgd_config(accumulation=2))
+    applied = []
+    for seed in range(4):
+        train(engine, 1, first=seed)
+        if seed > 1:  # the outcome of the first boundary stays unread until then
+            applied.append(engine.was_step_applied())
+    assert applied == [False, True]
+
+
+def test_grad_norm_is_a_float_read_on_demand(sgd_backend):
+    engine = start(sgd_config())
+    assert engine.get_global_grad_norm() is None
+    train(engine, 1)
+    assert isinstance(engine._global_grad_norm, Late)
+    norm = engine.get_global_grad_norm()
+    assert isinstance(norm, float)
+    assert norm > 0
+
+
+def test_an_error_in_the_users_forward_surfaces_and_the_next_step_works(sgd_backend):
+    engine = start(sgd_config(wall_clock_breakdown=True))
+    with pytest.raises(IndexError):
+        engine(input_ids=torch.full((1, 4), 10_000, device=engine.device))
+    train(engine, 2)
+    assert engine.global_steps == 2
+    assert engine.get_wall_clock_timers()
+
+
+def test_monitor_gets_lr_and_the_mean_loss_of_the_window(sgd_backend, tmp_path):
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = start(sgd_config(accumulation=2, csv_monitor=monitor))
+    losses = train(engine, 4)
+    rows = list(csv.reader(next(tmp_path.rglob("*train_loss.csv")).open()))[1:]
+    assert [int(float(step)) for step, _ in rows] == [8, 16]
+    assert [float(value) for _, value in rows] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
+    assert list(tmp_path.rglob("*lr.csv"))
+    for name in ("samples_per_s", "peak_device_gb", "peak_host_gb"):
+        rows = list(csv.reader(next(tmp_path.rglob(f"*{name}.csv")).open()))[1:]
+        assert [int(float(step)) for step, _ in rows] == [8, 16]
+        assert all(float(value) > 0 or (name == "peak_device_gb" and float(value) == 0) for _, value in rows)
+
+
+def test_evaluation_goes_through_the_same_forward(sgd_backend):
+    engine = start(sgd_config())
+    batch = on(engine, tiny_batch("llama"))
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(**batch).loss
+    assert loss.item() == engine.module(**batch).loss.item()
+    assert not loss.requires_grad
+
+
+def test_fp16_autocast_makes_no_gradient_scaler(sgd_backend):
+    engine = start(sgd_config(torch_autocast={"enabled": True, "dtype": "float16"}))
+    assert engine.torch_autocast_z0_gradscaler is None
+    train(engine, 1)
+    assert engine.was_step_applied()
+
+
+# The user's own optimizer.
+
+
+def test_client_groups_and_scheduler_are_honoured_and_no_state_is_made(sgd_backend):
+    config = sgd_config(ds_zo={"backend": "lomo"})
+    del config["optimizer"]
+
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        named = dict(model.named_parameters())
+        decayed = [p for name, p in named.items() if p.ndim > 1]
+        plain = [p for p in named.values() if p.ndim == 1]
+        return [{"params": decayed, "weight_decay": 0.1, "lr": 0.2}, {"params": plain}]
+
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(groups(model), lr=0.05, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    engine = start(config, model, optimizer=optimizer, lr_scheduler=schedule)
+    train(engine, 3)
+    assert engine.optimizer is optimizer
+    assert not optimizer.state
+
+    reference = tiny_model("llama").to(engine.device)
+    sgd = torch.optim.SGD(groups(reference), lr=0.05)
+    steps = torch.optim.lr_scheduler.LinearLR(sgd, start_factor=0.5, total_iters=2)
+    for seed in range(3):
+        reference(**on(engine, tiny_batch("llama", seed=seed))).loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        steps.step()
+    assert engine.get_lr() == [group["lr"] for group in sgd.param_groups]
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(weights(engine)[name], p.detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_client_group_without_a_learning_rate_is_refused(sgd_backend):
+    config = sgd_config(ds_zo={"backend": "lomo"})
+    del config["optimizer"]
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\]"):
+        start(config, model, optimizer=optimizer)
+
+
+def test_the_section_alone_selects_a_backend_with_its_default_parameters(sgd_backend):
+    config = sgd_config(ds_zo={"backend": "lomo"})
+    del config["optimizer"]
+    engine = start(config)
+    assert isinstance(engine.optimizer, GroupedOptimizer)
+    train(engine, 1)
+    with pytest.raises(RuntimeError, match="engine"):
+        engine.optimizer.step()
+
+
+# Checkpoints in DeepSpeed's layout.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resume_equals_uninterrupted(sgd_backend, tmp_path, dtype):
+    config = sgd_config(scheduler=WARM_UP, bf16={"enabled": dtype == "bf16"})
+    whole = start(config)
+    train(whole, 3)
+    whole.save_checkpoint(str(tmp_path), client_state={"epoch": 7})
+    train(whole, 3, first=3)
+
+    resumed = start(config, tiny_model("llama", seed=1))
+    _, client_state = resumed.load_checkpoint(str(tmp_path))
+    assert client_state["epoch"] == 7
+    assert (resumed.global_steps, resumed.backend.num_steps) == (3, 3)
+    train(resumed, 3, first=3)
+    assert_same_weights(weights(whole), weights(resumed))
+    assert whole.get_lr() == resumed.get_lr()
+
+
+def test_weights_only_loading_starts_the_backend_afresh(sgd_backend, tmp_path):
+    engine = start(sgd_config())
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path))
+    fresh = start(sgd_config(), tiny_model("llama", seed=1))
+    fresh.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert (fresh.global_steps, fresh.backend.num_steps) == (2, 0)
+    bare = start(sgd_config(), tiny_model("llama", seed=1))
+    bare.load_checkpoint(str(tmp_path), load_module_only=True)
+    assert (bare.global_steps, bare.backend.num_steps) == (0, 0)
+    assert_same_weights(weights(engine), weights(fresh))
+    assert_same_weights(weights(engine), weights(bare))
+
+
+def test_a_stock_checkpoint_gives_its_weights(sgd_backend, tmp_path):
+    stock = start(sgd_config(ours=False))
+    train(stock, 2)
+    stock.save_checkpoint(str(tmp_path))
+    engine = start(sgd_config(), tiny_model("llama", seed=1))
+    engine.load_checkpoint(str(tmp_path))
+    assert_same_weights(weights(stock), weights(engine))
+    assert (engine.global_steps, engine.backend.num_steps) == (2, 0)
+
+
+def test_save_16bit_model_writes_what_the_module_holds(sgd_backend, tmp_path):
+    engine = start(sgd_config(bf16={"enabled": True}, zero_optimization={"stage": 3}))
+    train(engine, 1)
+    assert engine.save_16bit_model(str(tmp_path), "model.bin")
+    saved = torch.load(tmp_path / "model.bin")
+    for name, p in weights(engine).items():
+        assert torch.equal(saved[name].to(p.device), p)
+
+
+def test_a_collected_engine_leaves_its_callers_context_alone():
+    """Before Python 3.12 a collection may come inside `ContextVar.set`, which crashes if its context changes."""
+    closed: contextvars.ContextVar[bool] = contextvars.ContextVar("closed", default=False)
+    seen: list[Any] = []
+    engine = start(zo_config())
+    engine.backend.close = lambda: seen.append(closed.set(True))
+    del engine
+    gc.collect()
+    assert len(seen) == 1 and not closed.get()
+
+
+def test_a_process_that_was_forked_leaves_a_collected_engine_alone():
+    """It has neither the engine's threads, for which an end would wait, nor the device."""
+    closed: list[bool] = []
+    engine = start(zo_config())
+    engine.backend.close = lambda: closed.append(True)
+    engine._process = -1  # as a child sees it
+    del engine
+    gc.collect()
+    assert not closed
+
+
+# ZeRO's own ways in.
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_built_under_zero_init_trains_as_one_that_was_not(sgd_backend, offload):
+    zero: dict[str, Any] = {"stage": 3}
+    if offload:
+        zero["offload_param"] = {"device": "cpu"}
+    config = sgd_config(zero_optimization=zero)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = tiny_model("llama")
+    assert all(hasattr(p, "ds_id") for p in model.parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = start(config, model)
+    assert_same_weights(initial, weights(engine))
+    assert not any(name.startswith("ds_") for p in model.parameters() for name in vars(p))
+
+    plain = tiny_model("llama")
+    plain.load_state_dict(initial, strict=False)
+    reference = start(sgd_config(), plain)
+    assert train(engine, 3) == train(reference, 3)
+    assert_same_weights(weights(engine), weights(reference))
+
+
+RANKS = """
+import hashlib, json, os, sys
+sys.path.insert(0, sys.argv[1])
+import ds_zo
+import deepspeed, torch
+from tiny_models import tiny_batch, tiny_model
+
+rank = int(os.environ["RANK"])
+deepspeed.init_distributed()
+tiny_model("llama")  # transformers imports lazily, and not everything can be imported under zero.Init
+for zero in json.loads(sys.argv[2]):
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero,
+              "optimizer": {"type": "ZO", "params": {"lr": 1e-3}}}
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero["stage"] == 3):
+        model = tiny_model("llama", seed=rank)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+
+    def digest():
+        state = engine.module_state_dict()
+        return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+    digests, norms = [digest()], []
+    for seed in range(2):
+        batch = {name: value.to(engine.device) for name, value in tiny_batch("llama", seed=10 * seed + rank).items()}
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        digests.append(digest())
+        norms.append(engine.get_global_grad_norm())
+    print("OUT", json.dumps([digests, norms]))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_start_from_rank_zeros_weights_and_stay_together(run_ranks):
+    zeros = [{"stage": 0}, {"stage": 2, "offload_param": {"device": "cpu"}}, {"stage": 3}]
+    outputs = run_ranks(RANKS, str(HELPERS), json.dumps(zeros))
+    first, second = (printed(output, "OUT ") for output in outputs)
+    assert len(first) == len(zeros) and first == second
+    assert all(len(set(digests)) == 3 for digests, _ in first)  # and each step moved them
+
+
+OFFLOAD = {"device": "cpu", "pin_memory": True}
+STOCK_JSONS: dict[str, dict[str, Any]] = {
+    "zero-2 offload": {
+        "stage": 2,
+        "offload_optimizer": OFFLOAD,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+    "zero-3 offload": {
+        "stage": 3,
+        "offload_optimizer": OFFLOAD,
+        "offload_param": OFFLOAD,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", STOCK_JSONS)
+def test_a_stock_offload_json_with_only_the_type_edited_trains(name):
+    stock_params = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "ZO", "params": stock_params},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 2}},
+        "zero_optimization": STOCK_JSONS[name],
+        "wall_clock_breakdown": False,
+    }
+    engine = start(config)
+    before = engine.module_state_dict()
+    before = {key: value.clone() for key, value in before.items()}
+    losses = train(engine, 3)
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert (engine.global_steps, engine.skipped_steps) == (3, 0)
+    assert any(not torch.equal(value, before[key]) for key, value in engine.module_state_dict().items())
+
+
+def test_zo_resumes_as_if_uninterrupted(tmp_path):
+    config = zo_config(scheduler=WARM_UP)
+    whole = start(config)
+    train(whole, 3)
+    whole.save_checkpoint(str(tmp_path))
+    expected = train(whole, 3, first=3)
+    resumed = start(config, tiny_model("llama", seed=1))
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, 3, first=3) == expected
+    assert_same_weights(whole.module_state_dict(), resumed.module_state_dict())
+
+
+class Seen(logging.Handler):
+    """What a user sees with DeepSpeed's logger as it comes: it drops what is below WARNING, and so does its handler."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def seen() -> Iterator[list[logging.LogRecord]]:
+    handler, level = Seen(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_the_start_is_shown_once_with_what_was_ignored(seen):
+    config = zo_config(gradient_clipping=1.0)
+    config["optimizer"]["params"]["betas"] = [0.9, 0.999]
+    start(config)
+    ours = [record for record in seen if "ds_zo" in record.getMessage()]
+    [summary] = [
+        record for record in ours if "backend zo" in record.getMessage() and "streaming" in record.getMessage()
+    ]
+    assert summary.levelno == logging.INFO
+    assert "streaming off" in summary.getMessage()
+    assert len([record for record in ours if "optimizer.params.betas" in record.getMessage()]) == 1
+    assert len([record for record in ours if "gradient_clipping" in record.getMessage()]) == 1
+
+
+def test_a_run_that_would_train_or_stream_nothing_says_so(seen):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    own = {"train_micro_batch_size_per_gpu": 4, "ds_zo": {"backend": "zo"}}
+    with pytest.raises(ConfigError, match=r"none of them; make the optimizer of .* \(AdamW.param_groups\)"):
+        start(own, model, optimizer=torch.optim.AdamW(other.parameters()))
+    start(own, model, optimizer=torch.optim.AdamW([model.weight, other.weight]))
+    start(zo_config(zero_optimization={"offload_param": {"device": "cpu"}}), model.requires_grad_(False))
+    text = "\n".join(record.getMessage() for record in seen)
+    assert "1 of 2 parameters are not the model's" in text
+    assert "no parameter requires a gradient" in text
+    assert "offload_param streams nothing" in text
+    assert text.count("a learning rate of 0.001 is AdamW's kind") == 1, "of the script's own AdamW, and only there"
+
+
+def told_of_rates(seen, config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> list[str]:
+    seen.clear()
+    start({"train_micro_batch_size_per_gpu": 4, **config}, model or torch.nn.Linear(2, 2), **kwargs)
+    return [text for record in seen if "AdamW's kind" in (text := record.getMessage())]
+
+
+def test_the_learning_rate_that_a_schedule_reaches_is_warned_of(seen, monkeypatch):
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}}
+    model = torch.nn.Linear(2, 2)
+    own = {"ds_zo": {"backend": "zo"}, "scheduler": cosine}
+    [text] = told_of_rates(seen, own, model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    assert "learning rate of 0.001" in text and "the script's own optimizer and its scheduler" in text
+
+    named = {"optimizer": {"type": "ZO", "params": {"lr": 1e-6}}}
+    climbs = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3}}
+    assert "learning rate of 0.002" in told_of_rates(seen, named | {"scheduler": climbs})[0]
+    assert not told_of_rates(seen, named | {"scheduler": cosine})
+
+    shipped = json.loads(REPO.joinpath("ds_configs", "zo.json").read_text())
+    assert not told_of_rates(seen, shipped), "of the small model that it is for"
+    monkeypatch.setattr(plugin, "largest_zo_lr", lambda num_trainable: 1e-5 * num_trainable / 6)
+    assert "learning rate of 0.0005" in told_of_rates(seen, shipped)[0], "of a larger one"
+
+
+def test_a_script_that_builds_its_optimizer_is_told_of_the_schedulers_own_peak(seen):
+    model = torch.nn.Linear(2, 2)
+    for params, peaks in (({}, ["0.001"]), ({"warmup_max_lr": 1e-5}, [])):
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, **params}}
+        config = {"train_micro_batch_size_per_gpu": 4, "ds_zo": {"backend": "zo"}, "scheduler": scheduler}
+        seen.clear()
+        start(config, model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5))
+        found = [text for record in seen if "warmup_max_lr" in (text := record.getMessage())]
+        assert len(found) == len(peaks)
+        assert all(f"warmup_max_lr {peak}, not to the script's own 1e-05" in found[0] for peak in peaks)
+
+
+def test_a_logger_set_to_errors_shows_nothing(seen):
+    logger.setLevel(logging.ERROR)
+    start(zo_config())
+    assert not seen
+
+
+# Through Accelerate and Trainer, which make the engine themselves.
+
+
+ACCELERATE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import ds_zo
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from tiny_models import tiny_batch, tiny_model
+
+accumulation = int(sys.argv[2])
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation,
+          "zero_optimization": {"stage": 0}, "ds_zo": {"backend": "zo"}}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+model = tiny_model("llama")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+batches = [tiny_batch("llama", seed=seed) for seed in range(4)]
+loader = torch.utils.data.DataLoader(batches, batch_size=None)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+total = sum(value.double().sum().item() for value in accelerator.get_state_dict(model).values())
+print("OUT", json.dumps([type(model).__name__, model.global_steps, optimizer.param_groups[0]["lr"],
+                         len(optimizer.optimizer.state), total]))
+"""
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_accelerate_script_with_its_own_adamw_trains_by_the_section_alone(run_python, accumulation):
+    here = str(HELPERS)
+    [(engine, num_steps, lr, num_states, total)] = printed(run_python(ACCELERATE, here, str(accumulation)), "OUT ")
+    assert (engine, num_steps, num_states) == ("PluginEngine", 4 // accumulation, 0)
+    assert lr == pytest.approx(1e-3)
+
+    config = zo_config(gradient_accumulation_steps=accumulation)
+    config["optimizer"]["params"] = {"lr": 1e-3}
+    config["scheduler"] = {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}}
+    direct = start(config)
+    train(direct, 4)
+    expected = sum(value.double().sum().item() for value in direct.module_state_dict().values())
+    assert total == pytest.approx(expected, rel=1e-9)
+
+
+SAFE_FORM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2] == "with":
+    import ds_zo
+import deepspeed, torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
+from pathlib import Path
+from tiny_models import tiny_batch, tiny_model
+from transformers import Trainer, TrainingArguments
+
+section = {"backend": "zo", "params": {"zo_eps": 1e-2}}
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
+          "zero_optimization": {"stage": 0, "ds_zo": section}}
+file = Path(sys.argv[3], "config.json")
+file.write_text(json.dumps(config))
+
+def raw(model, optimizer):
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=str(file))[0]
+    engine.backward(engine(**tiny_batch("llama")).loss)
+    engine.step()
+    return engine
+
+def accelerate(model, optimizer):
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(engine(**tiny_batch("llama")).loss)
+    optimizer.step()
+    return engine
+
+def trainer(model, optimizer):
+    arguments = TrainingArguments(output_dir=sys.argv[3], deepspeed=str(file), max_steps=1, report_to=[],
+                                  per_device_train_batch_size=4, use_cpu=not torch.cuda.is_available(),
+                                  max_grad_norm=1.0, save_strategy="no", dataloader_pin_memory=False)
+    rows = [{name: value[0] for name, value in tiny_batch("llama", seed=seed).items()} for seed in range(4)]
+    found = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
+    found.train()
+    return found.model_wrapped
+
+for route in (raw, accelerate, trainer):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = tiny_model("llama")
+    try:
+        engine = route(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+        told = [type(engine).__name__, engine.resolved.backend, engine.resolved.optimizer.zo_eps, engine.global_steps]
+    except Exception as error:
+        told = f"{type(error).__name__} {error}"
+    print("OUT", json.dumps(told))
+    file.write_text(json.dumps(config))
+"""
+
+
+def test_a_section_inside_zero_optimization_is_refused_where_the_import_is_forgotten(run_python, tmp_path):
+    """Through DeepSpeed, Accelerate and Trainer; with the import it trains."""
+    here = str(HELPERS)
+    for told in (forgotten := printed(run_python(SAFE_FORM, here, "without", str(tmp_path)), "OUT ")):
+        assert "ValidationError" in told and "DeepSpeedZeroConfig" in told and "ds_zo" in told, told
+    trained = printed(run_python(SAFE_FORM, here, "with", str(tmp_path)), "OUT ")
+    assert trained == [["PluginEngine", "zo", 1e-2, 1]] * 3
+    assert len(forgotten) == 3
+
+
+TRAINER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import ds_zo
+import torch
+from transformers import Trainer, TrainingArguments
+from tiny_models import tiny_batch, tiny_model
+
+config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+          "bf16": {"enabled": "auto"}, "zero_optimization": json.loads(sys.argv[3]),
+          "optimizer": {"type": "ZO", "params": {"lr": "auto", "weight_decay": "auto"}}}
+rows = [{name: value[0] for name, value in tiny_batch("llama", seed=seed).items()} for seed in range(8)]
+arguments = TrainingArguments(output_dir=sys.argv[2], deepspeed=config, max_steps=3, per_device_train_batch_size=2,
+                              gradient_accumulation_steps=2, learning_rate=1e-4, logging_steps=1, report_to=[],
+                              eval_strategy="steps", eval_steps=2, save_steps=2, use_cpu=not torch.cuda.is_available(),
+                              dataloader_pin_memory=False)
+trainer = Trainer(model=tiny_model("llama"), args=arguments, train_dataset=rows, eval_dataset=rows)
+trainer.train()
+trainer.save_model(sys.argv[2] + "/final")
+logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+print("OUT", json.dumps([type(trainer.model_wrapped).__name__, trainer.model_wrapped.global_steps,
+                         [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_trains_evaluates_and_saves(run_python, tmp_path, stage):
+    zero = json.dumps({"stage": stage})
+    out = printed(run_python(TRAINER, str(HELPERS), str(tmp_path), zero), "OUT ")
+    [(engine, num_steps, losses, norms)] = out
+    assert (engine, num_steps) == ("PluginEngine", 3)
+    assert all(3 < loss < 6 for loss in losses)
+    assert all(norm > 0 for norm in norms)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    initial = tiny_model("llama").state_dict()
+    assert any(not torch.equal(value, initial[name]) for name, value in saved.state_dict().items())
+    assert (tmp_path / "checkpoint-2" / "latest").exists()
+
+
+def test_fp16_on_a_cpu_without_fp16_instructions_is_refused_in_one_line(run_python):
+    """As a user meets it: in a process whose DeepSpeed finds no FP16 instructions."""
+    script = """
+import deepspeed, torch
+import ds_zo
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "optimizer": {"type": "LOMO"}}
+try:
+    deepspeed.initialize(model=model, config=config)
+except ds_zo.ConfigError as error:
+    print("REFUSED", error)
+"""
+    output = run_python(script, PYTHONPATH=python_path(REPO / "tests" / "cpu_without_fp16", REPO))
+    (line,) = (line for line in output.splitlines() if line.startswith("REFUSED"))
+    assert all(part in line for part in ("FP16 instructions", "use bf16.enabled", "(fp16.enabled)"))
