@@ -171,7 +171,7 @@ def run_case(
         **_background(contender.engine),
         "left_after_last_step_s": wall_s - trained_s,
         "checkpoint_gb": sum(sizes) / num_kept / 1e9,
-        "host_store_gb": None if contender.engine is None else contender.engine.backend.homes.store.nbytes / 1e9,
+        "host_store_gb": None if contender.engine is None else contender.engine.backend.block_store.store.nbytes / 1e9,
         "loss": float(loss.detach()),
         **memory_peaks(where),
     }
@@ -231,7 +231,7 @@ def _zo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str,
     def prepare() -> None:
         """Takes, and pins, the spare homes of blocks that fold while they wait, without writing anything."""
         snapshot = engine.backend.snapshot(hold=True)
-        for _ in range(engine.backend.homes.interval):
+        for _ in range(engine.backend.block_store.interval):
             step()
         snapshot.abandon()
 

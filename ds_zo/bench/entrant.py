@@ -192,7 +192,7 @@ def _ageing(entrant: Contender, config: Row, engine: Any) -> Callable[[], int] |
 
 
 def _written_back_after(engine: Any) -> int:
-    homes = engine.backend.homes
+    homes = engine.backend.block_store
     streams = any(unit.streamed for unit in homes.placement.blocks)
     return min(homes.interval, _LONGEST_AGEING) if streams else 0
 

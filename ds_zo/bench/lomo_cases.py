@@ -341,7 +341,7 @@ def _least_nbytes(method: str, numel: int, *, streamed: bool) -> int:
 
 
 def _moved(trainer: Trainer) -> tuple[int, int] | None:
-    runtime = _found(trainer.engine, "backend._homes.runtime")
+    runtime = _found(trainer.engine, "backend._block_store.runtime")
     return None if runtime is None else (runtime.bytes_up, runtime.bytes_down)
 
 

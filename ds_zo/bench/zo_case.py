@@ -97,7 +97,7 @@ def run_case(
     ]
     row |= points[0] | {"points": points if inputs else None}
     if fill_steps and where.type == "cuda":
-        contender.engine.backend.homes.may_fill_device = True
+        contender.engine.backend.block_store.may_fill_device = True
         ids = token_ids(config, *pairs[0], where)
         row["filled"] = _measure(contender, ids, warmup=_SETTLING_STEPS, steps=fill_steps - _SETTLING_STEPS, age=False)
     return row
@@ -180,7 +180,7 @@ def in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
 
 def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int, age: bool) -> Row:
     """`age`: warm up until every block has been written back once, as in the middle of a run."""
-    homes = contender.engine.backend.homes if contender.engine is not None else None
+    homes = contender.engine.backend.block_store if contender.engine is not None else None
     step = partial(contender.step, ids)
     start = time.perf_counter()
     step()
@@ -206,7 +206,7 @@ def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int
         "up_gb_a_step": up,
         "down_gb_a_step": down,
         "interval": homes.interval,
-        "tempo": homes.tempo,
+        "tempo": homes.step_time,
         "host_gb": homes.store.nbytes / 1e9,
         "pinned_gb": homes.store.pinned_nbytes / 1e9,
         "resident_blocks": sum(not unit.streamed for unit in blocks),

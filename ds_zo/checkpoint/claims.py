@@ -26,7 +26,7 @@ class Claim:
 
     def __init__(self, unit: Unit, home: torch.Tensor, low: torch.Tensor | None, *, ready: Callable[[], None]) -> None:
         self.unit = unit
-        self.home, self.low = home, low
+        self.store_buffer, self.low = home, low
         self.done = False
         self.orphans: list[torch.Tensor] = []
         """Buffers that are no unit's any more: spares as soon as this is done."""
@@ -34,7 +34,7 @@ class Claim:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         self._ready()
-        return unit_tensors(self.unit, self.home, self.low)
+        return unit_tensors(self.unit, self.store_buffer, self.low)
 
 
 class Claims:
@@ -52,12 +52,12 @@ class Claims:
     def claim(self, unit: Unit) -> Piece:
         """Holds the unit's bytes of this moment. From the thread that trains."""
         copied: list[torch.Tensor] = []
-        home = unit.home if unit.streamed and self._swaps else self._copy(unit.home, copied)
-        low = unit.low_home
+        home = unit.store_buffer if unit.streamed and self._swaps else self._copy(unit.store_buffer, copied)
+        low = unit.low_buffer
         if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
         landed = unit.landed if unit.streamed or unit.low_streamed else None
-        done_copying = torch.cuda.Event() if copied and unit.home.is_cuda else None
+        done_copying = torch.cuda.Event() if copied and unit.store_buffer.is_cuda else None
         if done_copying is not None:
             done_copying.record()
 
@@ -80,14 +80,14 @@ class Claims:
             claim = self._open.get(id(unit))
             if claim is None:
                 return
-            new_home, new_low = unit.home, unit.low_home
-            if home and claim.home is unit.home:
-                claim.orphans.append(unit.home)
-                new_home = self._spare(unit.home.numel())
-            if low and unit.low_home is not None and claim.low is unit.low_home:
-                claim.orphans.append(unit.low_home)
-                new_low = self._spare(unit.low_home.numel())
-        if new_home is not unit.home or new_low is not unit.low_home:
+            new_home, new_low = unit.store_buffer, unit.low_buffer
+            if home and claim.store_buffer is unit.store_buffer:
+                claim.orphans.append(unit.store_buffer)
+                new_home = self._spare(unit.store_buffer.numel())
+            if low and unit.low_buffer is not None and claim.low is unit.low_buffer:
+                claim.orphans.append(unit.low_buffer)
+                new_low = self._spare(unit.low_buffer.numel())
+        if new_home is not unit.store_buffer or new_low is not unit.low_buffer:
             unit.settle(new_home, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
 
     def wait(self) -> None:

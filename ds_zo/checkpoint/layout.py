@@ -33,12 +33,12 @@ def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> di
 
 def host_tensors(unit: Unit) -> dict[str, torch.Tensor]:
     """The unit's own, in host memory."""
-    return unit_tensors(unit, unit.home.cpu(), None if unit.low_home is None else unit.low_home.cpu())
+    return unit_tensors(unit, unit.store_buffer.cpu(), None if unit.low_buffer is None else unit.low_buffer.cpu())
 
 
 def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
     """The unit's own buffers from tensors that `unit_tensors` named; those of `omitted` parameters stay."""
-    for name, view in unit_tensors(unit, unit.home, unit.low_home).items():
+    for name, view in unit_tensors(unit, unit.store_buffer, unit.low_buffer).items():
         if name.partition(":")[0] not in omitted:
             view.copy_(read(name).view(view.shape))
 
@@ -128,7 +128,7 @@ def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
             raise ValueError(f"parameter groups are {[p['group'] for p in placed]}")
         unit = rebuild(description)
         give_buffers(unit, torch.device("meta"))
-        for name, view in unit_tensors(unit, unit.home, unit.low_home).items():
+        for name, view in unit_tensors(unit, unit.store_buffer, unit.low_buffer).items():
             if name.partition(":")[0] in omitted:
                 continue
             dtype, shape = form(name)

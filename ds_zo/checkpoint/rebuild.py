@@ -24,7 +24,7 @@ from ds_zo.checkpoint.reader import Saved, open_folder, point_of
 from ds_zo.checkpoint.replay import Recipe, due, fold, values
 from ds_zo.checkpoint.stock import Weights, model_source
 from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
-from ds_zo.streaming.backward_order import FOLD_ORDER
+from ds_zo.streaming.fold_schedule import FOLD_ORDER
 from ds_zo.streaming.units import Unit
 
 _BESIDE_WEIGHTS = (

@@ -33,7 +33,7 @@ _OF_UPDATES = ("noise_version", "seed", "distribution", "num_directions", "num_g
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class Recorder:
+class TrajectoryRecorder:
     """One run's steps. On a CUDA device a thread waits for each step's numbers, so that the engine does not: a step is
     on disk shortly after the device has finished it. On the CPU it is when `append` returns.
 

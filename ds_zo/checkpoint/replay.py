@@ -11,7 +11,7 @@ import torch
 from ds_zo import ops
 from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.streaming.backward_order import turn
+from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.units import Placed, Unit
 
 
@@ -36,12 +36,12 @@ def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
 
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:
     """Stores the updates of steps `unit.version` to `step - 1`, as the forward of `step` does."""
-    for part, planes in zip(unit.parts, unit.planes(unit.home, unit.low_home), strict=True):
+    for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         if part.direct:
             continue
         ops.replay_perturb(
             planes.storage,
-            table=part.table(unit.home.device),
+            table=part.table(unit.store_buffer.device),
             log=rows,
             first_entry=(unit.version - first_row_step) % rows.shape[0],
             num_entries=step - unit.version,
@@ -65,15 +65,15 @@ def values(
 ) -> Iterator[tuple[Placed, torch.Tensor]]:
     """The weights of `step`, in the parameters' own dtype, or in float32 where `exact`. The planes stay as they are."""
     pending = step - unit.version if unit.trainable else 0
-    for part, planes in zip(unit.parts, unit.planes(unit.home, unit.low_home), strict=True):
+    for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         if part.direct:
             yield from ((placed, placed.view(planes.storage)) for placed in part.placed)
             continue
         dtype = torch.float32 if exact else part.dtype
-        out = torch.empty(part.numel, dtype=dtype, device=unit.home.device)
+        out = torch.empty(part.numel, dtype=dtype, device=unit.store_buffer.device)
         ops.replay_perturb(
             planes.storage,
-            table=part.table(unit.home.device),
+            table=part.table(unit.store_buffer.device),
             log=rows,
             first_entry=(unit.version - first_row_step) % rows.shape[0],
             num_entries=pending,

@@ -14,7 +14,7 @@ from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import NOISE_VERSION, Distribution
 from ds_zo.ops.rng import draw as _draw
-from ds_zo.ops.schema import Call, Rounding
+from ds_zo.ops.schema import KernelCall, Rounding
 from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
 
 __all__ = [
@@ -82,7 +82,7 @@ def replay_perturb(
     Where a segment is still, z is 0. Frozen segments are copied and converted only. Padding is neither read into
     results nor written. dst may be src, and low_out may be low_in.
     """
-    call = Call(
+    call = KernelCall(
         src=src,
         table=table,
         log=log,

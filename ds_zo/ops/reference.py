@@ -27,7 +27,7 @@ from ds_zo.ops.formats import (
     storage_format,
     store_,
 )
-from ds_zo.ops.schema import Call
+from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.segments import Segment
 
 RUN_NUMEL = 65536
@@ -50,7 +50,7 @@ class Entry:
     """[group, direction]"""
 
 
-def replay_perturb_reference(call: Call) -> None:
+def replay_perturb_reference(call: KernelCall) -> None:
     """Every run on its own; elements do not see one another but for the scale group, which no run splits."""
     work = partial(_process_run, call, _read_entries(call))
     runs = list(_runs(call.table.segments))
@@ -86,7 +86,7 @@ def _runs(segments: tuple[Segment, ...]) -> Iterator[list[Segment]]:
         yield run
 
 
-def _read_entries(call: Call) -> list[Entry]:
+def _read_entries(call: KernelCall) -> list[Entry]:
     if call.num_entries == 0:
         return []
     assert call.log is not None
@@ -108,7 +108,7 @@ def _read_entries(call: Call) -> list[Entry]:
 class _Draws:
     """Draws for all offsets of a run, each made at most once."""
 
-    def __init__(self, call: Call, run: list[Segment]) -> None:
+    def __init__(self, call: KernelCall, run: list[Segment]) -> None:
         self.offset = run[0].offset
         numel = run[-1].offset + run[-1].numel - self.offset
         draw = partial(rng.draw, seed=call.seed, offset=self.offset, numel=numel, distribution=call.distribution)
@@ -121,7 +121,7 @@ class _Draws:
         )
 
 
-def _process_run(call: Call, entries: list[Entry], run: list[Segment]) -> None:
+def _process_run(call: KernelCall, entries: list[Entry], run: list[Segment]) -> None:
     draws = _Draws(call, run)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity pass through as they do on a GPU
         for pieces in _joined(run, call.format):
@@ -148,7 +148,7 @@ def _joined(run: list[Segment], fmt: Format) -> Iterator[list[Segment]]:
     yield pieces
 
 
-def _process_as_one(call: Call, entries: list[Entry], draws: _Draws, pieces: list[Segment]) -> None:
+def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, pieces: list[Segment]) -> None:
     """Many small parameters take the operations of one: they are brought together, and what is written, back apart."""
     places = [slice(piece.start, piece.start + piece.numel) for piece in pieces]
     numel = sum(piece.numel for piece in pieces)
@@ -180,7 +180,7 @@ def _raw(plane: torch.Tensor) -> NDArray[Any]:
     return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
 
 
-def _process(call: Call, entries: list[Entry], draws: _Draws, piece: Segment) -> None:
+def _process(call: KernelCall, entries: list[Entry], draws: _Draws, piece: Segment) -> None:
     at = slice(piece.start, piece.start + piece.numel)
     cut = slice(piece.offset - draws.offset, piece.offset - draws.offset + piece.numel)
     x = _decode(call, at, with_low=True)
@@ -219,7 +219,7 @@ def _without_still(z: Floats, piece: Segment) -> Floats:
     return z
 
 
-def _copy_frozen(call: Call, piece: Segment) -> None:
+def _copy_frozen(call: KernelCall, piece: Segment) -> None:
     at = slice(piece.start, piece.start + piece.numel)
     clean = None if call.out is None else _decode(call, at, with_low=call.dst is None)
     for to, source, where in (
@@ -238,7 +238,7 @@ def _copy_frozen(call: Call, piece: Segment) -> None:
             store_(copy[at], round_to(storage_format(copy.dtype), clean))
 
 
-def _decode(call: Call, at: slice, *, with_low: bool) -> Floats:
+def _decode(call: KernelCall, at: slice, *, with_low: bool) -> Floats:
     fmt = call.format
     scales = None if call.exponents_in is None else call.exponents_in[fmt.scales_of(at.start, at.stop)]
     x = load(call.src[at], scales)
@@ -249,7 +249,7 @@ def _decode(call: Call, at: slice, *, with_low: bool) -> Floats:
     return x
 
 
-def _store(call: Call, at: slice, x: Floats, addend: Dither | None) -> Floats:
+def _store(call: KernelCall, at: slice, x: Floats, addend: Dither | None) -> Floats:
     """Write x to dst and return what a reader of dst alone will see."""
     fmt, exponents, scales_out = call.format, None, None
     if call.exponents_in is not None:
@@ -269,7 +269,7 @@ def _store(call: Call, at: slice, x: Floats, addend: Dither | None) -> Floats:
     return x if exponents is None else scale_by(x, exponents, 1)
 
 
-def _dst_addend(call: Call, draws: _Draws, cut: slice, perturbs: bool) -> Dither | None:
+def _dst_addend(call: KernelCall, draws: _Draws, cut: slice, perturbs: bool) -> Dither | None:
     if call.rounds_dst_by_fold:
         dropped_bits = call.format.dropped_bits
         return dither_addend(draws.fold_dither()[cut], num_bits=rng.FOLD_DITHER_BITS, dropped_bits=dropped_bits)
@@ -282,5 +282,5 @@ def _dst_addend(call: Call, draws: _Draws, cut: slice, perturbs: bool) -> Dither
     return _copy_addend(call, dither[cut] ^ flip, call.format)
 
 
-def _copy_addend(call: Call, dither: Dither, fmt: Format) -> Dither:
+def _copy_addend(call: KernelCall, dither: Dither, fmt: Format) -> Dither:
     return dither_addend(dither, num_bits=rng.COPY_DITHER_BITS[call.distribution], dropped_bits=fmt.dropped_bits)

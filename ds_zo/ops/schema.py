@@ -17,7 +17,7 @@ OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One call of `replay_perturb`; its docstring says what the fields mean."""
 
     src: torch.Tensor

@@ -10,7 +10,7 @@ import triton.language as tl
 from ds_zo.ops.formats import storage_format
 from ds_zo.ops.philox import MASK32, split_seed
 from ds_zo.ops.rng import COPY_DITHER_BITS, FOLD_DITHER_BITS
-from ds_zo.ops.schema import Call
+from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.segments import LANE_NUMEL
 from ds_zo.ops.triton_formats import (
     BF12,
@@ -252,7 +252,7 @@ def _group_exponents(x, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
     return tl.reshape(tl.broadcast_to(fitted[:, None], (LANES // 32, 32)), (LANES,))
 
 
-def replay_perturb_triton(call: Call) -> None:
+def replay_perturb_triton(call: KernelCall) -> None:
     """Launch once for each kind of chunk that the table has: one launch for a model whose sizes are multiples of 8."""
     low, high = (_as_int32(k) for k in split_seed(call.seed))
     unused = call.table.chunks
@@ -304,7 +304,7 @@ def replay_perturb_triton(call: Call) -> None:
         )
 
 
-def _store_kind(call: Call, trainable: bool) -> int:
+def _store_kind(call: KernelCall, trainable: bool) -> int:
     if not call.stores or (not trainable and call.dst is None):
         kind = _KEEP
     elif call.low_out is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ds_zo.planner.timeline import Phase, Stretch
+from ds_zo.planner.timeline import PassPhase, Stretch
 
 _OF_ANY_MODULE = set(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -162,7 +162,7 @@ class _StandIn(torch.autograd.Function):
 
 def with_models(stretches: Sequence[Stretch], models: Sequence[int], stood_in: set[int]) -> list[Stretch]:
     """The timeline as if all blocks had run."""
-    found: dict[tuple[Phase, int], Stretch] = {}
+    found: dict[tuple[PassPhase, int], Stretch] = {}
     for stretch in stretches:
         if stretch.block is not None:
             if (stretch.phase, stretch.block) in found:
@@ -173,20 +173,20 @@ def with_models(stretches: Sequence[Stretch], models: Sequence[int], stood_in: s
             _check(found, block, model, is_stand_in=block in stood_in)
     return [
         replace(found[s.phase, models[s.block]], block=s.block)
-        if s.block in stood_in and s.phase is not Phase.AROUND
+        if s.block in stood_in and s.phase is not PassPhase.AROUND
         else s
         for s in stretches
     ]
 
 
-def _check(found: Mapping[tuple[Phase, int], Stretch], block: int, model: int, *, is_stand_in: bool) -> None:
+def _check(found: Mapping[tuple[PassPhase, int], Stretch], block: int, model: int, *, is_stand_in: bool) -> None:
     """That a block did as its model, or that its stand-in was handed, and left behind, the same."""
-    ours, its = ([found.get((phase, i)) for phase in Phase] for i in (block, model))
+    ours, its = ([found.get((phase, i)) for phase in PassPhase] for i in (block, model))
     if not is_stand_in:
         alike = its == [s and replace(s, block=model) for s in ours]
     else:
         (*ours_inside, ours_after), (*its_inside, its_after) = ours, its
-        before = [s and s.cost for s in (found.get((Phase.AROUND, i - 1)) for i in (block, model))]
+        before = [s and s.cost for s in (found.get((PassPhase.AROUND, i - 1)) for i in (block, model))]
         alike = its_after == (ours_after and replace(ours_after, block=model))
         alike &= before[0] == before[1] and _left(ours_inside) == _left(its_inside)
     if not alike:

@@ -48,7 +48,7 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
     )
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots if stream.overlap else 1
-    none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_benches": 0, "pairs": False}
+    none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_replay_slots": 0, "pairs": False}
     sizes = {"num_slots": num_slots, **none_of_zo}
     num_resident = 0
     if stream.resident_blocks is not None:

@@ -87,7 +87,7 @@ class Trace:
         return sum(self.block, self.edge)
 
 
-class Phase(Enum):
+class PassPhase(Enum):
     FORWARD = "inside a block"
     BACKWARD = "from a block's output gradient to that of the block before"
     AROUND = "before the first block, between two, or after the last"
@@ -97,7 +97,7 @@ class Phase(Enum):
 class Stretch:
     """Of a pass, from one mark to the next. Its bytes, kept gradients among them, are counted from where it began."""
 
-    phase: Phase
+    phase: PassPhase
     block: int | None
     """The one it is inside or behind, or whose backward it is; None: no block yet."""
     cost: Cost
@@ -116,9 +116,9 @@ def add_up(stretches: Sequence[Stretch], *, num_blocks: int, boundary: int) -> T
     around = backward = Cost()
     blocks = [Cost()] * num_blocks
     for stretch in stretches:
-        if stretch.phase is Phase.AROUND:
+        if stretch.phase is PassPhase.AROUND:
             around += stretch.cost
-        elif stretch.phase is Phase.BACKWARD:
+        elif stretch.phase is PassPhase.BACKWARD:
             backward += stretch.cost
         elif stretch.block is not None:
             blocks[stretch.block] += stretch.cost

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_zo.planner import alike
 from ds_zo.planner.rates import Rates
-from ds_zo.planner.timeline import Cost, Gradient, Peak, Phase, Stretch, Trace, add_up
+from ds_zo.planner.timeline import Cost, Gradient, PassPhase, Peak, Stretch, Trace, add_up
 
 
 def trace_pass(
@@ -84,7 +84,7 @@ def _run(
                 f"{', '.join(inputs)}: name a class with such a loss in architectures of its config.json (--model)"
             )
         if backward:
-            watcher.begin(Phase.BACKWARD, None)
+            watcher.begin(PassPhase.BACKWARD, None)
             loss.backward()
         watcher.end()
     return watcher
@@ -110,7 +110,7 @@ class _Watcher(TorchDispatchMode):
         self._inside: list[int] = []
         self.boundary = 0
         self.stretches: list[Stretch] = []
-        self._start(Phase.AROUND, None)
+        self._start(PassPhase.AROUND, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,7 +128,7 @@ class _Watcher(TorchDispatchMode):
 
     # Stretches
 
-    def _start(self, phase: Phase, block: int | None) -> None:
+    def _start(self, phase: PassPhase, block: int | None) -> None:
         self._phase, self._block = phase, block
         self._flops = self._kernel_s = self._launch_s = 0.0
         self._now = self._logits_now = self._kept_gradients = 0
@@ -141,7 +141,7 @@ class _Watcher(TorchDispatchMode):
         peaks = self._peak, self._peak_keeping
         self.stretches.append(Stretch(self._phase, self._block, cost, self._alive(), *peaks, tuple(self._gradients)))
 
-    def begin(self, phase: Phase, block: int | None) -> None:
+    def begin(self, phase: PassPhase, block: int | None) -> None:
         self.end()
         self._start(phase, block)
 
@@ -149,17 +149,17 @@ class _Watcher(TorchDispatchMode):
         return Peak(self._now + self._kept_gradients, self._logits_now, self._kept_gradients)
 
     def enter_block(self, block: int, calls: alike.Calls | None, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._phase is Phase.BACKWARD:  # recomputed
+        if self._phase is PassPhase.BACKWARD:  # recomputed
             return
         first = alike.first_tensor((args, kwargs))
         self.boundary = max(self.boundary, first.numel() * first.element_size())
         if calls is not None:
             calls.enter(block, args, kwargs)
         self._inside.append(block)
-        self.begin(Phase.FORWARD, block)
+        self.begin(PassPhase.FORWARD, block)
 
     def leave_block(self, block: int, calls: alike.Calls | None, module: nn.Module, args: Any, output: Any) -> None:
-        if self._phase is Phase.BACKWARD:
+        if self._phase is PassPhase.BACKWARD:
             return
         if calls is not None:
             calls.leave(block, output)
@@ -168,10 +168,10 @@ class _Watcher(TorchDispatchMode):
                 t.register_hook(partial(self._meet_gradient, block))
                 break
         self._inside.pop()
-        self.begin(*((Phase.FORWARD, self._inside[-1]) if self._inside else (Phase.AROUND, block)))
+        self.begin(*((PassPhase.FORWARD, self._inside[-1]) if self._inside else (PassPhase.AROUND, block)))
 
     def _meet_gradient(self, block: int, grad: torch.Tensor) -> None:
-        self.begin(Phase.BACKWARD, block)
+        self.begin(PassPhase.BACKWARD, block)
 
     # Memory
 
@@ -201,7 +201,7 @@ class _Watcher(TorchDispatchMode):
         """A parameter's hook: dropped, and counted as if it were kept. The first begins a stretch, before which there
         are no buckets of gradients."""
         if self._block is None and not self._gradients:
-            self.begin(Phase.BACKWARD, None)
+            self.begin(PassPhase.BACKWARD, None)
         self._gradients.append(Gradient(p.numel(), self._now))
         p.grad = None
         self._kept_gradients += p.numel() * p.element_size()
@@ -211,7 +211,7 @@ class _Watcher(TorchDispatchMode):
     def _price(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, outputs: Sequence[torch.Tensor]
     ) -> None:
-        backward = self._phase is Phase.BACKWARD
+        backward = self._phase is PassPhase.BACKWARD
         launch_s = (self._rates.backward_launch_us if backward else self._rates.launch_us) * 1e-6
         if func not in self._kinds:
             from torch.utils.flop_counter import flop_registry  # imports Triton, which `import ds_zo` does without

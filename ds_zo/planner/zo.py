@@ -14,8 +14,8 @@ from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WI
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
-from ds_zo.streaming.backward_order import turn
 from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
+from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.placement import Placement, plan_units, spread
 from ds_zo.streaming.schedule import Action, Kind
 from ds_zo.streaming.units import Unit
@@ -29,7 +29,7 @@ _CHUNK_ROW_NBYTES = 32
 
 
 @dataclass(frozen=True)
-class Buffers:
+class ZOBufferSizes:
     """What the engine shares between blocks, as a function of how many stay on the device."""
 
     stream: StreamConfig
@@ -80,7 +80,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     second_copy = placement.pair_scratch_nbytes - placement.scratch_nbytes
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
-    buffers = Buffers(stream, num_passes, fixed or INTERVALS[-1], num_blocks, placement.narrow)
+    buffers = ZOBufferSizes(stream, num_passes, fixed or INTERVALS[-1], num_blocks, placement.narrow)
     recordings = 2 * trace.boundary * _is_recorded(model, placement, num_passes, pairs=True)
     beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
     beside += recordings
@@ -159,7 +159,9 @@ def _num_resident(
     return max(0, found)
 
 
-def _best_interval(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> int:
+def _best_interval(
+    model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams
+) -> int:
     """The engine measures what is priced here."""
     if not streamed:
         return 1
@@ -187,7 +189,7 @@ def _seconds(
     model: Model,
     placement: Placement,
     streamed: list[int],
-    buffers: Buffers,
+    buffers: ZOBufferSizes,
     params: ZOParams,
     *,
     step: int | None = None,
@@ -217,14 +219,14 @@ def _seconds(
 
 
 def _computing_sets_pace(
-    model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams
+    model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams
 ) -> bool:
     seconds = _seconds(model, placement, streamed, buffers, params)
     busy_s = sum(s for (_, kind), s in seconds.items() if kind is Kind.COMPUTE)
     return busy_s > _link_s(model.rates, placement, streamed, buffers.interval)
 
 
-def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: Buffers, params: ZOParams) -> float:
+def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams) -> float:
     """An average step: as many as it takes for every block to fold once. In the list that is priced, each step's blocks
     have numbers of their own, for they lag differently in each."""
     interval, num_blocks = buffers.interval, len(placement.blocks)

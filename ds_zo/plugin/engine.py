@@ -50,7 +50,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo.backends import Backend, StepOutcome, backend_class
-from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.fixed_embeddings import FixedEmbeddings
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.weak_hooks import weakly
@@ -567,7 +567,7 @@ class PluginEngine(CheckpointingEngine):
         if outcome is None:
             return
         applied = outcome.applied
-        self._step_applied = bool(applied.get() if isinstance(applied, Late) else applied)
+        self._step_applied = bool(applied.get() if isinstance(applied, DeferredScalar) else applied)
         if not self._step_applied:
             self._skipped_steps += 1
             log_dist(
@@ -591,7 +591,7 @@ class PluginEngine(CheckpointingEngine):
         return bool(self._step_applied)
 
     def get_global_grad_norm(self) -> float | None:
-        if isinstance(self._global_grad_norm, Late):
+        if isinstance(self._global_grad_norm, DeferredScalar):
             self._global_grad_norm = self._global_grad_norm.get()
         return self._global_grad_norm
 

@@ -50,7 +50,7 @@ def _enter(self: Any) -> Any:
     self._ds_zo_lent = [(p, state) for p, state in states if isinstance(state, ModuleState)]
     own: dict[ModuleState, list[nn.Parameter]] = {}
     for parameter, state in self._ds_zo_lent:
-        if parameter not in state.lending:  # else a context around this one shows it, and goes on
+        if parameter not in state.gathered_copies:  # else a context around this one shows it, and goes on
             own.setdefault(state, []).append(parameter)
     for state, parameters in own.items():
         state.lend(parameters)
@@ -60,9 +60,12 @@ def _enter(self: Any) -> Any:
 
 def _exit(self: Any, *exception: Any) -> Any:
     keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
-    lent = [(p, state) for p, state in self._ds_zo_lent if p in state.lending]  # none of an engine that is gone
+    lent = [(p, state) for p, state in self._ds_zo_lent if p in state.gathered_copies]  # none of an engine that is gone
     # All values first: to write one binds its whole unit to where it is stored.
-    values = [state.lending.take_back(p) if id(p) in self._ds_zo_own else state.lending.shown(p) for p, state in lent]
+    values = [
+        state.gathered_copies.take_back(p) if id(p) in self._ds_zo_own else state.gathered_copies.shown(p)
+        for p, state in lent
+    ]
     for (parameter, state), value in zip(lent, values, strict=True):
         if keeps:
             if dist.is_initialized() and dist.get_world_size() > 1:

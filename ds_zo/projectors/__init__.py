@@ -5,16 +5,16 @@ from __future__ import annotations
 from ds_zo.projectors.batches import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
 from ds_zo.projectors.fit import FitReport, captured_share, carry_over, choose_dims, fit, flattened
 from ds_zo.projectors.products import apply_, compress, relative_bias
-from ds_zo.projectors.recording import Recorder
+from ds_zo.projectors.recording import GradientRecorder
 from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 
 __all__ = [
     "Application",
     "Compression",
     "FitReport",
+    "GradientRecorder",
     "Prepared",
     "ProjectorRows",
-    "Recorder",
     "Shift",
     "SparseProjector",
     "apply_",

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ds_zo.projectors.products import compress, product, relative_bias, transpose_product
-from ds_zo.projectors.recording import Recorder
+from ds_zo.projectors.recording import GradientRecorder
 from ds_zo.projectors.sparse import SparseProjector
 
 CHECK_EVERY = 5
@@ -49,7 +49,7 @@ def fit(
     beta: float = 0.0,
     threshold: float = 0.0,
     timeout_s: float = float("inf"),
-    recorder: Recorder | None = None,
+    recorder: GradientRecorder | None = None,
 ) -> FitReport:
     """Change the values of P and Q (not their positions) to minimise, by Adam,
 
@@ -174,7 +174,7 @@ class _Descent:
         """What is left of the moments' first values."""
 
     def run(
-        self, steps: int, *, threshold: float, deadline: float, recorder: Recorder | None = None
+        self, steps: int, *, threshold: float, deadline: float, recorder: GradientRecorder | None = None
     ) -> tuple[int, Literal["threshold", "steps", "timeout"]]:
         """(steps taken, why no more). One bias more than steps is evaluated: the last step's result counts too."""
         self._rescale_()

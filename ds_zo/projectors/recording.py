@@ -14,7 +14,7 @@ from deepspeed.utils import logger
 from ds_zo.ops.recording import recorded
 
 
-class Recorder:
+class GradientRecorder:
     """Recordings are used one after the other, and share their memory until `release`."""
 
     def __init__(self) -> None:

@@ -37,11 +37,11 @@ def device_bytes(
     num_slots: int,
     num_low_slots: int,
     num_passes: int,
-    num_benches: int,
+    num_replay_slots: int,
     pairs: bool,
     low_stays: bool = False,
 ) -> DeviceBytes:
-    """Before anything is allocated. `num_benches`: resident blocks that do not fold every step need a working slot
+    """Before anything is allocated. `num_replay_slots`: resident blocks that do not fold every step need a working slot
     more; `pairs`: copies of both signs are made at once; `low_stays`: a resident block's low plane is with it."""
     edges = sum(u.nbytes + u.low_nbytes for u in (*placement.edges, *placement.ambient))
     edges += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
@@ -56,7 +56,7 @@ def device_bytes(
         scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,
-        blocks=blocks + (num_benches * largest if num_resident else 0),
+        blocks=blocks + (num_replay_slots * largest if num_resident else 0),
     )
 
 
@@ -80,7 +80,7 @@ def zo_sizes(
         "num_low_slots": 1 if interval > num_slots and not shared else num_slots,
         "low_stays": shared,
         "num_passes": num_passes,
-        "num_benches": int(interval > 1 and not (pairs and num_passes == 2)),
+        "num_replay_slots": int(interval > 1 and not (pairs and num_passes == 2)),
         "pairs": pairs,
     }
 

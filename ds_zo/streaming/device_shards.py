@@ -25,7 +25,7 @@ from ds_zo.streaming.units import Placed, Unit
 
 
 @dataclass(frozen=True)
-class Segment:
+class ParameterShard:
     """What one rank has of one parameter."""
 
     rank: int
@@ -39,16 +39,18 @@ class Segment:
         return piece[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
 
 
-def segments_of(unit: Unit, share: Share) -> dict[int, list[Segment]]:
+def segments_of(unit: Unit, share: Share) -> dict[int, list[ParameterShard]]:
     """By the parameter's id."""
     length = share.piece_nbytes(unit.nbytes)
-    found: dict[int, list[Segment]] = {}
+    found: dict[int, list[ParameterShard]] = {}
     for placed, begin, end in unit.spans():
         itemsize = placed.parameter.element_size()
         mine = found.setdefault(id(placed.parameter), [])
         for rank in range(begin // length, -(-end // length)):
             first, last = max(begin, rank * length), min(end, (rank + 1) * length)
-            mine.append(Segment(rank, (first - begin) // itemsize, (last - first) // itemsize, first - rank * length))
+            mine.append(
+                ParameterShard(rank, (first - begin) // itemsize, (last - first) // itemsize, first - rank * length)
+            )
     return found
 
 
@@ -63,14 +65,14 @@ class DeviceShards(RanksStore):
         return torch.zeros(self.share.padded_nbytes(nbytes), dtype=torch.uint8, device=self.device)
 
     def filled(self, unit: Unit) -> None:
-        piece = unit.home.chunk(self.share.size)[self.share.index].clone()
+        piece = unit.store_buffer.chunk(self.share.size)[self.share.index].clone()
         unit.settle(piece, None, streamed=True, low_streamed=False, is_cut=True)
         self.nbytes += piece.numel()
 
     def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:
         return home
 
-    def segments(self, unit: Unit) -> dict[int, list[Segment]]:
+    def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
         return segments_of(unit, self.share)
 
     def write(self, unit: Unit, placed: Placed, value: torch.Tensor) -> None:
@@ -81,7 +83,7 @@ class DeviceShards(RanksStore):
         for segment in self.segments(unit)[id(placed.parameter)]:
             if segment.rank == self.share.index:
                 part = flat[segment.begin : segment.begin + segment.numel]
-                segment.view(unit.home, placed.parameter.dtype).copy_(part)
+                segment.view(unit.store_buffer, placed.parameter.dtype).copy_(part)
         if self.device.type == "cuda":  # the next gather, on another stream, waits for it
             unit.landed = unit.landed or torch.cuda.Event()
             unit.landed.record(torch.cuda.current_stream(self.device))
@@ -97,7 +99,7 @@ class DeviceShards(RanksStore):
     def gather(self, buffer: torch.Tensor, unit: Unit) -> None:
         """Into a buffer with room for equal pieces, by the current stream; ranks that are elsewhere are found out."""
         self.node.agree(unit.index, f"ask for the weights of {unit.name}")
-        buffer.chunk(self.share.size)[self.share.index].copy_(unit.home)
+        buffer.chunk(self.share.size)[self.share.index].copy_(unit.store_buffer)
         with one_may_be_gone(self.device):
             for work in self.node.gather(buffer):
                 work.wait()
@@ -125,7 +127,7 @@ class DeviceShardRuntime(ShardedRuntime):
         has."""
         if self._up is not None and self._compute is not None:
             self._compute.wait_stream(self._up)
-        yield unit.home
+        yield unit.store_buffer
         unit.version += 1
         if self._up is not None:
             unit.landed = unit.landed or torch.cuda.Event()

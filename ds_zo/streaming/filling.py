@@ -18,7 +18,7 @@ from ds_zo.streaming.units import Unit
 
 
 @dataclass(frozen=True)
-class Buffers:
+class DeviceBuffers:
     """What blocks share on the device."""
 
     let_go: Callable[[], None]
@@ -34,7 +34,7 @@ def fill_device(
     device: torch.device,
     budget_gb: float | None,
     sizes: Callable[[int], dict[str, Any]],
-    buffers: Buffers,
+    buffers: DeviceBuffers,
 ) -> bool:
     """Keeps on the device what fits beside a step, and says so; False: nothing moved. By all ranks of a shared store.
     `sizes`: see `most_resident`."""
@@ -59,7 +59,7 @@ def fill_device(
 
 
 def _keep(
-    blocks: Sequence[Unit], num_resident: int, *, store: HostStore, device: torch.device, buffers: Buffers
+    blocks: Sequence[Unit], num_resident: int, *, store: HostStore, device: torch.device, buffers: DeviceBuffers
 ) -> int:
     """Moves so many, or as many as there turns out to be memory for beside the buffers; how many that is. Host memory
     goes when all of it stands, so that blocks can return to it."""
@@ -71,7 +71,7 @@ def _keep(
         reached = num_resident
         try:
             for index in sorted(spread(len(blocks), num_resident)):
-                before = (blocks[index], blocks[index].home, blocks[index].low_home)
+                before = (blocks[index], blocks[index].store_buffer, blocks[index].low_buffer)
                 _move(blocks[index], store, device, low=low)
                 moved.append(before)
             buffers.make()
@@ -92,21 +92,21 @@ def _keep(
         if reached == num_resident:
             _put_back(moved)
         num_resident = agreed
-    for unit, home, low_home in moved:
+    for unit, home, low_buffer in moved:
         store.give_back(home)
-        if low_home is not None and not unit.low_streamed:
-            store.give_back(low_home)
+        if low_buffer is not None and not unit.low_streamed:
+            store.give_back(low_buffer)
     return num_resident
 
 
 def _move(unit: Unit, store: HostStore, device: torch.device, *, low: bool) -> None:
     """A unit's home, its low plane too if `low`. Its old ones stay as they are."""
-    home, low_home = _copy(unit.home, store, device), unit.low_home
-    low_moves = low and low_home is not None
-    if low_home is not None and low_moves:
-        low_home = _copy(low_home, store, device)
-    unit.settle(home, low_home, streamed=False, low_streamed=not low_moves)
-    unit.bind_home()
+    home, low_buffer = _copy(unit.store_buffer, store, device), unit.low_buffer
+    low_moves = low and low_buffer is not None
+    if low_buffer is not None and low_moves:
+        low_buffer = _copy(low_buffer, store, device)
+    unit.settle(home, low_buffer, streamed=False, low_streamed=not low_moves)
+    unit.bind_stored()
 
 
 def _copy(buffer: torch.Tensor, store: HostStore, device: torch.device) -> torch.Tensor:
@@ -119,6 +119,6 @@ def _copy(buffer: torch.Tensor, store: HostStore, device: torch.device) -> torch
 
 
 def _put_back(moved: Sequence[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:
-    for unit, home, low_home in moved:
-        unit.settle(home, low_home, streamed=True, low_streamed=True)
-        unit.bind_home()
+    for unit, home, low_buffer in moved:
+        unit.settle(home, low_buffer, streamed=True, low_streamed=True)
+        unit.bind_stored()

@@ -210,7 +210,7 @@ def settle(
         unit.leave_meta()
         if not stays:
             store.filled(unit)
-        unit.bind_home()
+        unit.bind_stored()
     if shared is not None:
         shared.node.barrier()
 

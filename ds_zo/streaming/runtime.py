@@ -127,7 +127,7 @@ class Runtime:
     def arrive_low(self, unit: Unit) -> torch.Tensor | None:
         """The unit's low plane on the device (None where it has none); uploaded ahead when the plan knew, else now."""
         if not unit.low_streamed:
-            return unit.low_home
+            return unit.low_buffer
         number = self._number[id(unit)]
         slot = self._low_used.get(number) or self._low_of.pop(number, None) or self._upload_low(unit)
         self._low_used[number] = slot
@@ -197,8 +197,8 @@ class Runtime:
         self.finish()
 
     def expose(self, unit: Unit) -> None:
-        """Somebody gets hold of `unit.home` and may write to it. What was sent back has landed before, and nothing that
-        was brought up counts any more."""
+        """A caller is about to write to `unit.store_buffer`. Waits until the unit's last download has arrived, and
+        forgets the unit's copies in slots."""
         self.host_wait(unit)
         held = [slot for slot in self._all_slots() if slot.unit is unit]
         for slot in held:
@@ -219,7 +219,7 @@ class Runtime:
         return [*self.slots, *self.low_slots]
 
     def host_wait(self, unit: Unit) -> None:
-        """Blocks the host until `unit.home` holds what was sent back. For readers outside the hot path."""
+        """Blocks the host until `unit.store_buffer` holds what was sent back. For readers outside the hot path."""
         if unit.landed is not None:
             unit.landed.synchronize()
 
@@ -251,7 +251,7 @@ class Runtime:
 
     def _upload(self, number: int, slot: Slot) -> None:
         unit = self.units[number]
-        self._fill(slot, unit, unit.home, self._up)
+        self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
         wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
         if wanted and self._low_pool and number not in self._low_of:
@@ -264,14 +264,14 @@ class Runtime:
             self._low_of[number] = self._upload_low(self.units[number])
 
     def _upload_low(self, unit: Unit) -> Slot:
-        assert unit.low_home is not None
+        assert unit.low_buffer is not None
         number = self._number[id(unit)]
         if number in self._low_order:
             self._low_order.remove(number)
         if not self._low_pool:  # all were filled ahead for units that come later: the one that is here goes first
             self._take_back_lows(keep=list(self._low_of)[:-1])
         slot = self._low_pool.popleft()
-        self._fill(slot, unit, unit.low_home, self._up_low)
+        self._fill(slot, unit, unit.low_buffer, self._up_low)
         self.bytes_up += unit.low_nbytes
         return slot
 
@@ -309,7 +309,7 @@ class Runtime:
         if self._before_overwrite is not None:
             self._before_overwrite(unit, home=slot is not None, low=low is not None)
         with self._on(self._down):
-            for used, home in ((slot, unit.home), (low, unit.low_home)):
+            for used, home in ((slot, unit.store_buffer), (low, unit.low_buffer)):
                 if used is None or home is None:
                     continue
                 self._wait(self._down, used.drained)

@@ -147,14 +147,14 @@ class ShardedRuntime(Runtime):
     def _gather_next(self, slot: Slot) -> None:
         gather = self._to_gather.popleft()
         unit = self.units[gather.number]
-        self._gather(unit, slot, unit.home, unit.nbytes)
+        self._gather(unit, slot, unit.store_buffer, unit.nbytes)
         if gather.low:
             self._gather_low(unit)
 
     def _gather_one_ahead(self, slot: Slot) -> None:
         number = self._to_gather_ahead.popleft()
         self._ahead.add(number)
-        self._gather(self.units[number], slot, self.units[number].home, self.units[number].nbytes)
+        self._gather(self.units[number], slot, self.units[number].store_buffer, self.units[number].nbytes)
 
     def _bring_again(self, number: int) -> None:
         """What was gathered ahead and has left its slot since, as this rank read other blocks. Before `_meet`: after
@@ -172,10 +172,10 @@ class ShardedRuntime(Runtime):
         return next(slot for slot, there in zip(self.slots, held, strict=True) if there not in self._ahead)
 
     def _gather_low(self, unit: Unit) -> None:
-        assert unit.low_home is not None
+        assert unit.low_buffer is not None
         slot = self._low_pool.popleft()  # there are as many as slots for units in flight
         self._low_of[self._number[id(unit)]] = slot
-        self._gather(unit, slot, unit.low_home, unit.low_nbytes)
+        self._gather(unit, slot, unit.low_buffer, unit.low_nbytes)
 
     def _gather(self, unit: Unit, slot: Slot, home: torch.Tensor, nbytes: int) -> None:
         for event in (slot.drained, unit.landed):
@@ -216,7 +216,7 @@ class ShardedRuntime(Runtime):
 
     def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         with self._on(self._down):
-            for used, home, nbytes in ((slot, unit.home, unit.nbytes), (low, unit.low_home, unit.low_nbytes)):
+            for used, home, nbytes in ((slot, unit.store_buffer, unit.nbytes), (low, unit.low_buffer, unit.low_nbytes)):
                 if used is None or home is None:
                     continue
                 self._wait(self._down, used.drained)

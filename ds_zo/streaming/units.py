@@ -133,7 +133,7 @@ class Part:
 
 
 class Unit:
-    """See the module's docstring. `home` and `low_home` are set by whoever places it."""
+    """See the module's docstring. `home` and `low_buffer` are set by whoever places it."""
 
     def __init__(self, name: str, module: nn.Module, parts: Sequence[Part], *, index: int, is_block: bool) -> None:
         self.name = name
@@ -146,8 +146,8 @@ class Unit:
         self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
         self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
         self.scratch_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.direct)
-        self.home: torch.Tensor = torch.empty(0, dtype=torch.uint8)
-        self.low_home: torch.Tensor | None = None
+        self.store_buffer: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+        self.low_buffer: torch.Tensor | None = None
         self.streamed = False
         """Its home is on the host, and visits bring it to a slot."""
         self.low_streamed = False
@@ -179,16 +179,16 @@ class Unit:
     def settle(
         self,
         home: torch.Tensor,
-        low_home: torch.Tensor | None,
+        low_buffer: torch.Tensor | None,
         *,
         streamed: bool,
         low_streamed: bool,
         is_cut: bool = False,
     ) -> None:
         """Gives the unit its buffers; what they hold is the caller's business."""
-        self.home, self.low_home = home, low_home
+        self.store_buffer, self.low_buffer = home, low_buffer
         self.is_cut = is_cut
-        self.streamed, self.low_streamed = streamed, low_streamed and low_home is not None
+        self.streamed, self.low_streamed = streamed, low_streamed and low_buffer is not None
         self._home_views = None
 
     def spans(self) -> Iterator[tuple[Placed, int, int]]:
@@ -201,7 +201,7 @@ class Unit:
             at += _padded(part.nbytes)
 
     def planes(self, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
-        """Each part's tensors in a buffer laid out like `home` (and one like `low_home`)."""
+        """Each part's tensors in a buffer laid out like `home` (and one like `low_buffer`)."""
         found, at, low_at = [], 0, 0
         for part in self.parts:
             nbytes = part.numel * part.wire.itemsize
@@ -257,18 +257,18 @@ class Unit:
         for placed, view in zip(self.placed, views, strict=True):
             placed.parameter.data = view
 
-    def bind_home(self) -> None:
+    def bind_stored(self) -> None:
         """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory; what was
         lent where something was."""
         if self._home_views is None:
             self._home_views = []
-            whole = [None] * len(self.parts) if self.is_cut else self.planes(self.home)
+            whole = [None] * len(self.parts) if self.is_cut else self.planes(self.store_buffer)
             for part, planes in zip(self.parts, whole, strict=True):
                 for placed in part.placed:
                     if part.viewable and planes is not None:
                         self._home_views.append(placed.view(planes.storage))
                     else:
-                        hollow = torch.zeros((), dtype=part.dtype, device=self.home.device)
+                        hollow = torch.zeros((), dtype=part.dtype, device=self.store_buffer.device)
                         self._home_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._home_views)
         self.is_visited = False
@@ -320,13 +320,13 @@ class Unit:
     def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device | None = None) -> None:
         """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if
         given."""
-        via = via or self.home.device
-        for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
+        via = via or self.store_buffer.device
+        for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             for placed in part.placed:
                 self._store(part, planes, placed, read(placed), via=via)
 
     def store_one(self, placed: Placed, value: torch.Tensor) -> None:
-        for part, planes in zip(self.parts, self.planes(self.home, self.low_home), strict=True):
+        for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             if any(p is placed for p in part.placed):
                 self._store(part, planes, placed, value, via=value.device)
 

@@ -157,11 +157,11 @@ def batches(model: nn.Module) -> list[dict[str, torch.Tensor]]:
 def trained(kind: type[nn.Module], config: dict[str, Any], *, num_streamed: int = 0) -> dict[str, torch.Tensor]:
     model = kind().train()
     engine = start(config, model)
-    homes = getattr(engine.backend, "homes", None) or getattr(engine.backend, "_homes", None)
+    block_store = getattr(engine.backend, "block_store", None) or getattr(engine.backend, "_block_store", None)
     if getattr(engine.backend, "_streamed", None) is not None:
-        homes = engine.backend._streamed.homes
+        block_store = engine.backend._streamed.block_store
     if num_streamed:
-        assert sum(unit.streamed for unit in homes.placement.blocks) == num_streamed
+        assert sum(unit.streamed for unit in block_store.placement.blocks) == num_streamed
     for batch in batches(model):
         engine.backward(engine(**batch))
         engine.step()

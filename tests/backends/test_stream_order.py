@@ -26,9 +26,9 @@ from stream_clocks import (
 from torch import nn
 from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
-from ds_zo.backends.recompute import block_store as lomo_homes
-from ds_zo.backends.zo import block_store as homes
-from ds_zo.backends.zo.materialise import Visits
+from ds_zo.backends.recompute import block_store as recompute_store
+from ds_zo.backends.zo import block_store as zo_store
+from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.streaming.units import Unit
 
@@ -56,17 +56,17 @@ ZO: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    for module in (homes, lomo_homes):
+    for module in (zo_store, recompute_store):
         monkeypatch.setattr(module, "Runtime", ClockedRuntime)
 
 
 @pytest.fixture
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come as they do where ranks keep them together."""
-    for module in (homes, lomo_homes):
+    for module in (zo_store, recompute_store):
         monkeypatch.setattr(module, "Runtime", ClockedShardedRuntime)
-    sizes = homes.zo_sizes
-    monkeypatch.setattr(homes, "zo_sizes", lambda *args, **settings: sizes(*args, **{**settings, "shared": True}))
+    sizes = zo_store.zo_sizes
+    monkeypatch.setattr(zo_store, "zo_sizes", lambda *args, **settings: sizes(*args, **{**settings, "shared": True}))
 
 
 class Wanders(Toy):
@@ -127,13 +127,13 @@ def test_zo_orders_blocks_that_come_out_of_turn(case: str) -> None:
 @pytest.mark.parametrize("case", ["slots go round", *(case for case in ZO if "low plane" in case)])
 def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(Toy().train(), zo_json(**ZO[case]))
-    apply = Visits._apply
+    apply = Materialiser._apply
     with Races() as races:
         for step, batch in enumerate(toy_batches(8)):
             one_step(engine, batch)
             left = step % 3
 
-            def breaks_off(self: Visits, unit: Unit, *args: Any, **kwargs: Any) -> None:
+            def breaks_off(self: Materialiser, unit: Unit, *args: Any, **kwargs: Any) -> None:
                 nonlocal left
                 apply(self, unit, *args, **kwargs)
                 left -= unit.is_block
@@ -141,7 +141,7 @@ def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeyp
                     raise KeyboardInterrupt
 
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Visits, "_apply", breaks_off)
+                patch.setattr(Materialiser, "_apply", breaks_off)
                 if step % 4 in (1, 2):
                     engine(**batch)
                 else:
@@ -229,7 +229,7 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
     """Blocks fold while they wait to be written, twice; what the first save gives back is used again."""
     model = Toy().train()
     engine = engine_for(model, zo_json(interval=2, bf16={"enabled": True}))
-    claims, writer, take = engine.backend.homes.claims, Clock("writer"), Claims._spare
+    claims, writer, take = engine.backend.block_store.claims, Clock("writer"), Claims._spare
 
     def hand_over(self: Claims, nbytes: int) -> torch.Tensor:
         HOST.join(writer.seen)  # by the lock
@@ -301,7 +301,7 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
     adam = ClockedAdam(monkeypatch, is_slow=is_slow)
     sources = [clock_groups(backend._groups, adam)]
     if backend._streamed is not None:
-        sources.append(backend._streamed.homes.runtime.buffers)
+        sources.append(backend._streamed.block_store.runtime.buffers)
     backend._queue = adam
     with Races(*sources) as races:
         for step, batch in enumerate(toy_batches(4)):

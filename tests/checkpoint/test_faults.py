@@ -102,7 +102,7 @@ def test_an_error_at_every_file_operation(
                 assert "Input/output error" in str(error) and str(folder) in str(error)
         tag = (folder / "latest").read_text()
         reader.load_checkpoint(str(folder))
-        step = reader.backend.homes.log.length
+        step = reader.backend.block_store.log.length
         assert (tag, step) in ([("good", 2), ("good", 3)] if same_tag else [("good", 2), ("new", 3)])
         if step == 2:
             assert_same_bits(planes(reader), good)
@@ -133,7 +133,7 @@ def test_a_crash_at_every_file_operation(
             with pytest.raises(KeyboardInterrupt) if at <= total else _maybe():
                 engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
         reader.load_checkpoint(str(folder))
-        steps.add(reader.backend.homes.log.length)
+        steps.add(reader.backend.block_store.log.length)
         engine.save_checkpoint(str(folder), tag="after")  # clears what the crash left
         assert sorted(p.name for p in folder.iterdir()) == sorted(
             {"after", "good", "latest"} | ({"new"} if manifest.is_checkpoint(folder / "new") else set())
@@ -211,7 +211,7 @@ def test_a_save_that_fails_before_it_is_written_holds_nothing(
 ) -> None:
     """Whoever rewrites weights next waits until nobody holds them: for ever, if nobody is left to let them go."""
     engine = start("bf16 split", asynchronous=True)
-    claims = engine.backend.homes.claims
+    claims = engine.backend.block_store.claims
     claim, made = claims.claim, []
 
     def no_memory(unit: Any) -> Any:

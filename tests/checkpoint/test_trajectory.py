@@ -230,7 +230,7 @@ def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None
     train(third, BATCHES[:1])
     third.save_checkpoint(str(tmp_path), tag="five")
     assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
-    versions = [unit.version for unit in third.backend.homes.placement.blocks]
+    versions = [unit.version for unit in third.backend.block_store.placement.blocks]
     train(third, BATCHES[1:3])
     crash(third)
     replay(tmp_path / "five", tmp_path / "trajectory.bin", step=7, out=tmp_path / "seven")

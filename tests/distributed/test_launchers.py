@@ -34,7 +34,7 @@ for batch in loader:
     one_step(engine, batch)
 assert len(dealt) == 4, "all rows, two a step"
 assert "transformers" not in sys.modules, "a model of plain torch does not wait for it"
-assert type(engine.backend.homes.runtime).__name__ == "ShardedRuntime"
+assert type(engine.backend.block_store.runtime).__name__ == "ShardedRuntime"
 weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
 torch.save({"dealt": torch.stack(dealt), **weights}, f"{sys.argv[-1]}/{rank}.pt")
 torch.distributed.barrier()

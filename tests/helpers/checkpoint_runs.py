@@ -40,12 +40,12 @@ def start(name: str, **settings: Any) -> Any:
 
 def planes(engine: Any) -> dict[str, Any]:
     """Everything a ZO run consists of, bit by bit."""
-    homes = engine.backend.homes
-    found: dict[str, Any] = {"length": homes.log.length, "rows": homes.log.rows.clone()}
-    for unit in homes.placement.units:
+    block_store = engine.backend.block_store
+    found: dict[str, Any] = {"length": block_store.log.length, "rows": block_store.log.rows.clone()}
+    for unit in block_store.placement.units:
         key = next(unit.placed).name
         found[f"{key} version"] = unit.version
-        for name, value in unit_tensors(unit, unit.home, unit.low_home).items():
+        for name, value in unit_tensors(unit, unit.store_buffer, unit.low_buffer).items():
             found[name] = value.clone()
     return found
 

@@ -57,12 +57,15 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def stored_nbytes(engine: Any) -> dict[str, int]:
     """What this rank keeps of streamed or sharded blocks, and how large they are."""
-    homes = engine.backend._homes
-    if homes is None:
+    block_store = engine.backend._block_store
+    if block_store is None:
         return {"kept": 0, "blocks": 0}
-    cut = [p for block in homes.placement.blocks if block.is_cut for p in block.module.parameters()]
+    cut = [p for block in block_store.placement.blocks if block.is_cut for p in block.module.parameters()]
     assert all(p.untyped_storage().nbytes() <= 8 for p in cut), "parameters take memory beside the pieces"
-    return {"kept": homes.store.nbytes, "blocks": sum(b.nbytes for b in homes.placement.blocks if b.streamed)}
+    return {
+        "kept": block_store.store.nbytes,
+        "blocks": sum(b.nbytes for b in block_store.placement.blocks if b.streamed),
+    }
 
 
 def watch(backend: Any) -> list[tuple[str, int]]:
@@ -215,8 +218,8 @@ def wire(rank: int) -> dict[str, Any]:
     for name, config in {**whole, **sharded}.items():
         engine = start(config, lively("llama"))
         _step(engine, 0)  # agrees on the order of buckets
-        before, homes = engine.backend._reducer.bytes_reduced, engine.backend._homes
-        gathered = 0 if homes is None else getattr(homes.runtime, "bytes_wire", 0)
+        before, block_store = engine.backend._reducer.bytes_reduced, engine.backend._block_store
+        gathered = 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0)
         with counted() as counts:
             _step(engine, 1)
         parameters = list(engine.module.parameters())
@@ -227,7 +230,7 @@ def wire(rank: int) -> dict[str, Any]:
             "num_parameters": len(parameters),
             "num_buckets": len(engine.backend._reducer._buckets),
             "in_blocks": sum(p.numel() * p.element_size() for p in engine.module.model.layers.parameters()),
-            "gathered": 0 if homes is None else getattr(homes.runtime, "bytes_wire", 0) - gathered,
+            "gathered": 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0) - gathered,
             **stored_nbytes(engine),
         }
         last = batch_of(2, seed=2, on=engine)

@@ -153,9 +153,9 @@ class ClockedRuntime(Runtime):
     def buffers(self) -> Iterator[Buffer]:
         for unit in self.units:
             if unit.streamed:
-                yield unit.name, unit.home, False
-            if unit.low_streamed and unit.low_home is not None:
-                yield f"low plane of {unit.name}", unit.low_home, False
+                yield unit.name, unit.store_buffer, False
+            if unit.low_streamed and unit.low_buffer is not None:
+                yield f"low plane of {unit.name}", unit.low_buffer, False
         for i, slot in enumerate(self.slots):
             yield f"slot {i}", slot.buffer, True
         for slot in self.low_slots:

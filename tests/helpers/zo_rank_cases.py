@@ -177,12 +177,12 @@ def storages(rank: int, names: list[str]) -> dict[str, Any]:
             if name == "no overlap":
                 json["ds_zo"]["stream"]["overlap"] = False
             made = trained(json, rank)
-            homes = made.backend.homes
+            block_store = made.backend.block_store
             found[f"{name} {stage}"] = {
                 **result(made),
-                "host_nbytes": homes.store.nbytes,
-                "bytes_up": homes.runtime.bytes_up,
-                "bytes_down": homes.runtime.bytes_down,
+                "host_nbytes": block_store.store.nbytes,
+                "bytes_up": block_store.runtime.bytes_up,
+                "bytes_down": block_store.runtime.bytes_down,
             }
     return found
 
@@ -202,9 +202,9 @@ def filled(rank: int) -> dict[str, Any]:
     found = {}
     for stage in (0, 3):
         made = trained(json_for(stage=stage, resident_blocks=None, **BF16), rank)
-        homes = made.backend.homes
-        streamed = sum(unit.streamed for unit in homes.placement.blocks)
-        found[str(stage)] = {**result(made), "streamed": streamed, "host_nbytes": homes.store.nbytes}
+        block_store = made.backend.block_store
+        streamed = sum(unit.streamed for unit in block_store.placement.blocks)
+        found[str(stage)] = {**result(made), "streamed": streamed, "host_nbytes": block_store.store.nbytes}
     return found
 
 
@@ -254,17 +254,17 @@ def uneven(rank: int) -> dict[str, Any]:
     return found
 
 
-def _read_slowly(homes: Any) -> None:
+def _read_slowly(block_store: Any) -> None:
     """A rank that reads whole blocks by itself in a pass of all gives the others time to write, if they may."""
     import time
 
-    copy_whole = homes.shared.copy_whole
+    copy_whole = block_store.shared.copy_whole
 
     def late(*args: Any) -> None:
-        time.sleep(0.1 * homes.runtime._together)
+        time.sleep(0.1 * block_store.runtime._together)
         copy_whole(*args)
 
-    homes.shared.copy_whole = late
+    block_store.shared.copy_whole = late
 
 
 def alone(rank: int) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def alone(rank: int) -> dict[str, Any]:
         model = Skipping(width=512 if torch.cuda.is_available() else 16)
         made = engine(json_for(stage=stage, interval=2), model)
         if stage == 3 and rank == 0:
-            _read_slowly(made.backend.homes)
+            _read_slowly(made.backend.block_store)
         seen: list[Any] = []
         for step, batch in enumerate(global_batches(6)):
             model.steps = step
@@ -376,8 +376,8 @@ def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
     from checkpoint_runs import planes
 
-    for unit in engine.backend.homes.placement.units:
-        engine.backend.homes.runtime.host_wait(unit)
+    for unit in engine.backend.block_store.placement.units:
+        engine.backend.block_store.runtime.host_wait(unit)
     found = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in planes(engine).items()}
     return {**found, "digest": digest(engine)}
 
@@ -433,7 +433,7 @@ def wire(rank: int) -> dict[str, Any]:
             made = engine(json, Toy(width=width))
             batch = mine(global_batches()[0], index=rank, of=dist.get_world_size())
             one_step(made, batch)
-            sent, runtime = made.backend.ranks.bytes_wire, made.backend.homes.runtime
+            sent, runtime = made.backend.ranks.bytes_wire, made.backend.block_store.runtime
             gathered = getattr(runtime, "bytes_wire", 0)
             with counted() as counts:
                 one_step(made, batch)
@@ -441,7 +441,7 @@ def wire(rank: int) -> dict[str, Any]:
                 "counts": counts,
                 "ranks": made.backend.ranks.bytes_wire - sent,
                 "gathered": getattr(runtime, "bytes_wire", 0) - gathered,
-                "stored": sum(u.nbytes for u in made.backend.homes.placement.blocks),
+                "stored": sum(u.nbytes for u in made.backend.block_store.placement.blocks),
             }
     return found
 

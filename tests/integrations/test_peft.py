@@ -77,14 +77,16 @@ def test_a_streamed_frozen_base_gives_the_resident_run_and_is_never_written_back
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         engine = start(config, lora_model())
         if stream and backend == "zo":
-            homes = {u.name: (u, u.home.clone()) for u in engine.backend.homes.placement.units if u.streamed}
-            assert homes, "blocks with frozen weights stream"
+            block_store = {
+                u.name: (u, u.store_buffer.clone()) for u in engine.backend.block_store.placement.units if u.streamed
+            }
+            assert block_store, "blocks with frozen weights stream"
         losses = train(engine, batches(10))  # past the write-back interval
         runs.append((losses, weights_of(engine)))
     assert runs[0][0] == runs[1][0]
     assert_same(runs[0][1], runs[1][1])
     if backend == "zo":
-        assert all(torch.equal(unit.home, first) for unit, first in homes.values())
+        assert all(torch.equal(unit.store_buffer, first) for unit, first in block_store.values())
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -21,7 +21,7 @@ from ds_zo.ops import triton_ops
 from ds_zo.ops.formats import exponents_of, storage_format
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import copy_dither, fold_dither
-from ds_zo.ops.schema import Call
+from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
 from ds_zo.ops.triton_ops import replay_perturb_triton
 
@@ -35,14 +35,14 @@ LOG = make_log([(2**31 - 5, [0.999, 1.0], [1e-4, 2e-3]), (7, [0.99, 0.5], [-3e-3
 ENTRIES: dict[str, Any] = {"num_entries": 2, "first_entry": 2}
 
 
-def call_of(src: torch.Tensor, **arguments: Any) -> Call:
+def call_of(src: torch.Tensor, **arguments: Any) -> KernelCall:
     defaults: dict[str, Any] = dict.fromkeys(
         ["log", "dst", "out", "pair", "low_in", "low_out", "exponents_in", "exponents_out"], None
     )
     defaults |= {"num_entries": 0, "first_entry": 0, "num_directions": 1, "direction": 0, "scale": 0.0}
     defaults |= {"seed": SEED, "step": 9, "distribution": "normal", "fold": False, "rounding": "stochastic"}
     defaults |= {"as_stored": False}
-    call = Call(src=src, **(defaults | arguments))
+    call = KernelCall(src=src, **(defaults | arguments))
     call.check()
     return call
 

@@ -68,9 +68,9 @@ def zo_plan(name: str, *, offload: bool = True, num_directions: int = 1, **strea
 def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, Any], num_directions: int) -> None:
     plan = zo_plan(name, num_directions=num_directions, **stream)
     engine = start(name, "ZO", {"num_directions": num_directions}, dtype="bf16", **streams(stream))
-    homes = engine.backend.homes
-    units, runtime, visits = homes.placement.units, homes.runtime, homes.visits
-    assert plan.host_nbytes - PROCESS_NBYTES == homes.store.nbytes
+    block_store = engine.backend.block_store
+    units, runtime, visits = block_store.placement.units, block_store.runtime, block_store.materialiser
+    assert plan.host_nbytes - PROCESS_NBYTES == block_store.store.nbytes
     slots = [*runtime.slots, *runtime.low_slots]
     assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
     assert plan.device["scratch"] + plan.device.get("second_copy", 0) == visits.scratch_nbytes
@@ -80,9 +80,9 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
 
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
     plan = zo_plan("opt", offload=False)
-    homes = start("opt", "ZO", {}, dtype="bf16").backend.homes
-    assert plan.host_nbytes == PROCESS_NBYTES and homes.store.nbytes == 0
-    assert plan.device["weights"] == sum(u.nbytes + u.low_nbytes for u in homes.placement.units)
+    block_store = start("opt", "ZO", {}, dtype="bf16").backend.block_store
+    assert plan.host_nbytes == PROCESS_NBYTES and block_store.store.nbytes == 0
+    assert plan.device["weights"] == sum(u.nbytes + u.low_nbytes for u in block_store.placement.units)
     assert "slots" not in plan.device and plan.up_nbytes == plan.down_nbytes == 0
 
 
@@ -91,7 +91,7 @@ def test_zo_moves_the_planned_bytes() -> None:
     stream = {"resident_blocks": 1, "writeback_interval": 4}
     plan = estimate_zo(model, Limits(), stream=StreamConfig(**stream), offload=True)
     engine = start("llama", "ZO", {}, shape=DEEP, **streams(stream))
-    runtime = engine.backend.homes.runtime
+    runtime = engine.backend.block_store.runtime
     for seed in range(2):
         one_step(engine, seed=seed)
     up, down = runtime.bytes_up, runtime.bytes_down
@@ -107,15 +107,15 @@ def test_streamed_lomo_takes_and_moves_the_planned_bytes(kind: Any) -> None:
         planned("llama", **DEEP), Limits(), backend=kind.lower(), stream=StreamConfig(**stream), offload=True
     )
     engine = start("llama", kind, {}, shape=DEEP, **streams(stream))
-    homes = engine.backend._homes
-    assert plan.host["weights"] == homes.store.nbytes
-    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in homes.runtime.slots)
-    assert plan.device["weights"] == sum(u.nbytes for u in homes.placement.units if not u.streamed)
+    block_store = engine.backend._block_store
+    assert plan.host["weights"] == block_store.store.nbytes
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
+    assert plan.device["weights"] == sum(u.nbytes for u in block_store.placement.units if not u.streamed)
     for _ in range(2):
-        up, down = homes.runtime.bytes_up, homes.runtime.bytes_down
+        up, down = block_store.runtime.bytes_up, block_store.runtime.bytes_down
         one_step(engine)
-    assert homes.runtime.bytes_down - down == plan.down_nbytes
-    assert homes.runtime.bytes_up - up == plan.up_nbytes
+    assert block_store.runtime.bytes_down - down == plan.down_nbytes
+    assert block_store.runtime.bytes_up - up == plan.up_nbytes
 
 
 @pytest.mark.parametrize("edge", ["lsp", "freeze", "dense"])
@@ -144,16 +144,16 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     more = {"zero_optimization": zero, "ds_zo": plan.config["ds_zo"]}
     engine = start("llama", "LSP", own, shape=DEEP, **more)
     backend = engine.backend
-    homes = backend._streamed.homes
-    assert plan.host["weights"] == homes.store.nbytes
+    block_store = backend._streamed.block_store
+    assert plan.host["weights"] == block_store.store.nbytes
     assert plan.host["states"] == sum(m.num_bytes for group in backend._host_groups for m in group.moments)
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)
-    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in homes.runtime.slots)
-    assert plan.device["weights"] == sum(u.nbytes for u in homes.placement.units if not u.streamed)
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
+    assert plan.device["weights"] == sum(u.nbytes for u in block_store.placement.units if not u.streamed)
     assert plan.device["states"] == sum(m.num_bytes for group in backend._device_groups for m in group.moments)
     for _ in range(3):
-        up, down = homes.runtime.bytes_up, homes.runtime.bytes_down
+        up, down = block_store.runtime.bytes_up, block_store.runtime.bytes_down
         one_step(engine)
     payload = plan.host["payload"] // 2
-    assert homes.runtime.bytes_down - down == plan.down_nbytes - payload
-    assert homes.runtime.bytes_up - up == plan.up_nbytes - payload
+    assert block_store.runtime.bytes_down - down == plan.down_nbytes - payload
+    assert block_store.runtime.bytes_up - up == plan.up_nbytes - payload

@@ -28,7 +28,7 @@ from tiny_models import tiny_batch, tiny_model
 
 from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
 from ds_zo.backends.common import backend as base
-from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.config import ConfigError
 from ds_zo.plugin import engine as plugin
 
@@ -56,7 +56,7 @@ class SGDBackend(Backend):
                         if p.grad is not None:
                             p.sub_(p.grad + group["weight_decay"] * p, alpha=group["lr"])
         self.zero_grad()
-        return StepOutcome(applied=Late(norm.isfinite()), grad_norm=Late(norm))
+        return StepOutcome(applied=DeferredScalar(norm.isfinite()), grad_norm=DeferredScalar(norm))
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps}
@@ -394,7 +394,7 @@ def test_grad_norm_is_a_float_read_on_demand(sgd_backend):
     engine = start(sgd_config())
     assert engine.get_global_grad_norm() is None
     train(engine, 1)
-    assert isinstance(engine._global_grad_norm, Late)
+    assert isinstance(engine._global_grad_norm, DeferredScalar)
     norm = engine.get_global_grad_norm()
     assert isinstance(norm, float)
     assert norm > 0

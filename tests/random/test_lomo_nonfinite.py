@@ -1,6 +1,4 @@
-"""LOMO and AdaLOMO with a loss or a gradient that is not finite, in random modes, against the plain loop that skips it.
-
-"""
+"""LOMO and AdaLOMO with a loss or a gradient that is not finite, in random modes, against a plain loop that skips."""
 
 from __future__ import annotations
 

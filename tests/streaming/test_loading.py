@@ -1,4 +1,4 @@
-"""Models read from safetensors straight into their homes: equal to `from_pretrained`, and never twice in memory."""
+"""Models read from safetensors straight into the block store: equal to `from_pretrained`, and never twice in memory."""
 
 from __future__ import annotations
 
@@ -208,13 +208,13 @@ before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 engine = initialize(load(large))
 peak = status("VmHWM")
-homes = engine.backend.homes
-units = homes.placement.units
-first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in homes.placement.blocks}
+block_store = engine.backend.block_store
+units = block_store.placement.units
+first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in block_store.placement.blocks}
 print("RESULT", json.dumps({
     "taken": peak - before,
     "stored": sum(u.nbytes + u.low_nbytes for u in units),
-    "device": sum(s.buffer.numel() for s in homes.runtime.slots) + homes.visits.scratch.numel(),
+    "device": sum(s.buffer.numel() for s in block_store.runtime.slots) + block_store.materialiser.scratch.numel(),
     "first": first,
 }))
 """

@@ -32,15 +32,15 @@ def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
         part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         unit.settle(store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True)
-        unit.home.fill_(i)
+        unit.store_buffer.fill_(i)
         low_of(unit).fill_(i)
         units.append(unit)
     return units
 
 
 def low_of(unit: Unit) -> torch.Tensor:
-    assert unit.low_home is not None
-    return unit.low_home
+    assert unit.low_buffer is not None
+    return unit.low_buffer
 
 
 def folding(units: Sequence[Unit], step: int, interval: int) -> list[Unit]:

@@ -26,7 +26,7 @@ def make_units(num_units: int, *, wire: torch.dtype = torch.float32, resident: t
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         low = store.take(unit.low_nbytes) if unit.low_nbytes else None
         unit.settle(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)
-        unit.home.fill_(i)
+        unit.store_buffer.fill_(i)
         if low is not None:
             low.fill_(i)
         units.append(unit)
@@ -39,7 +39,7 @@ def make_runtime(units: list[Unit], *, num_slots: int = 2, num_low_slots: int = 
 
 def assert_holds(slot: Slot, unit: Unit) -> None:
     assert slot.unit is unit and slot.version == unit.version
-    assert torch.equal(slot.buffer[: unit.nbytes], unit.home)
+    assert torch.equal(slot.buffer[: unit.nbytes], unit.store_buffer)
 
 
 def visit(runtime: Runtime, unit: Unit, *, update: bool = False) -> None:
@@ -67,7 +67,7 @@ def test_every_pass_uploads_every_block_once(num_slots: int, overlap: bool, reus
         runtime.finish()
         moved.append((runtime.bytes_up - before[0], runtime.bytes_down - before[1]))
         for i, unit in enumerate(units):
-            assert unit.version == number + 1 and bool((unit.home == i + number + 1).all())
+            assert unit.version == number + 1 and bool((unit.store_buffer == i + number + 1).all())
     ahead = sum(u.nbytes for u in units[:num_slots]) if overlap and num_slots < len(units) else 0
     assert moved[0] == (whole + ahead, whole), "the first pass brings up what the second starts with"
     assert all(up <= whole and down == whole for up, down in moved[1:])
@@ -84,7 +84,7 @@ def test_only_what_is_asked_for_is_sent_back() -> None:
     runtime.finish()
     assert runtime.bytes_down == units[1].nbytes + units[4].nbytes
     assert [u.version for u in units] == [0, 1, 0, 0, 1]
-    assert [int(u.home[0]) for u in units] == [0, 2, 2, 3, 5]
+    assert [int(u.store_buffer[0]) for u in units] == [0, 2, 2, 3, 5]
 
 
 def test_resident_blocks_never_move() -> None:
@@ -109,7 +109,7 @@ def test_a_reversed_pass_is_planned_like_any_other() -> None:
         for unit in order:
             visit(runtime, unit, update=True)
         runtime.finish()
-    assert [int(u.home[0]) for u in units] == [4, 5, 6, 7, 8]
+    assert [int(u.store_buffer[0]) for u in units] == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
@@ -118,7 +118,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
     rng = random.Random(num_slots)
     units = make_units(5)
     runtime = make_runtime(units, num_slots=num_slots)
-    value = {id(u): int(u.home[0]) for u in units}
+    value = {id(u): int(u.store_buffer[0]) for u in units}
     for _ in range(200):
         announced = rng.random() < 0.8
         downloads = [u for u in units if rng.random() < 0.5] if announced else []
@@ -138,7 +138,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
             runtime.depart(unit, slot)
         if announced or rng.random() < 0.5:
             runtime.finish()
-    assert [int(u.home[0]) for u in units] == [value[id(u)] for u in units]
+    assert [int(u.store_buffer[0]) for u in units] == [value[id(u)] for u in units]
 
 
 def test_a_slot_that_was_changed_and_not_sent_back_counts_for_nothing() -> None:
@@ -159,7 +159,7 @@ def test_rewritten_homes_are_brought_up_again_once_forgotten() -> None:
     for unit in units:
         visit(runtime, unit)
     runtime.finish()
-    units[0].home.fill_(77)
+    units[0].store_buffer.fill_(77)
     runtime.forget()
     runtime.start(units)
     visit(runtime, units[0])
@@ -175,7 +175,7 @@ def test_a_pass_that_breaks_off_leaves_a_runtime_that_works() -> None:
     for unit in units:
         visit(runtime, unit, update=True)
     runtime.finish()
-    assert [int(u.home[0]) for u in units] == [1, 2, 3, 4]
+    assert [int(u.store_buffer[0]) for u in units] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_low_slots", [1, 2])
@@ -196,7 +196,7 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
             low[: unit.low_nbytes] += 10
         runtime.depart(unit, slot)
     runtime.finish()
-    found = [int(u.low_home[0]) for u in units if u.low_home is not None]
+    found = [int(u.low_buffer[0]) for u in units if u.low_buffer is not None]
     assert found == [0, 11, 12, 3, 14]
     streamed = sum(u.nbytes for u in units if u.streamed)
     lows = sum(u.low_nbytes for u in units if id(u) in folding)

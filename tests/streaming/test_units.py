@@ -40,7 +40,7 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
 def decoded(unit: Unit) -> list[torch.Tensor]:
     """Every parameter's stored value in float32, in `placed` order."""
     found = []
-    for part, planes in zip(unit.parts, unit.planes(unit.home, unit.low_home), strict=True):
+    for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         plane = ops.decode(planes.storage, planes.low, planes.exponents)
         found += [placed.view(plane) for placed in part.placed]
     return found
@@ -76,17 +76,17 @@ def test_what_is_stored_comes_back(dtype: torch.dtype, wire: torch.dtype, split:
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_planes_are_aligned_and_disjoint(wire: torch.dtype) -> None:
     unit, _ = make_unit(dtype=torch.float32, wire=wire, split=True)
-    assert unit.home.data_ptr() % PAGE == 0
+    assert unit.store_buffer.data_ptr() % PAGE == 0
     taken = torch.zeros(unit.nbytes, dtype=torch.int32)
-    for part, planes in zip(unit.parts, unit.planes(unit.home), strict=True):
+    for part, planes in zip(unit.parts, unit.planes(unit.store_buffer), strict=True):
         for placed in part.placed:
             view = placed.view(planes.storage)
             assert view.shape == placed.parameter.shape and view.is_contiguous()
             assert view.data_ptr() % ALIGNMENT_NBYTES == 0
-            at = view.data_ptr() - unit.home.data_ptr()
+            at = view.data_ptr() - unit.store_buffer.data_ptr()
             taken[at : at + view.numel() * part.wire.itemsize] += 1
         if planes.exponents is not None:
-            at = planes.exponents.data_ptr() - unit.home.data_ptr()
+            at = planes.exponents.data_ptr() - unit.store_buffer.data_ptr()
             taken[at : at + planes.exponents.numel() * planes.exponents.itemsize] += 1
     assert int(taken.max()) == 1
 
@@ -96,11 +96,11 @@ def test_scratch_has_a_plane_for_each_trainable_part_only() -> None:
     scratch = torch.zeros(unit.scratch_nbytes, dtype=torch.uint8)
     outs = unit.outs(scratch)
     assert [out is None for out in outs] == [False, True]
-    views = unit.views(unit.planes(unit.home), outs)
+    views = unit.views(unit.planes(unit.store_buffer), outs)
     for placed, view, value in zip(unit.placed, views, values, strict=True):
         assert view.dtype is torch.bfloat16 and view.shape == placed.parameter.shape
         # Of the buffer it lies in: how an allocator aligns that buffer is the allocator's own (64 bytes on the CPU).
-        buffer = scratch if placed.trainable else unit.home
+        buffer = scratch if placed.trainable else unit.store_buffer
         assert (view.data_ptr() - buffer.data_ptr()) % ALIGNMENT_NBYTES == 0
         if not placed.trainable:
             assert torch.equal(view, value.bfloat16())
@@ -108,14 +108,14 @@ def test_scratch_has_a_plane_for_each_trainable_part_only() -> None:
 
 def test_a_parameter_at_home_is_a_view_or_a_placeholder() -> None:
     same, values = make_unit(dtype=torch.bfloat16, wire=torch.bfloat16, split=True)
-    same.bind_home()
+    same.bind_stored()
     for placed, value in zip(same.placed, values, strict=True):
         torch.testing.assert_close(placed.parameter.data, value.bfloat16(), rtol=2.0**-7, atol=0.0)
-        inside = placed.parameter.data_ptr() - same.home.data_ptr()
+        inside = placed.parameter.data_ptr() - same.store_buffer.data_ptr()
         assert 0 <= inside < same.nbytes
     other, _ = make_unit(dtype=torch.bfloat16, wire=torch.float8_e4m3fn, split=True)
     flags = [p.parameter.requires_grad for p in other.placed]
-    other.bind_home()
+    other.bind_stored()
     for placed, flag in zip(other.placed, flags, strict=True):
         p = placed.parameter
         assert p.dtype is torch.bfloat16 and p.requires_grad is flag
@@ -211,5 +211,5 @@ def test_settling_keeps_every_value_and_frees_the_originals() -> None:
     assert store.nbytes == placement.blocks[0].nbytes + placement.blocks[2].nbytes
     for name, p in model.named_parameters():
         assert torch.equal(p.data, before[name])
-        home = next(u.home for u in placement.units for q in u.placed if q.parameter is p)
+        home = next(u.store_buffer for u in placement.units for q in u.placed if q.parameter is p)
         assert 0 <= p.data_ptr() - home.data_ptr() < home.numel()

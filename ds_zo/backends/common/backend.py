@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.checkpoint.recorder import Recorder
+from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
@@ -38,10 +38,10 @@ _WHERE: dict[str, tuple[str, str]] = {
 class StepOutcome:
     """What one boundary step did."""
 
-    applied: bool | Late
+    applied: bool | DeferredScalar
     """False when the step was skipped (overflow, NaN): the engine counts it in `skipped_steps`."""
 
-    grad_norm: float | Late | None = None
+    grad_norm: float | DeferredScalar | None = None
     """What `engine.get_global_grad_norm()` returns."""
 
     advance_schedule: bool = True
@@ -72,7 +72,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    recorder: Recorder | None = None
+    recorder: TrajectoryRecorder | None = None
     """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
     accumulates: ClassVar[bool] = True
     """Whether what `backward` adds waits for `step`, so that `zero_grad` can drop it."""

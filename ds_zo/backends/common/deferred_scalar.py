@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 
-class Late:
+class DeferredScalar:
     """A device scalar on its way to the host. Reading waits for that copy alone, not for what has been issued since;
     nothing that is issued since waits for the copy, which may stand behind a block that is sent back."""
 

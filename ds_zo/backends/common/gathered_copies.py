@@ -35,7 +35,7 @@ class _Copy:
         return self.parameter.data if self.unit is None else self.unit.lent(self.parameter)
 
 
-class Lending:
+class GatheredCopies:
     def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
 
@@ -80,7 +80,7 @@ class Lending:
         for copy in list(self._copies.values()):
             self.take_back(copy.parameter)
             if comes_home and copy.unit is not None:
-                copy.unit.bind_home()
+                copy.unit.bind_stored()
 
     def _check(self, copy: _Copy, *hooked: Any) -> None:
         unit = copy.unit

@@ -19,7 +19,7 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_zo.backends.common.gathered_copies import Lending
+from ds_zo.backends.common.gathered_copies import GatheredCopies
 from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.streaming.units import Placed, Unit
 from ds_zo.streaming.watched import plain_class, unwatch, watch
@@ -36,7 +36,7 @@ class ModuleState(ABC):
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
         self._staged: list[nn.Parameter] = []
-        self.lending = Lending()
+        self.gathered_copies = GatheredCopies()
         self._has_warned_of_copies = False
         self._handles = []
         for m in module.modules():
@@ -76,7 +76,7 @@ class ModuleState(ABC):
             self.watch()
 
     def _is_watched(self, unit: Unit) -> bool:
-        return self._visits(unit)
+        return self._is_materialised_in_forward(unit)
 
     @abstractmethod
     def bring_up(self, parameter: nn.Parameter) -> None:
@@ -161,7 +161,7 @@ class ModuleState(ABC):
         """Weights of `unit` are about to be written."""
 
     def close(self) -> None:
-        self.lending.close(comes_home=self.owns_module() and not sys.is_finalizing())
+        self.gathered_copies.close(comes_home=self.owns_module() and not sys.is_finalizing())
         if self.owns_module():
             self.unwatch()
         self._units = []
@@ -178,7 +178,7 @@ class ModuleState(ABC):
 
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
-            if p is None or id(p) not in self._where or p in self.lending:
+            if p is None or id(p) not in self._where or p in self.gathered_copies:
                 continue
             if prefix + name in state_dict:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
@@ -232,22 +232,24 @@ class ModuleState(ABC):
         for p, value in zip(parameters, values, strict=True):
             unit = self._where[id(p)][0] if id(p) in self._where else None
             visitors: list[nn.Module] = []
-            if unit is not None and self._visits(unit):  # a block's as a whole, others by each module that has them
+            if unit is not None and self._is_materialised_in_forward(
+                unit
+            ):  # a block's as a whole, others by each module that has them
                 visitors = [unit.module, *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block)]
-            self.lending.show(p, value, unit=unit, visitors=visitors)
+            self.gathered_copies.show(p, value, unit=unit, visitors=visitors)
 
-    def _visits(self, unit: Unit) -> bool:
+    def _is_materialised_in_forward(self, unit: Unit) -> bool:
         """Its parameters are pointed elsewhere while its module runs."""
         return True
 
     def return_home(self, parameter: nn.Parameter) -> None:
         """After somebody pointed it at memory of their own."""
-        self._where[id(parameter)][0].bind_home()
+        self._where[id(parameter)][0].bind_stored()
 
     def _plain_copy(self, parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         """The current weights, and nothing that refers to an engine; the device is the one that it shows."""
         device = parameter.device
-        if parameter in self.lending:
+        if parameter in self.gathered_copies:
             value = parameter.detach().clone()
         else:
             value = self.read(parameter).to(device, copy=True)
@@ -257,5 +259,5 @@ class ModuleState(ABC):
     def store(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Writes a weight, and shows it where a copy is shown."""
         self.write(parameter, value)
-        if parameter in self.lending:
-            self.lending.stored(parameter, value)
+        if parameter in self.gathered_copies:
+            self.gathered_copies.stored(parameter, value)

@@ -10,7 +10,7 @@ import torch
 Group = dict[str, Any]
 
 
-class Membership:
+class ParamGroupIndex:
     def __init__(self) -> None:
         self._seen: list[tuple[int, list[int]]] = []
         self._group_of: dict[int, Group] = {}

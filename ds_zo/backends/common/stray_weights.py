@@ -12,7 +12,7 @@ from ds_zo.streaming.units import Unit
 from ds_zo.streaming.watched import is_harmless, parameters_in
 
 
-class Watch(TorchFunctionMode):
+class StrayWeightDetector(TorchFunctionMode):
     """Notes parameters that reach a torch function while their holder is not being visited.
 
     `F.linear(x, self.embed.weight)` outside the embedding's forward would use unperturbed weights, silently.
@@ -27,7 +27,7 @@ class Watch(TorchFunctionMode):
         """The first parameter that was used outside of a visit, by the key of its holder."""
 
     @classmethod
-    def of_units(cls, units: Iterable[Unit], visited: Collection[int]) -> Watch:
+    def of_units(cls, units: Iterable[Unit], visited: Collection[int]) -> StrayWeightDetector:
         """Units are known by their id. Frozen weights on the device are the same everywhere."""
         placed = ((u, p) for u in units for p in u.placed if p.trainable or u.streamed)
         return cls({id(p.parameter): (id(u), p.name) for u, p in placed}, visited)
@@ -47,7 +47,7 @@ class Watch(TorchFunctionMode):
 
 def unwatched() -> AbstractContextManager[None]:
     """Around compiled code, which would be compiled anew to be watched."""
-    is_watched = isinstance(_get_current_function_mode(), Watch)
+    is_watched = isinstance(_get_current_function_mode(), StrayWeightDetector)
     return _pop_mode_temporarily() if is_watched else nullcontext()
 
 
@@ -62,7 +62,7 @@ def used_outside(name: str) -> ValueError:
 @contextmanager
 def refuse_strays(units: Sequence[Unit], visited: Collection[int]) -> Iterator[None]:
     """Around a forward of streamed blocks. Its own error may be what a weight used outside of its block leads to."""
-    watch = Watch.of_units(units, visited)
+    watch = StrayWeightDetector.of_units(units, visited)
     try:
         with watch:
             yield

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ds_zo.backends.lomo.backend import LOMOBackend
-from ds_zo.backends.lomo.gradients import Slot
+from ds_zo.backends.lomo.gradients import ParameterState
 from ds_zo.config import AdaLOMOParams
 from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
 
@@ -20,7 +20,7 @@ class AdaLOMOBackend(LOMOBackend):
 
     def _update_weight(
         self,
-        slot: Slot,
+        slot: ParameterState,
         grad: torch.Tensor,
         *,
         lr: float,

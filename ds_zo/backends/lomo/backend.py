@@ -43,18 +43,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.backends.common.deferred_scalar import Late
-from ds_zo.backends.common.param_groups import Membership
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
+from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.lomo.adapters import adapter_parameters, note_initial_lr
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
-from ds_zo.backends.lomo.gradients import Layer, Phase, Slot
+from ds_zo.backends.lomo.gradients import BackwardPhase, Layer, ParameterState
 from ds_zo.backends.lomo.reducer import Bucket, GradientReducer, Gradients, Pieces, buckets_of
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
-from ds_zo.backends.recompute.block_store import BlockHomes, HomesState
+from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import (
-    Call,
+    BlockCall,
     RecomputedBlock,
     refuse_router_logits,
     refuse_shared_modules,
@@ -76,7 +76,7 @@ from ds_zo.optim import (
 )
 from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
-from ds_zo.streaming.device_shards import Segment
+from ds_zo.streaming.device_shards import ParameterShard
 from ds_zo.streaming.node import wait_as_long_as_the_world
 from ds_zo.streaming.watched import told_to_nobody
 
@@ -114,7 +114,7 @@ class LOMOBackend(Backend):
         self._by_layer = clips and self.settings.norm_scope == "group"
         self._two_passes = half or (clips and not self._by_layer)
         self._rounding = config.section.rounding
-        self._phase = Phase.IDLE
+        self._phase = BackwardPhase.IDLE
         self._pass = 0
         self._num_updates = 0
         """Updates made so far, one a backward; chooses the rounding bits."""
@@ -122,7 +122,7 @@ class LOMOBackend(Backend):
         """What gradients of this backward are multiplied by: clipping and unscaling."""
         self._norms: list[torch.Tensor] = []
         self._skipped = SkippedUpdates(device)
-        self._membership = Membership()
+        self._membership = ParamGroupIndex()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
         self._pending = False
@@ -136,15 +136,15 @@ class LOMOBackend(Backend):
         self._retains = False
         self._checked = False
         """A forward was watched for weights of streamed blocks that are used where they are not brought up."""
-        self._homes = None
+        self._block_store = None
         if self.places_parameters(config):
-            self._homes = BlockHomes(
+            self._block_store = RecomputedBlockStore(
                 module, config, param_groups=self.param_groups, device=device, process_group=process_group
             )
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._caches = Caches(module)
         self._compiler = BlockCompiler(twice=self._two_passes) if config.section.compile_blocks else None
-        if self._compiler is not None and self._homes is None:
+        if self._compiler is not None and self._block_store is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._slots = self._make_slots()
         self._foreign = ForeignLeaves(module.parameters()) if self._two_passes else None
@@ -154,10 +154,10 @@ class LOMOBackend(Backend):
         self._handles = [self._hook(slot) for slot in self._slots]
         self._membership.follow(self.param_groups)
         self._show_scale(overflow=False)
-        self._state: HomesState | None = None
+        self._state: RecomputedModuleState | None = None
         self._pretrained: PretrainedSaving | None = None
-        if self._homes is not None:
-            self._state = HomesState(self._homes, module)
+        if self._block_store is not None:
+            self._state = RecomputedModuleState(self._block_store, module)
             self._pretrained = PretrainedSaving(module, self._state.read)
         self._warn()
 
@@ -173,7 +173,7 @@ class LOMOBackend(Backend):
 
     # Parameters
 
-    def _make_slots(self) -> list[Slot]:
+    def _make_slots(self) -> list[ParameterState]:
         adapters = adapter_parameters(self.module) if self.settings.adapter is not None else frozenset()
         if self.settings.adapter is not None and not adapters:
             raise ConfigError(
@@ -188,7 +188,7 @@ class LOMOBackend(Backend):
                 layer = Layer()
                 elsewhere = {id(getattr(owner, name)) for owner, name in shared}
                 layer_of |= {id(p): layer for p in block.parameters() if id(p) not in elsewhere}
-        slots: list[Slot] = []
+        slots: list[ParameterState] = []
         offset = 0
         for name, p in self.module.named_parameters():
             if p.requires_grad and p.is_floating_point() and p.dtype not in _UPDATED:
@@ -199,22 +199,22 @@ class LOMOBackend(Backend):
                 )
             if p.is_floating_point() and p.numel():
                 own_layer = layer_of.get(id(p), Layer()) if self._by_layer else None
-                slots.append(Slot(name, p, offset, id(p) in adapters, own_layer))
+                slots.append(ParameterState(name, p, offset, id(p) in adapters, own_layer))
                 if own_layer is not None:
                     own_layer.slots.append(slots[-1])
             offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
         return slots
 
     def _wrap_blocks(self) -> list[RecomputedBlock]:
-        if self._homes is None:
+        if self._block_store is None:
             return []
         refuse_router_logits(self.module)
         slot_of = {id(slot.parameter): slot for slot in self._slots}
-        units = self._homes.placement.blocks
+        units = self._block_store.placement.blocks
         refuse_shared_modules(units)
         found = []
         for unit, shared in zip(units, shared_parameters(self.module, [u.module for u in units]), strict=True):
-            block = RecomputedBlock(unit, self._homes, consumer=self, shared=shared, compiler=self._compiler)
+            block = RecomputedBlock(unit, self._block_store, consumer=self, shared=shared, compiler=self._compiler)
             elsewhere = {id(getattr(owner, name)) for owner, name in shared}
             for p in unit.module.parameters():
                 if id(p) in slot_of and id(p) not in elsewhere:
@@ -229,16 +229,16 @@ class LOMOBackend(Backend):
         wait_as_long_as_the_world(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
         in_pieces = self.updates_pieces and not self._by_layer
-        shards = self._homes.shards if self._homes is not None and in_pieces else None
+        shards = self._block_store.shards if self._block_store is not None and in_pieces else None
         return GradientReducer(
             buckets_of(self.module, blocks, self._slots, shards=shards),
             process_group=self.process_group,
             device=self.device,
             consumer=self,
-            blocks_first=self._homes is not None and self._homes.is_sharded,
+            blocks_first=self._block_store is not None and self._block_store.is_sharded,
         )
 
-    def _hook(self, slot: Slot) -> RemovableHandle:
+    def _hook(self, slot: ParameterState) -> RemovableHandle:
         """On frozen parameters too, for when they are thawed; torch takes hooks only where gradients are required."""
         p, frozen = slot.parameter, not slot.parameter.requires_grad
         if p in _hooks:
@@ -268,7 +268,12 @@ class LOMOBackend(Backend):
                 f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
             )
         budget = self.config.section.stream.device_memory_gb
-        if self._homes is not None and self.device.type == "cuda" and budget is not None and not segments_expand():
+        if (
+            self._block_store is not None
+            and self.device.type == "cuda"
+            and budget is not None
+            and not segments_expand()
+        ):
             logger.warning(
                 f"ds_zo: of {budget:g} GB, PyTorch's allocator may hold several that no tensor fits in: start with "
                 f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
@@ -300,7 +305,7 @@ class LOMOBackend(Backend):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._in_bare = False
-        if self._homes is not None:
+        if self._block_store is not None:
             refuse_router_logits(self.module, kwargs)
         if self.module.training:
             self._check_parameters()
@@ -309,9 +314,9 @@ class LOMOBackend(Backend):
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
-            self._caches.off() if self._homes is not None or self._compiler is not None else nullcontext(),
+            self._caches.off() if self._block_store is not None or self._compiler is not None else nullcontext(),
             self._forward_sweep() if self.module.training else nullcontext(),
-            self._homes.watched() if self._homes is not None and not self._checked else nullcontext(),
+            self._block_store.watched() if self._block_store is not None and not self._checked else nullcontext(),
         ):
             output = self.module(*args, **kwargs)
         self._checked = True
@@ -322,7 +327,7 @@ class LOMOBackend(Backend):
     @contextmanager
     def _forward_sweep(self) -> Iterator[None]:
         """Its last blocks stay in their slots: the backward starts with them."""
-        if self._homes is None:
+        if self._block_store is None:
             yield
             return
         with ExitStack() as stack:
@@ -330,22 +335,22 @@ class LOMOBackend(Backend):
                 if getattr(block.unit.module, "gradient_checkpointing", False):
                     block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
                     stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
-            stack.callback(self._homes.runtime.finish)
-            self._homes.start_forward()
+            stack.callback(self._block_store.runtime.finish)
+            self._block_store.start_forward()
             yield
 
-    def _start_sweep(self, phase: Phase) -> None:
+    def _start_sweep(self, phase: BackwardPhase) -> None:
         """Blocks in the reverse of the order they ran in, those of the second pass ahead while the first ends."""
-        if self._homes is None:
+        if self._block_store is None:
             return
-        if phase is Phase.DISCARD:
-            self._homes.runtime.start((), then=())
+        if phase is BackwardPhase.DISCARD:
+            self._block_store.runtime.start((), then=())
             return
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         trained = [b.unit for b in self._blocks if any(self._trains(slot) for slot in b.slots)]
-        measures = phase is Phase.MEASURE
+        measures = phase is BackwardPhase.MEASURE
         order = [call.block.unit for call in calls]
-        self._homes.start_backward(order, downloads=() if measures else trained, again=measures)
+        self._block_store.start_backward(order, downloads=() if measures else trained, again=measures)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """See [Note: two passes]."""
@@ -360,23 +365,23 @@ class LOMOBackend(Backend):
         self._retains = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
         scaled = loss if self._scaler is None else loss.float() * scale
-        norm: float | Late | None = None
+        norm: float | DeferredScalar | None = None
         finite = True
         if self._two_passes:
             assert self._foreign is not None
-            with self._in_pass(Phase.MEASURE), self._foreign.kept(scaled):
+            with self._in_pass(BackwardPhase.MEASURE), self._foreign.kept(scaled):
                 scaled.backward(retain_graph=True)
             norm = self._measured() / scale
             finite = math.isfinite(norm)
             self._coef = self._coefficient(norm, scale) if finite else None
         for layer in self._layers:
             layer.num_expected = sum(self._trains(slot) for slot in layer.slots)
-        with self._in_pass(Phase.UPDATE if finite else Phase.DISCARD):
+        with self._in_pass(BackwardPhase.UPDATE if finite else BackwardPhase.DISCARD):
             scaled.backward(retain_graph=retain_graph)
             for layer in self._layers:
                 self._update_layer(layer)  # those with parameters that this loss did not reach
         if self._by_layer and self._norms:
-            norm = Late(torch.stack(self._norms).norm() / scale)
+            norm = DeferredScalar(torch.stack(self._norms).norm() / scale)
             self._norms = []
         self._num_updates += finite
         self._settle(norm, applied=finite and self._skipped.end())
@@ -386,7 +391,7 @@ class LOMOBackend(Backend):
         """See [Note: skipped updates]."""
         self._end_bare()
         self._num_updates -= not self._skipped.read()
-        if self._pending and isinstance(self._outcome.applied, Late):
+        if self._pending and isinstance(self._outcome.applied, DeferredScalar):
             self._outcome = replace(self._outcome, applied=bool(self._outcome.applied.get()))
             self._has_updated &= self._outcome.applied is True
 
@@ -409,19 +414,19 @@ class LOMOBackend(Backend):
             )
 
     @contextmanager
-    def _in_pass(self, phase: Phase) -> Iterator[None]:
+    def _in_pass(self, phase: BackwardPhase) -> Iterator[None]:
         self._phase = phase
         self._pass += 1
         try:
             self._start_sweep(phase)
-            if self._reducer is not None and phase is not Phase.DISCARD:
-                measures = phase is Phase.MEASURE
+            if self._reducer is not None and phase is not BackwardPhase.DISCARD:
+                measures = phase is BackwardPhase.MEASURE
                 guard = self._skipped.loss_guard if measures or not self._two_passes else None
                 self._reducer.begin(self._trains, measures=measures, loss_guard=guard)
             with run_backward_twice() if self._runs_compiled_twice() else nullcontext():
                 yield
             self._end_sweep()
-            if self._reducer is not None and phase is not Phase.DISCARD:
+            if self._reducer is not None and phase is not BackwardPhase.DISCARD:
                 self._reducer.finish()
         except BaseException:
             self._norms = []
@@ -432,25 +437,25 @@ class LOMOBackend(Backend):
                 self._reducer.drop()
             raise
         finally:
-            self._phase = Phase.IDLE
+            self._phase = BackwardPhase.IDLE
             for slot in self._slots:
                 slot.held = None
             for layer in self._layers:
                 layer.waiting = []
-            if self._homes is not None:
-                self._homes.runtime.finish()
+            if self._block_store is not None:
+                self._block_store.runtime.finish()
 
     def _runs_compiled_twice(self) -> bool:
         return self._two_passes and (self._compiler is not None or is_compiled(self.module))
 
     # Blocks that are computed again
 
-    def begin_visit(self, call: Call) -> bool:
-        if self._phase is Phase.IDLE:
+    def begin_visit(self, call: BlockCall) -> bool:
+        if self._phase is BackwardPhase.IDLE:
             raise RuntimeError(_BARE_STREAMED)
         call.last_pass = call.block.last_visit = self._pass
-        call.spent = self._phase is not Phase.MEASURE and not self._retains
-        if self._phase is Phase.DISCARD:
+        call.spent = self._phase is not BackwardPhase.MEASURE and not self._retains
+        if self._phase is BackwardPhase.DISCARD:
             return False
         if self._reducer is not None:  # the other ranks may be waiting for blocks that ran there and not here
             for bucket in self._reducer.open_blocks():
@@ -483,8 +488,8 @@ class LOMOBackend(Backend):
         """Blocks that also ran in another graph, which this backward did not reach, are still waiting for it."""
         for block in self._blocks:
             if any(slot.held is not None for slot in block.slots):
-                assert self._homes is not None
-                with self._homes.visit(block.unit) as visit:
+                assert self._block_store is not None
+                with self._block_store.visit(block.unit) as visit:
                     visit.changed = self._complete_block(block)
 
     def _measured(self) -> float:
@@ -499,15 +504,15 @@ class LOMOBackend(Backend):
         coef = (min(1.0, limit / (norm + _NORM_FLOOR)) if limit > 0 else 1.0) / scale
         return None if coef == 1.0 else torch.tensor(coef, dtype=torch.float32, device=self.device)
 
-    def _trains(self, slot: Slot) -> bool:
+    def _trains(self, slot: ParameterState) -> bool:
         return slot.parameter.requires_grad and slot.parameter in self._membership
 
-    def _arrived(self, slot: Slot) -> None:
+    def _arrived(self, slot: ParameterState) -> None:
         """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
         p, phase = slot.parameter, self._phase
         if p.grad is not None and p.grad.layout is not torch.strided:
             p.grad = p.grad.to_dense()  # of an embedding that was made with sparse=True
-        if slot.block is not None and phase is not Phase.IDLE:
+        if slot.block is not None and phase is not BackwardPhase.IDLE:
             self._check_visited(slot)
             if p.grad is not None and slot.held is not None:
                 p.grad = slot.held + p.grad
@@ -517,9 +522,9 @@ class LOMOBackend(Backend):
                 return
         self._take(slot)
 
-    def _take(self, slot: Slot) -> None:
+    def _take(self, slot: ParameterState) -> None:
         p, phase = slot.parameter, self._phase
-        if phase is Phase.IDLE:
+        if phase is BackwardPhase.IDLE:
             self._check_bare(p)
         if slot.last_pass == self._pass:
             p.grad = None
@@ -529,21 +534,21 @@ class LOMOBackend(Backend):
             )
         slot.last_pass = self._pass
         grad = p.grad
-        if grad is None or phase is Phase.DISCARD or p not in self._membership:
+        if grad is None or phase is BackwardPhase.DISCARD or p not in self._membership:
             p.grad = None
             return
         if self._reducer is None:
             self._consume(slot, grad)
             return
-        if phase is Phase.IDLE and not self._reducer.active:
+        if phase is BackwardPhase.IDLE and not self._reducer.active:
             self._reducer.begin(self._trains, measures=False, loss_guard=self._skipped.loss_guard)
             torch.autograd.Variable._execution_engine.queue_callback(self._reducer.finish)
         p.grad = None
         self._reducer.add(slot, grad)
 
-    def _consume(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _consume(self, slot: ParameterState, grad: torch.Tensor) -> None:
         """`grad` is the one that counts, and stands in the parameter."""
-        if self._phase is Phase.MEASURE:
+        if self._phase is BackwardPhase.MEASURE:
             self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
         elif slot.layer is not None:
             slot.layer.waiting.append(slot)
@@ -556,20 +561,20 @@ class LOMOBackend(Backend):
 
     def hold_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
         block = bucket.block
-        if block is None or self._homes is None or self._homes.is_visited(block.unit):
+        if block is None or self._block_store is None or self._block_store.is_visited(block.unit):
             return nullcontext()
-        if self._phase is Phase.MEASURE and not self._homes.is_sharded:
+        if self._phase is BackwardPhase.MEASURE and not self._block_store.is_sharded:
             return nullcontext()
         if bucket.in_pieces and block.last_visit == self._pass:
             return nullcontext()  # it needs no weights; the visit was to bring blocks in step with the other ranks
-        return None if self._homes.is_visiting else self._visit(block)
+        return None if self._block_store.is_visiting else self._visit(block)
 
     @contextmanager
     def _visit(self, block: RecomputedBlock) -> Iterator[None]:
         """For gradients that came late, or from other ranks alone."""
-        assert self._homes is not None
+        assert self._block_store is not None
         block.last_visit = self._pass
-        with self._homes.visit(block.unit) as visit:
+        with self._block_store.visit(block.unit) as visit:
             yield
             visit.changed = self._has_changed(block)
 
@@ -584,19 +589,19 @@ class LOMOBackend(Backend):
 
     def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
         """See [Note: gradients in pieces]."""
-        assert self._homes is not None
+        assert self._block_store is not None
         if not self._two_passes:
             for slot, guard in guards:
                 self._skipped.add(slot, guard)
         guard_of = {} if self._two_passes else {id(slot): (guard,) for slot, guard in guards}
-        with self._homes.updating(block.unit) as shard:
+        with self._block_store.updating(block.unit) as shard:
             for slot, segment, grad in pieces:
                 self._update_piece(slot, segment, shard, grad, guard_of.get(id(slot), ()))
 
     def _update_piece(
         self,
-        slot: Slot,
-        segment: Segment,
+        slot: ParameterState,
+        segment: ParameterShard,
         shard: torch.Tensor,
         grad: torch.Tensor,
         guards: Sequence[torch.Tensor],
@@ -615,14 +620,14 @@ class LOMOBackend(Backend):
             guards=guards,
         )
 
-    def _check_visited(self, slot: Slot) -> None:
-        assert slot.block is not None and self._homes is not None
-        if not self._homes.is_visited(slot.block.unit):
+    def _check_visited(self, slot: ParameterState) -> None:
+        assert slot.block is not None and self._block_store is not None
+        if not self._block_store.is_visited(slot.block.unit):
             slot.parameter.grad = None
             raise used_outside(slot.name)
 
     def _check_bare(self, p: nn.Parameter) -> None:
-        if self._homes is not None:
+        if self._block_store is not None:
             p.grad = None
             raise RuntimeError(_BARE_STREAMED)
         if self._two_passes or self._by_layer:
@@ -656,7 +661,7 @@ class LOMOBackend(Backend):
     # Updates
 
     def _update(
-        self, slot: Slot, grad: torch.Tensor, coef: torch.Tensor | None, norm: torch.Tensor | None = None
+        self, slot: ParameterState, grad: torch.Tensor, coef: torch.Tensor | None, norm: torch.Tensor | None = None
     ) -> None:
         """`norm`: the gradient's, where it is known."""
         p = slot.parameter
@@ -695,7 +700,7 @@ class LOMOBackend(Backend):
 
     def _update_weight(
         self,
-        slot: Slot,
+        slot: ParameterState,
         grad: torch.Tensor,
         *,
         lr: float,
@@ -728,7 +733,7 @@ class LOMOBackend(Backend):
 
     # step
 
-    def _settle(self, norm: float | Late | None, *, applied: bool | Late) -> None:
+    def _settle(self, norm: float | DeferredScalar | None, *, applied: bool | DeferredScalar) -> None:
         """What `step` will report; with sequential accumulation a step is skipped when all its micro-batches were."""
         overflow = self._scaler is not None and applied is False
         if self._scaler is not None:
@@ -748,8 +753,8 @@ class LOMOBackend(Backend):
         self._end_bare()
         outcome = self._outcome if self._pending else StepOutcome(applied=True)
         self._pending = self._bare = self._in_bare = self._has_updated = False
-        if self._homes is not None:
-            self._homes.fill_device()
+        if self._block_store is not None:
+            self._block_store.fill_device()
         return outcome
 
     def zero_grad(self) -> None:
@@ -807,7 +812,7 @@ class LOMOBackend(Backend):
         """What the micro-batches of a window that is not over have come to."""
         self._read_skipped()
         outcome = self._outcome
-        norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, Late) else outcome.grad_norm
+        norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, DeferredScalar) else outcome.grad_norm
         window = {"applied": bool(outcome.applied), "grad_norm": norm, "advance_schedule": outcome.advance_schedule}
         return {"window": window if self._pending else None, "bare": self._bare}
 
@@ -833,14 +838,14 @@ class LOMOBackend(Backend):
         num_adapters = sum(slot.is_adapter for slot in self._slots)
         adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
         passes = "two backward passes" if self._two_passes else "one backward pass"
-        lines = [] if self._homes is None else [self._homes.describe()]
+        lines = [] if self._block_store is None else [self._block_store.describe()]
         ranks = [] if self._reducer is None else [self._reducer.describe()]
         return "\n".join([*lines, f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}", *ranks])
 
     def stored(self) -> dict[str, torch.Tensor]:
-        if self._homes is None:
+        if self._block_store is None:
             return super().stored()
-        self._homes.wait()
+        self._block_store.wait()
         collected = {} if self._state is None else self._state.collected
         named = self.module.named_parameters(remove_duplicate=False)
         with told_to_nobody():
@@ -861,15 +866,15 @@ class LOMOBackend(Backend):
 
     @contextmanager
     def readable_alone(self) -> Iterator[None]:
-        if self._state is None or self._homes is None or self._homes.shards is None:
+        if self._state is None or self._block_store is None or self._block_store.shards is None:
             yield
             return
         with self._state.collecting(keeps=dist.get_rank() == 0):
             yield
 
     def stored_changed(self) -> None:
-        if self._homes is not None:
-            self._homes.rewritten()
+        if self._block_store is not None:
+            self._block_store.rewritten()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -880,13 +885,13 @@ class LOMOBackend(Backend):
             self._compiler.close()
         if self._pretrained is not None:
             self._pretrained.close()
-        if self._homes is not None and self._state is not None:
+        if self._block_store is not None and self._state is not None:
             leave_whole = self._state.owns_module() and not sys.is_finalizing()
             self._state.close()
-            self._homes.close(leave_whole=leave_whole)
+            self._block_store.close(leave_whole=leave_whole)
 
 
-def _dispatch(backend: weakref.ref[LOMOBackend], slot: Slot, parameter: torch.Tensor) -> None:
+def _dispatch(backend: weakref.ref[LOMOBackend], slot: ParameterState, parameter: torch.Tensor) -> None:
     """A hook outlives an engine that was dropped without `destroy`; it then does nothing."""
     alive = backend()
     if alive is not None:

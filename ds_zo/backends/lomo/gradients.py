@@ -12,7 +12,7 @@ from ds_zo.backends.recompute.blocks import RecomputedBlock
 from ds_zo.optim import AdamMoments, FactoredMoments
 
 
-class Phase(Enum):
+class BackwardPhase(Enum):
     IDLE = "no engine.backward is running: a gradient that arrives comes from a bare loss.backward()"
     MEASURE = "gradients are measured and dropped"
     UPDATE = "gradients are consumed by updates"
@@ -20,7 +20,7 @@ class Phase(Enum):
 
 
 @dataclass
-class Slot:
+class ParameterState:
     """What is kept of a parameter besides itself."""
 
     name: str
@@ -46,7 +46,7 @@ class Layer:
     """Parameters that are clipped by their own norm: a block, or one parameter outside of blocks."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
-        self.waiting: list[Slot] = []
+        self.slots: list[ParameterState] = []
+        self.waiting: list[ParameterState] = []
         """Those whose gradients have come, in this pass."""
         self.num_expected = 0

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_zo.backends.lomo.gradients import Slot
+from ds_zo.backends.lomo.gradients import ParameterState
 from ds_zo.backends.recompute.blocks import RecomputedBlock, shared_parameters
 from ds_zo.optim import gradient_guard
-from ds_zo.streaming.device_shards import DeviceShards, Segment
+from ds_zo.streaming.device_shards import DeviceShards, ParameterShard
 from ds_zo.streaming.node import one_may_be_gone, waiting_time
 
 _ALIGN = 16
@@ -46,8 +46,8 @@ _PIECES_NBYTES = 128 * 2**20
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-Gradients = list[tuple[Slot, torch.Tensor]]
-Pieces = list[tuple[Slot, Segment, torch.Tensor]]
+Gradients = list[tuple[ParameterState, torch.Tensor]]
+Pieces = list[tuple[ParameterState, ParameterShard, torch.Tensor]]
 
 
 class Stage(Enum):
@@ -63,11 +63,11 @@ class Bucket:
     in_pieces = False
     """Each rank gets the sums of its own pieces; see [Note: gradients in pieces]."""
 
-    def __init__(self, slots: Sequence[Slot], block: RecomputedBlock | None = None) -> None:
+    def __init__(self, slots: Sequence[ParameterState], block: RecomputedBlock | None = None) -> None:
         self.slots = list(slots)
         self.block = block
         """Where blocks stream: the one whose weights have to be here when this is consumed."""
-        self.trained: list[Slot] = []
+        self.trained: list[ParameterState] = []
         self.stage = Stage.DONE
         self.arrived: set[int] = set()
         self.works: list[Any] = []
@@ -87,7 +87,7 @@ class Bucket:
     def buffers(self) -> list[torch.Tensor]:
         return list(self._buffers.values())
 
-    def train(self, trained: Sequence[Slot], *, num_ranks: int) -> None:
+    def train(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
         """Lays out the parameters that take part."""
         self.trained = list(trained)
         self._where, self._marks_at, self._num_elements = {}, {}, {}
@@ -109,11 +109,11 @@ class Bucket:
         if not self._buffers:
             self._buffers = {d: torch.zeros(n, dtype=d, device=device) for d, n in self._num_elements.items()}
 
-    def gradient(self, slot: Slot) -> torch.Tensor:
+    def gradient(self, slot: ParameterState) -> torch.Tensor:
         dtype, begin = self._where[id(slot)]
         return self._buffers[dtype][begin : begin + slot.parameter.numel()].view(slot.parameter.shape)
 
-    def put(self, slot: Slot, grad: torch.Tensor) -> None:
+    def put(self, slot: ParameterState, grad: torch.Tensor) -> None:
         self.gradient(slot).copy_(grad)
         self.arrived.add(id(slot))
 
@@ -133,7 +133,7 @@ class Bucket:
         dtype, begin = next(iter(self._marks_at.items()))
         return self._buffers[dtype][begin].to(torch.float32, copy=True)
 
-    def present(self) -> list[Slot]:
+    def present(self) -> list[ParameterState]:
         """Those that some rank had a gradient for."""
         if len(self.arrived) == len(self.trained):
             return self.trained
@@ -151,18 +151,21 @@ class PiecesBucket(Bucket):
     in_pieces = True
 
     def __init__(
-        self, slots: Sequence[Slot], block: RecomputedBlock | None, segments: Mapping[int, Sequence[Segment]]
+        self,
+        slots: Sequence[ParameterState],
+        block: RecomputedBlock | None,
+        segments: Mapping[int, Sequence[ParameterShard]],
     ) -> None:
         """`segments` by the parameter's id."""
         super().__init__(slots, block)
         self._segments = segments
-        self._places: dict[int, list[tuple[Segment, int]]] = {}
+        self._places: dict[int, list[tuple[ParameterShard, int]]] = {}
         """Where in its rank's row each of a parameter's segments begins, by the slot's id."""
         self._own_guards: dict[int, torch.Tensor] = {}
         """Of this rank's gradients, by the slot's id."""
         self._num_ranks = 1
 
-    def train(self, trained: Sequence[Slot], *, num_ranks: int) -> None:
+    def train(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
         self.trained = list(trained)
         self._num_ranks = num_ranks
         self._where, self._marks_at, self._num_elements, self._places = {}, {}, {}, {}
@@ -177,13 +180,13 @@ class PiecesBucket(Bucket):
             self._marks_at[dtype] = max(ends)
             self._num_elements[dtype] = num_ranks * (-(-(max(ends) + len(slots)) // step) * step)
 
-    def put(self, slot: Slot, grad: torch.Tensor) -> None:
+    def put(self, slot: ParameterState, grad: torch.Tensor) -> None:
         flat, rows = grad.reshape(-1), self._rows(slot.parameter.dtype)
         for segment, at in self._places[id(slot)]:
             rows[segment.rank, at : at + segment.numel].copy_(flat[segment.begin : segment.begin + segment.numel])
         self.arrived.add(id(slot))
 
-    def check(self, slot: Slot, grad: torch.Tensor) -> None:
+    def check(self, slot: ParameterState, grad: torch.Tensor) -> None:
         """See [Note: gradients in pieces]. A gradient whose sum over ranks may overflow counts as not finite."""
         self._own_guards[id(slot)] = gradient_guard(grad).to(grad.dtype) * self._num_ranks
 
@@ -199,13 +202,13 @@ class PiecesBucket(Bucket):
                 own = torch.stack([self._own_guards.get(id(slot), none) for slot in here])
                 marks.add_(own * 0 + loss_guard)
 
-    def present(self) -> list[Slot]:
+    def present(self) -> list[ParameterState]:
         if len(self.arrived) == len(self.trained):
             return self.trained
         marks = {d: iter(row[self._marks_at[d] :].tolist()) for d, row in zip(self._buffers, self.pieces, strict=True)}
         return [slot for slot in self.trained if next(marks[slot.parameter.dtype]) != 0]
 
-    def guards(self, present: Sequence[Slot]) -> Gradients:
+    def guards(self, present: Sequence[ParameterState]) -> Gradients:
         """Each parameter's, for the gradients and losses of all ranks."""
         rows = zip(self._buffers, self.pieces, strict=True)
         marks = {dtype: iter(row[self._marks_at[dtype] :].to(torch.float32, copy=True)) for dtype, row in rows}
@@ -216,7 +219,7 @@ class PiecesBucket(Bucket):
         super().drop()
         self._own_guards = {}
 
-    def sums(self, slot: Slot, *, rank: int) -> list[tuple[Segment, torch.Tensor]]:
+    def sums(self, slot: ParameterState, *, rank: int) -> list[tuple[ParameterShard, torch.Tensor]]:
         """What of a parameter's summed gradient came to this rank."""
         row = dict(zip(self._buffers, self.pieces, strict=True))[slot.parameter.dtype]
         return [(s, row[at : at + s.numel]) for s, at in self._places[id(slot)] if s.rank == rank]
@@ -225,8 +228,8 @@ class PiecesBucket(Bucket):
         return self._buffers[dtype].view(self._num_ranks, -1)
 
 
-def _by_dtype(slots: Sequence[Slot]) -> dict[torch.dtype, list[Slot]]:
-    found: dict[torch.dtype, list[Slot]] = {}
+def _by_dtype(slots: Sequence[ParameterState]) -> dict[torch.dtype, list[ParameterState]]:
+    found: dict[torch.dtype, list[ParameterState]] = {}
     for slot in slots:
         found.setdefault(slot.parameter.dtype, []).append(slot)
     return found
@@ -299,7 +302,9 @@ class GradientReducer:
 
     # A pass
 
-    def begin(self, trains: Callable[[Slot], bool], *, measures: bool, loss_guard: torch.Tensor | None) -> None:
+    def begin(
+        self, trains: Callable[[ParameterState], bool], *, measures: bool, loss_guard: torch.Tensor | None
+    ) -> None:
         """`measures`: only the norm is wanted, and nothing is consumed. `loss_guard`: a scalar that is finite where
         this rank's loss is; None where losses and gradients have been found to be."""
         trained = [id(slot) for bucket in self._buckets for slot in bucket.slots if trains(slot)]
@@ -318,7 +323,7 @@ class GradientReducer:
         self.most_alive = 0
         self.active = True
 
-    def add(self, slot: Slot, grad: torch.Tensor) -> None:
+    def add(self, slot: ParameterState, grad: torch.Tensor) -> None:
         bucket = self._bucket_of[id(slot)]
         assert bucket.stage is Stage.OPEN, f"the bucket of {slot.name} has gone"
         bucket.fill(self._device)
@@ -488,7 +493,11 @@ class GradientReducer:
 
 
 def buckets_of(
-    module: nn.Module, blocks: Sequence[nn.Module], slots: Sequence[Slot], *, shards: DeviceShards | None = None
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    slots: Sequence[ParameterState],
+    *,
+    shards: DeviceShards | None = None,
 ) -> list[Bucket]:
     """A bucket for what stands in one block alone, and one for each module around blocks, in the model's order.
     `shards`: those of blocks that are sharded are reduced in pieces."""
@@ -496,13 +505,13 @@ def buckets_of(
     for i, (block, shared) in enumerate(zip(blocks, shared_parameters(module, blocks), strict=True)):
         elsewhere = {id(getattr(owner, name)) for owner, name in shared}
         block_of |= {id(p): i for p in block.parameters() if id(p) not in elsewhere}
-    found: dict[int | str, list[Slot]] = {}
+    found: dict[int | str, list[ParameterState]] = {}
     for slot in slots:
         found.setdefault(block_of.get(id(slot.parameter), slot.name.rpartition(".")[0]), []).append(slot)
     return [bucket for members in found.values() for bucket in _buckets_for(members, shards)]
 
 
-def _buckets_for(members: Sequence[Slot], shards: DeviceShards | None) -> list[Bucket]:
+def _buckets_for(members: Sequence[ParameterState], shards: DeviceShards | None) -> list[Bucket]:
     """One, or where ranks need pieces alone, several of no more than `_PIECES_NBYTES`, if parameters allow: each goes
     as soon as it is full, and two are alive at once. Vectors, such as the norm that a block begins with, would keep
     matrices waiting."""
@@ -512,7 +521,7 @@ def _buckets_for(members: Sequence[Slot], shards: DeviceShards | None) -> list[B
     segments = shards.segments(block.unit)
     if any(id(slot.parameter) not in segments or slot.is_adapter for slot in members):
         return [Bucket(members, block)]
-    groups: list[list[Slot]] = []
+    groups: list[list[ParameterState]] = []
     room = 0
     for slot in sorted(members, key=lambda slot: slot.parameter.dim() >= 2):
         nbytes = slot.parameter.numel() * slot.parameter.element_size()

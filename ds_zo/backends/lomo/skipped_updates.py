@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
-from ds_zo.backends.common.deferred_scalar import Late
-from ds_zo.backends.lomo.gradients import Slot
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
+from ds_zo.backends.lomo.gradients import ParameterState
 
 
 @dataclass(frozen=True)
 class _Pass:
     """The guarded updates of a backward pass, and which of them were made."""
 
-    slots: list[Slot]
+    slots: list[ParameterState]
     made: torch.Tensor
-    num_made: Late
+    num_made: DeferredScalar
 
 
 class SkippedUpdates:
@@ -39,7 +39,7 @@ class SkippedUpdates:
         self._none = torch.zeros((), device=device)
         self.loss_guard = self._none
         """Not finite where the loss of this pass is not: on this rank or, when it was reduced, on any."""
-        self._updates: list[tuple[Slot, torch.Tensor]] = []
+        self._updates: list[tuple[ParameterState, torch.Tensor]] = []
         self._last: _Pass | None = None
         self._num_parameters = 0
 
@@ -51,16 +51,16 @@ class SkippedUpdates:
         else:
             self.loss_guard = loss.detach().to(self._none.device, torch.float32).reshape(()) * 0.0
 
-    def add(self, slot: Slot, guard: torch.Tensor) -> None:
+    def add(self, slot: ParameterState, guard: torch.Tensor) -> None:
         self._updates.append((slot, guard))
 
-    def end(self) -> Late | bool:
+    def end(self) -> DeferredScalar | bool:
         """The number of updates that were made, for `StepOutcome.applied`."""
         updates, self._updates = self._updates, []
         if not updates:
             return True
         made = torch.stack([guard for _, guard in updates]) + self.loss_guard < math.inf
-        self._last = _Pass([slot for slot, _ in updates], made, Late(made.sum()))
+        self._last = _Pass([slot for slot, _ in updates], made, DeferredScalar(made.sum()))
         return self._last.num_made
 
     def read(self) -> bool:
@@ -77,7 +77,7 @@ class SkippedUpdates:
         self._warn(skipped, len(last.slots))
         return True
 
-    def _warn(self, skipped: list[Slot], num_updates: int) -> None:
+    def _warn(self, skipped: list[ParameterState], num_updates: int) -> None:
         """A step of which nothing is left is the engine's to report."""
         self._num_parameters += len(skipped)
         if not dist.is_initialized() or dist.get_rank() == 0:

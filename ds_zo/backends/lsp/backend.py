@@ -22,23 +22,23 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_zo.backends.common.backend import Backend, StepOutcome
-from ds_zo.backends.common.param_groups import Membership
+from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.backends.lsp.calibration import Calibration, adopt
 from ds_zo.backends.lsp.groups import LSPGroups
-from ds_zo.backends.lsp.host_group import HostGroup, Moment
+from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.lagging_blocks import LaggingBlocks
 from ds_zo.backends.lsp.matrices import (
     Group,
-    Slot,
+    MatrixState,
     apart_from_visitors,
     find_slots,
     group_slots,
     owners,
 )
 from ds_zo.backends.lsp.products import HeldGradients, Rate, compress_slots
-from ds_zo.backends.lsp.ranks import RankLine, Turns
+from ds_zo.backends.lsp.ranks import BackwardOrder, CollectiveThread
 from ds_zo.backends.lsp.report import BackwardClock, StepReport, describe_ranks, describe_slots
 from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedDeviceGroup, SharedHostGroup
@@ -85,7 +85,7 @@ class LSPBackend(Backend):
         self.settings = config.optimizer
         self._stochastic = config.section.rounding == "stochastic"
         world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        self.ranks = RankLine(process_group, device=device) if world_size > 1 else None
+        self.ranks = CollectiveThread(process_group, device=device) if world_size > 1 else None
         self._clips_globally = config.gradient_clipping > 0 and self.settings.clip_scope == "global"
         self._starts_early = self.settings.schedule == "layerwise" and not self._clips_globally
         """Trips begin inside the backward pass."""
@@ -94,7 +94,7 @@ class LSPBackend(Backend):
         """Other ranks' states, as they were when a checkpoint was last asked for."""
         self._in_backward = self._in_last_backward = False
         """Of this engine's: a gradient may come of a bare `loss.backward()`, or of another engine's loss."""
-        self._membership = Membership()
+        self._membership = ParamGroupIndex()
         self._calibration = Calibration(self.settings, ranks=self.ranks)
         self._held = HeldGradients()
         self._clock = BackwardClock(device)
@@ -121,11 +121,11 @@ class LSPBackend(Backend):
         )
         self._host_groups, self._device_groups = self._groups.on_host, self._groups.on_device
         self._queue = self._groups.queue
-        self._turns: Turns | None = None
+        self._turns: BackwardOrder | None = None
         if self.ranks is not None:
             matrices = [[slot for slot in group.slots if slot.parameter.ndim >= 2] for group in groups]
             self._turn_groups = [found for found in matrices if found]
-            self._turns = Turns(self._turn_groups, weakly(self._take_turn))
+            self._turns = BackwardOrder(self._turn_groups, weakly(self._take_turn))
         self._looks_together = False
         """Several ranks look at the gradients of this backward pass together, a layer at a time."""
         self._group_of_unit = {id(group.unit): group for group in self._host_groups if group.unit is not None}
@@ -186,7 +186,7 @@ class LSPBackend(Backend):
             compiler=self._compiler,
         )
 
-    def _hook(self, slot: Slot) -> RemovableHandle:
+    def _hook(self, slot: MatrixState) -> RemovableHandle:
         p = slot.parameter
         if p in _hooks:
             _hooks.pop(p).remove()
@@ -232,7 +232,7 @@ class LSPBackend(Backend):
                     f"{self.config.params_at}.{key}"
                 )
 
-    def _trains(self, slot: Slot) -> bool:
+    def _trains(self, slot: MatrixState) -> bool:
         return slot.parameter.requires_grad and slot.parameter in self._membership
 
     def _check_parameters(self) -> None:
@@ -252,11 +252,11 @@ class LSPBackend(Backend):
     def settle(self) -> None:
         """Brings every weight to the last step, where the layer-wise schedule let it lag until its next use."""
         for index, group in enumerate(self._host_groups):
-            if group.moment is Moment.DUE:
+            if group.moment is GroupPhase.DUE:
                 self._settle_for(index)
 
     def _has_lagging_weights(self) -> bool:
-        return any(group.moment is Moment.DUE for group in self._host_groups)
+        return any(group.moment is GroupPhase.DUE for group in self._host_groups)
 
     def _at_work(self) -> AbstractContextManager[None]:
         state = self._weights if self._streamed is None else self._streamed.state
@@ -276,9 +276,9 @@ class LSPBackend(Backend):
         must not be made in an evaluation's inference mode."""
         if index is not None:
             group = self._host_groups[index]
-            if group.moment is Moment.DUE and group.unit is not None and self._streamed is not None:
+            if group.moment is GroupPhase.DUE and group.unit is not None and self._streamed is not None:
                 self._streamed.bring_up_to_date(group.unit)
-            elif group.moment is Moment.DUE:
+            elif group.moment is GroupPhase.DUE:
                 group.settle()
                 self._groups.prefetch()
             return
@@ -290,7 +290,7 @@ class LSPBackend(Backend):
     def _settle_unit(self, unit: Unit) -> bool:
         """A visit has brought it to the device. True: its weights have changed."""
         group = self._group_of_unit.get(id(unit))
-        if group is None or group.moment is not Moment.DUE:
+        if group is None or group.moment is not GroupPhase.DUE:
             return False
         group.settle()
         self._groups.prefetch()
@@ -311,7 +311,7 @@ class LSPBackend(Backend):
         if self.module.training:
             self._check_parameters()
             if self._streamed is not None:
-                due = [g.unit for g in self._host_groups if g.unit is not None and g.moment is Moment.DUE]
+                due = [g.unit for g in self._host_groups if g.unit is not None and g.moment is GroupPhase.DUE]
                 with self._streamed.forward_pass(due):
                     return self._run(*args, **kwargs)
         if self._streamed is None and self._compiler is None:
@@ -320,7 +320,7 @@ class LSPBackend(Backend):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        streamed = None if self._streamed is None or self._checked else self._streamed.homes
+        streamed = None if self._streamed is None or self._checked else self._streamed.block_store
         with (
             nullcontext() if streamed is None else streamed.watched(),
             self._lags.watched(self.module),
@@ -334,7 +334,7 @@ class LSPBackend(Backend):
             self._backward(loss, retain_graph=retain_graph)
 
     def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
-        self._late = {id(group) for group in self._host_groups if group.moment is Moment.DUE and group.unit is None}
+        self._late = {id(group) for group in self._host_groups if group.moment is GroupPhase.DUE and group.unit is None}
         self.settle()  # layers that this forward pass did not use
         self._heed_zero_grad()
         self._membership.follow(self.param_groups)
@@ -366,7 +366,7 @@ class LSPBackend(Backend):
             self._held.forget()
         self._clock.end()
 
-    def _arrived(self, slot: Slot, hooked: torch.Tensor) -> None:
+    def _arrived(self, slot: MatrixState, hooked: torch.Tensor) -> None:
         """One parameter's gradient is complete."""
         p, grad = slot.parameter, slot.parameter.grad
         if grad is None or p not in self._membership:
@@ -378,7 +378,7 @@ class LSPBackend(Backend):
         if self._late and id(group) in self._late:
             p.grad = None
             raise _used_late(slot.name)
-        if group is not None and group.moment is not Moment.SUMMING:
+        if group is not None and group.moment is not GroupPhase.SUMMING:
             self._came_again(group, slot)
             grad = p.grad
             assert grad is not None
@@ -400,9 +400,9 @@ class LSPBackend(Backend):
                 if self._in_last_backward and self._starts_early and group.num_arrived == group.num_expected:
                     self._start_early(group)
 
-    def _check_visited(self, slot: Slot) -> None:
+    def _check_visited(self, slot: MatrixState) -> None:
         assert self._streamed is not None
-        if not self._streamed.homes.is_visited(self._streamed.unit_of[id(slot.parameter)]):
+        if not self._streamed.block_store.is_visited(self._streamed.unit_of[id(slot.parameter)]):
             slot.parameter.grad = None
             raise used_outside(slot.name)
 
@@ -414,13 +414,13 @@ class LSPBackend(Backend):
         if group is None:
             return
         starts = self._in_last_backward and self._starts_early and not more_to_come
-        if starts and group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
+        if starts and group.moment is GroupPhase.SUMMING and any(slot.has_total for slot in group.slots):
             self._start_early(group)
         for slot in group.slots:
             if slot.parameter.grad is not None:
                 slot.kept, slot.parameter.grad = slot.parameter.grad, None
 
-    def _take_in(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _take_in(self, slot: MatrixState, grad: torch.Tensor) -> None:
         if not self._calibration.wants(slot):
             self._held.add(slot)
             return
@@ -434,9 +434,9 @@ class LSPBackend(Backend):
         compress_slots([slot])
         self._calibration.look(slot, grad)
 
-    def _came_again(self, group: HostGroup, slot: Slot) -> None:
+    def _came_again(self, group: HostGroup, slot: MatrixState) -> None:
         """See [Note: taken back]."""
-        if group.moment is Moment.DUE:
+        if group.moment is GroupPhase.DUE:
             group.settle()
             return
         if self.ranks is not None:
@@ -473,8 +473,8 @@ class LSPBackend(Backend):
 
     # Several ranks: [Note: one order]
 
-    def _begin_turns(self, turns: Turns) -> None:
-        if any(group.moment is Moment.UPDATING for group in self._host_groups):
+    def _begin_turns(self, turns: BackwardOrder) -> None:
+        if any(group.moment is GroupPhase.UPDATING for group in self._host_groups):
             self._groups.take_back()  # on all ranks, whatever their batches use
             self._start_late(self._host_groups[-1].name)
         turns.begin(self._trains)
@@ -491,7 +491,7 @@ class LSPBackend(Backend):
         if group is not None and group.num_expected and self._in_last_backward and self._starts_early:
             self._start_early(group)
 
-    def _look_together(self, slots: list[Slot]) -> None:
+    def _look_together(self, slots: list[MatrixState]) -> None:
         assert self.ranks is not None
         if not slots:
             return
@@ -524,7 +524,7 @@ class LSPBackend(Backend):
         for device_group in self._device_groups:
             report.add_device(device_group.step(self._rates(device_group.slots)))
         for group in self._host_groups:
-            if group.moment is Moment.UPDATING:
+            if group.moment is GroupPhase.UPDATING:
                 assert group.job is not None
                 report.add_job(group.job)
                 group.commit(self._rates(group.slots))
@@ -537,10 +537,10 @@ class LSPBackend(Backend):
         self._groups.prefetch()
         self._calibration.report()
         if self._streamed is not None:
-            self._streamed.homes.fill_device()
+            self._streamed.block_store.fill_device()
         return report.outcome(global_norm)
 
-    def _rates(self, slots: list[Slot]) -> list[Rate | None]:
+    def _rates(self, slots: list[MatrixState]) -> list[Rate | None]:
         """None: it is in no group."""
         found: dict[int, Rate] = {}
         groups = [self._membership.get(slot.parameter) for slot in slots]
@@ -556,7 +556,7 @@ class LSPBackend(Backend):
         if self._clips_globally:
             norm = self._clip_globally({id(slot): slot.gradient for slot in self._slots if slot.has_total})
         for group in self._host_groups:  # in the order of the next forward pass
-            if group.moment is Moment.SUMMING and any(slot.has_total for slot in group.slots):
+            if group.moment is GroupPhase.SUMMING and any(slot.has_total for slot in group.slots):
                 group.start()
         return norm
 
@@ -568,7 +568,7 @@ class LSPBackend(Backend):
         late = []
         for group in self._host_groups:
             assert isinstance(group, SharedHostGroup)
-            if group.moment is Moment.SUMMING and any(self._trains(slot) for slot in group.slots):
+            if group.moment is GroupPhase.SUMMING and any(self._trains(slot) for slot in group.slots):
                 self._start(group, goes_on=not self._clips_globally)
                 late.append(group)
         grads: dict[int, torch.Tensor] = {}
@@ -656,7 +656,7 @@ class LSPBackend(Backend):
 
     def stored_changed(self) -> None:
         if self._streamed is not None:
-            self._streamed.homes.rewritten()
+            self._streamed.block_store.rewritten()
 
     def rank_state(self) -> dict[str, Any]:
         self._groups.take_back()
@@ -687,7 +687,7 @@ class LSPBackend(Backend):
         return self._groups.footprint(self._slots)
 
     def describe(self) -> str:
-        lines = [] if self._streamed is None else [self._streamed.homes.describe()]
+        lines = [] if self._streamed is None else [self._streamed.block_store.describe()]
         lines += describe_slots(self._slots, self.settings, on_host=bool(self._host_groups), **self.footprint())
         if self.ranks is not None:
             owned = bool(self._host_groups) and self.config.zero_stage > 0
@@ -737,7 +737,7 @@ def _used_late(names: str) -> ValueError:
     )
 
 
-def _end_threads(ranks: RankLine | None, queue: UpdateQueue) -> None:
+def _end_threads(ranks: CollectiveThread | None, queue: UpdateQueue) -> None:
     """In this order: what is on its way to other ranks may wait for Adam."""
     if ranks is not None:
         ranks.close()

@@ -28,14 +28,14 @@ import torch
 from deepspeed.utils import logger
 from tqdm import tqdm
 
-from ds_zo.backends.lsp.matrices import Candidate, Slot, draw
+from ds_zo.backends.lsp.matrices import Candidate, MatrixState, draw
 from ds_zo.backends.lsp.payload import Carry
-from ds_zo.backends.lsp.ranks import RankLine
+from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.config import LSPParams
 from ds_zo.logs import show
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import (
-    Recorder,
+    GradientRecorder,
     apply_,
     captured_share,
     carry_over,
@@ -52,7 +52,7 @@ MIN_RATIO = 2.0
 
 
 class Calibration:
-    def __init__(self, settings: LSPParams, *, ranks: RankLine | None) -> None:
+    def __init__(self, settings: LSPParams, *, ranks: CollectiveThread | None) -> None:
         self._settings = settings
         self._ranks = ranks
         self._checked_step = 0
@@ -68,11 +68,11 @@ class Calibration:
         self._told_fit_s = 0.0
         self._bar: tqdm[Any] | None = None
         """A backward pass that fits takes many times as long as others."""
-        self._recorder = Recorder()
+        self._recorder = GradientRecorder()
 
     # What the engine asks
 
-    def begin_backward(self, step: int, trained: Sequence[Slot]) -> None:
+    def begin_backward(self, step: int, trained: Sequence[MatrixState]) -> None:
         settings = self._settings
         self._is_check = step > 0 and step % settings.check_interval == 0 and step != self._checked_step
         if self._is_check:
@@ -83,7 +83,7 @@ class Calibration:
             silent = logger.getEffectiveLevel() > logging.WARNING or (self._ranks is not None and self._ranks.index > 0)
             self._bar = tqdm(total=num_wanted, desc="fitting projectors", unit="matrix", delay=3.0, disable=silent)
 
-    def wants(self, slot: Slot) -> bool:
+    def wants(self, slot: MatrixState) -> bool:
         """Whether it looks at a gradient of that matrix in this backward pass."""
         if slot.subspace is None or self._settings.projector != "learned":
             return False
@@ -92,7 +92,7 @@ class Calibration:
         return self._is_check or not slot.is_fitted
 
     @torch.no_grad()
-    def look(self, slot: Slot, grad: torch.Tensor) -> None:
+    def look(self, slot: MatrixState, grad: torch.Tensor) -> None:
         """After a gradient has been compressed: fits a candidate to it, or tests one with it."""
         flat = flattened(grad)
         if slot.candidate is None:
@@ -129,7 +129,7 @@ class Calibration:
 
     # Fitting
 
-    def _new_candidate(self, slot: Slot, flat: torch.Tensor) -> Candidate | None:
+    def _new_candidate(self, slot: MatrixState, flat: torch.Tensor) -> Candidate | None:
         """None: the present projectors are good enough, or the gradient says nothing."""
         assert slot.subspace is not None
         bias = float(relative_bias(flat, slot.subspace.P, slot.subspace.Q))
@@ -142,7 +142,7 @@ class Calibration:
         num_draws = slot.subspace.num_draws + slot.is_fitted
         return Candidate(draw(slot.parameter, slot.index, self._settings, num_draws=num_draws, device=flat.device))
 
-    def _fit(self, slot: Slot, candidate: Candidate, target: torch.Tensor) -> None:
+    def _fit(self, slot: MatrixState, candidate: Candidate, target: torch.Tensor) -> None:
         """Adds what the candidate has kept of earlier gradients to `target`."""
         settings, P, Q = self._settings, candidate.subspace.P, candidate.subspace.Q
         if candidate.total is not None:
@@ -171,7 +171,7 @@ class Calibration:
         candidate.total = compress(target, P, Q).cpu()
         candidate.num_batches += 1
 
-    def _test(self, slot: Slot, candidate: Candidate, grad: torch.Tensor, flat: torch.Tensor) -> None:
+    def _test(self, slot: MatrixState, candidate: Candidate, grad: torch.Tensor, flat: torch.Tensor) -> None:
         """See [Note: who serves]."""
         assert slot.subspace is not None
         pairs = [(subspace.P, subspace.Q) for subspace in (slot.subspace, candidate.subspace)]
@@ -199,7 +199,7 @@ class Calibration:
 
 
 @torch.no_grad()
-def adopt(slot: Slot, moments: Moments | None, carries: list[tuple[Carry, int]]) -> None:
+def adopt(slot: MatrixState, moments: Moments | None, carries: list[tuple[Carry, int]]) -> None:
     """The candidate takes the place of the present projectors. `moments`: None where another rank has them.
 
     [Note: moments of a new subspace] The old moments know only the part of a gradient that the old subspace had.

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ds_zo.backends.lsp.host_group import DeviceGroup, HostGroup, Links, Moment, Scratch
-from ds_zo.backends.lsp.matrices import Group, Slot
+from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, Links, Scratch
+from ds_zo.backends.lsp.matrices import Group, MatrixState
 from ds_zo.backends.lsp.payload import Carry
-from ds_zo.backends.lsp.ranks import RankLine
+from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedDeviceGroup, SharedHostGroup
 from ds_zo.config import LSPParams, Resolved
@@ -27,7 +27,7 @@ but spin between layers, beside the thread that launches kernels: LLaMA-1.3B at 
 them and 210 with fourteen."""
 _LEAST_THREADS = 2
 
-Kept = tuple[Slot, Moments | None, dict[str, tuple[Carry, int]]]
+Kept = tuple[MatrixState, Moments | None, dict[str, tuple[Carry, int]]]
 """A parameter with its states and the errors that payloads carry, by side; without, where another rank has them."""
 
 
@@ -38,7 +38,7 @@ class LSPGroups:
         settings: LSPParams,
         *,
         config: Resolved,
-        ranks: RankLine | None,
+        ranks: CollectiveThread | None,
         device: torch.device,
         max_norm: float,
         unit_of: Mapping[int, Unit],
@@ -53,7 +53,7 @@ class LSPGroups:
         self._settings, self._ranks, self._device, self._max_norm = settings, ranks, device, max_norm
         self._owned = config.zero_stage > 0
         self._scratch = Scratch()
-        vectors: list[Slot] = []
+        vectors: list[MatrixState] = []
         for group in groups:
             unit = unit_of.get(id(group.slots[0].parameter))
             slots = group.slots
@@ -88,7 +88,7 @@ class LSPGroups:
         owner = len(self.on_host) % self._ranks.size if self._owned else None
         return SharedHostGroup(group, self._settings, ranks=self._ranks, owner=owner, **places)
 
-    def _device_group(self, slots: list[Slot]) -> DeviceGroup:
+    def _device_group(self, slots: list[MatrixState]) -> DeviceGroup:
         places: dict[str, Any] = {"device": self._device, "max_norm": self._max_norm}
         if self._ranks is None:
             return DeviceGroup(slots, self._settings, **places)
@@ -97,13 +97,13 @@ class LSPGroups:
     def prefetch(self) -> None:
         """Uploads what the forward pass needs next, as far as it is there and has room."""
         for group in self.on_host:
-            if group.moment is Moment.DUE and not group.prefetch():
+            if group.moment is GroupPhase.DUE and not group.prefetch():
                 return
 
     def take_back(self) -> None:
         """See [Note: taken back]."""
         for group in self.on_host:
-            if group.moment is Moment.UPDATING:
+            if group.moment is GroupPhase.UPDATING:
                 group.take_back()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class LSPGroups:
             found += [(slot, moments, {}) for slot, moments in pairs]
         return found
 
-    def footprint(self, slots: Sequence[Slot]) -> dict[str, int]:
+    def footprint(self, slots: Sequence[MatrixState]) -> dict[str, int]:
         """Bytes besides the weights; scratch of the products comes on top."""
         subspaces = [slot.subspace for slot in slots if slot.subspace is not None]
         on_device = sum(s.num_bytes for s in subspaces)

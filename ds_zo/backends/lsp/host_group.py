@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.lsp.matrices import Group, Slot
+from ds_zo.backends.lsp.matrices import Group, MatrixState
 from ds_zo.backends.lsp.payload import ALIGNMENT, Carry, Places, Span, Wire
 from ds_zo.backends.lsp.products import PreparedProducts, Rate, apply_directions_, apply_prepared_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
@@ -45,7 +45,7 @@ NUM_LANDINGS = 3
 _PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
-class Moment(Enum):
+class GroupPhase(Enum):
     SUMMING = "gradients add up on the device"
     UPDATING = "they are on their way down, or Adam is at work; the sums are kept until the step is certain"
     DUE = "the step was made, but the weights have yet to take its direction, which the host has or will have"
@@ -134,7 +134,7 @@ class HostGroup:
         self.name, self.is_block = group.name, group.is_block
         self.slots = sorted(group.slots, key=lambda slot: slot.subspace is None)
         """Projected ones first: their sums stand side by side and go down in one copy."""
-        self.moment = Moment.SUMMING
+        self.moment = GroupPhase.SUMMING
         self.job: Job | None = None
         self.num_expected = self.num_arrived = 0
         """Gradients that a backward pass is to bring, and has brought."""
@@ -198,12 +198,12 @@ class HostGroup:
     @torch.no_grad()
     def start(self) -> None:
         """Sends the sums of this step down, to be worked on as soon as they have arrived."""
-        assert self.moment is Moment.SUMMING
+        assert self.moment is GroupPhase.SUMMING
         self._active = [i for i, slot in enumerate(self.slots) if slot.has_total]
         ready = self._download()
         self.job = Job(self._update, ready=ready)
         self._queue.put(self.job)
-        self.moment = Moment.UPDATING
+        self.moment = GroupPhase.UPDATING
 
     def _download(self) -> torch.cuda.Event | None:
         projected = [i for i in self._active if i < self._num_projected]
@@ -328,7 +328,7 @@ class HostGroup:
     @torch.no_grad()
     def take_back(self) -> None:
         """As if it had not been started: sums and moments are those of before."""
-        assert self.moment is Moment.UPDATING and self.job is not None
+        assert self.moment is GroupPhase.UPDATING and self.job is not None
         norms = self.job.wait()
         grads = self._received()
         coefs = torch.ones_like(norms)
@@ -347,7 +347,7 @@ class HostGroup:
         if bool(norms.isfinite().all()):
             take_back_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
         self.job = None
-        self.moment = Moment.SUMMING
+        self.moment = GroupPhase.SUMMING
 
     def _received(self) -> list[torch.Tensor]:
         """What the host has of each gradient, in float32."""
@@ -366,18 +366,18 @@ class HostGroup:
 
     def commit(self, rates: list[Rate | None]) -> None:
         """The step is made; None: a parameter that is not trained at the moment."""
-        assert self.moment is Moment.UPDATING
+        assert self.moment is GroupPhase.UPDATING
         self._rates = rates
         for slot in self.slots:
             slot.forget()
-        self.moment = Moment.DUE
+        self.moment = GroupPhase.DUE
 
     # Up, and applied
 
     def prefetch(self) -> bool:
         """Starts the upload of a step that was made. False: it is not there yet, or there is no room for it."""
         links, job = self.links, self.job
-        assert self.moment is Moment.DUE and job is not None
+        assert self.moment is GroupPhase.DUE and job is not None
         if links is None or not job.is_finished:
             return False
         if links.landing_of(self) is None:
@@ -389,7 +389,7 @@ class HostGroup:
     @torch.no_grad()
     def settle(self) -> None:
         """The weights are those of the last step when this returns (on CUDA: for what is issued from here on)."""
-        if self.moment is not Moment.DUE:
+        if self.moment is not GroupPhase.DUE:
             return
         assert self.job is not None
         self.job.wait()
@@ -411,7 +411,7 @@ class HostGroup:
             landing.drained.record(torch.cuda.current_stream(self._device))
             landing.holder = None
         self._end_payloads(is_used=job.is_finite)
-        self.moment = Moment.SUMMING
+        self.moment = GroupPhase.SUMMING
 
     def _end_payloads(self, *, is_used: bool) -> None:
         """What a step that is skipped had sent leaves nothing to carry."""
@@ -466,7 +466,7 @@ def _whole_payload(p: torch.Tensor) -> torch.dtype:
 class DeviceGroup:
     """A group whose Adam runs where the weights are, in `step`."""
 
-    def __init__(self, slots: list[Slot], settings: LSPParams, *, device: torch.device, max_norm: float) -> None:
+    def __init__(self, slots: list[MatrixState], settings: LSPParams, *, device: torch.device, max_norm: float) -> None:
         self.slots = slots
         self._settings = settings
         self._max_norm = max_norm

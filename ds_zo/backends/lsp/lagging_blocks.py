@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ds_zo.backends.common.stray_weights import Watch
-from ds_zo.backends.lsp.host_group import HostGroup, Moment
+from ds_zo.backends.common.stray_weights import StrayWeightDetector
+from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.logs import show
 
@@ -44,7 +44,7 @@ class LaggingBlocks:
 
     def step_made(self) -> None:
         """Groups that were skipped when a forward was watched may be in use now."""
-        self._watches = self._watches or any(group.moment is Moment.DUE for group in self._unseen)
+        self._watches = self._watches or any(group.moment is GroupPhase.DUE for group in self._unseen)
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
@@ -54,7 +54,7 @@ class LaggingBlocks:
             return
         self.entered.clear()
         holders = {id(slot.parameter): (id(group), slot.name) for group in self._unseen for slot in group.slots}
-        watch = Watch(holders, self.entered)
+        watch = StrayWeightDetector(holders, self.entered)
         with watch:
             yield
         self._watches = False

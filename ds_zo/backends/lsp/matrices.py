@@ -93,7 +93,7 @@ class Candidate:
 
 
 @dataclass(eq=False)
-class Slot:
+class MatrixState:
     """What is kept of a parameter besides itself and Adam's moments."""
 
     name: str
@@ -155,15 +155,15 @@ class Group:
 
     name: str
     is_block: bool
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[MatrixState] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     """Whose forward is the first to see them."""
 
 
-def find_slots(module: nn.Module, settings: LSPParams, *, device: torch.device) -> list[Slot]:
+def find_slots(module: nn.Module, settings: LSPParams, *, device: torch.device) -> list[MatrixState]:
     """One for each parameter that is trained, tied ones once; `edge: freeze` freezes here."""
     edge, projectable = _edge_parameters(module), _matrix_parameters(module)
-    slots: list[Slot] = []
+    slots: list[MatrixState] = []
     offset = 0
     for index, (name, p) in enumerate(module.named_parameters()):
         if id(p) in edge and settings.edge == "freeze":
@@ -171,7 +171,7 @@ def find_slots(module: nn.Module, settings: LSPParams, *, device: torch.device) 
         elif p.requires_grad and p.is_floating_point() and p.numel():
             projects = p.ndim == 2 and (settings.edge == "lsp" if id(p) in edge else id(p) in projectable)
             subspace = first_projectors(p, index, settings, device=device) if projects else None
-            slots.append(Slot(name, p, index, offset, subspace, is_fitted=settings.projector != "learned"))
+            slots.append(MatrixState(name, p, index, offset, subspace, is_fitted=settings.projector != "learned"))
         offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
     return slots
 
@@ -203,7 +203,7 @@ def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, de
     return Subspace(made[0], made[1], num_draws)
 
 
-def group_slots(module: nn.Module, slots: list[Slot], blocks: str | list[str] | None) -> list[Group]:
+def group_slots(module: nn.Module, slots: list[MatrixState], blocks: str | list[str] | None) -> list[Group]:
     """Groups in the order that a forward pass meets them, as far as the model's own order tells."""
     block_of = _only_blocks(module, find_blocks(module, blocks))
     groups: dict[str, Group] = {}

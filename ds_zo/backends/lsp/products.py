@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_zo.backends.lsp.matrices import Slot, Subspace
+from ds_zo.backends.lsp.matrices import MatrixState, Subspace
 from ds_zo.ops import Rounding
 from ds_zo.optim import Dither, sgd_update_
 from ds_zo.projectors import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
@@ -39,7 +39,7 @@ class PreparedProducts:
     def __init__(self) -> None:
         self._found: dict[tuple[int, ...], tuple[Prepared, list[Subspace | None]]] = {}
 
-    def get(self, key: tuple[int, ...], slots: Sequence[Slot]) -> Prepared | None:
+    def get(self, key: tuple[int, ...], slots: Sequence[MatrixState]) -> Prepared | None:
         found = self._found.get(key)
         if found is None:
             return None
@@ -47,7 +47,7 @@ class PreparedProducts:
         same = all(slot.subspace is subspace for slot, subspace in zip(slots, subspaces, strict=True))
         return prepared if same and prepared.holds() else None
 
-    def put(self, key: tuple[int, ...], slots: Sequence[Slot], prepared: Prepared | None) -> None:
+    def put(self, key: tuple[int, ...], slots: Sequence[MatrixState], prepared: Prepared | None) -> None:
         if prepared is not None:
             if len(self._found) >= _MAX_PREPARED:
                 self._found.clear()
@@ -58,7 +58,7 @@ class PreparedProducts:
 
 
 def apply_prepared_(
-    prepared: PreparedProducts, slots: Sequence[Slot], directions: Sequence[torch.Tensor], rate: Rate
+    prepared: PreparedProducts, slots: Sequence[MatrixState], directions: Sequence[torch.Tensor], rate: Rate
 ) -> None:
     """`apply_directions_` at one rate, prepared once for all addresses."""
     key = *[slot.parameter.data_ptr() for slot in slots], *[direction.data_ptr() for direction in directions]
@@ -74,11 +74,11 @@ class HeldGradients:
     """Of projected matrices; each stays in its parameter's `.grad` until it is compressed."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, MatrixState] = {}
         self._num_bytes = 0
         self.prepared = PreparedProducts()
 
-    def add(self, slot: Slot) -> None:
+    def add(self, slot: MatrixState) -> None:
         """A gradient that comes again has been added to the one that waits."""
         if id(slot) in self._slots:
             return
@@ -116,7 +116,7 @@ class HeldGradients:
         self._num_bytes = 0
 
 
-def compress_slots(slots: Sequence[Slot]) -> Prepared | None:
+def compress_slots(slots: Sequence[MatrixState]) -> Prepared | None:
     """Adds each one's gradient to its sum; the gradients are gone when this returns."""
     calls = []
     for slot in slots:
@@ -128,7 +128,7 @@ def compress_slots(slots: Sequence[Slot]) -> Prepared | None:
     return compress_all(calls)
 
 
-def apply_directions_(moves: Iterable[tuple[Slot, torch.Tensor, Rate]]) -> Prepared | None:
+def apply_directions_(moves: Iterable[tuple[MatrixState, torch.Tensor, Rate]]) -> Prepared | None:
     """W <- round(W (1 - lr wd) - lr P D Q^T), or without P and Q; all of one step. What it returns does the same again,
     at any rate that all of them have."""
     projected: list[Application] = []

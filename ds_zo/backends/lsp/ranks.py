@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zo.backends.lsp.matrices import Slot
+from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.streaming.node import one_may_be_gone, waiting_time
 
 
-class Call:
+class CollectiveCall:
     """Something that the communication thread was asked to do."""
 
     def __init__(self, work: Callable[[], None], *, after: torch.cuda.Event | None) -> None:
@@ -56,7 +56,7 @@ class Call:
             torch.cuda.current_stream().wait_event(self.done)
 
 
-class RankLine:
+class CollectiveThread:
     """The ranks of a data-parallel group, and this rank's line to the others. Making one is collective."""
 
     def __init__(self, process_group: Any, *, device: torch.device) -> None:
@@ -65,18 +65,18 @@ class RankLine:
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._group = dist.new_group(self._ranks, timeout=waiting_time(device))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[CollectiveCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.bytes_wire = 0
         """Handed to collectives since the start."""
 
-    def ask(self, work: Callable[[], None]) -> Call:
+    def ask(self, work: Callable[[], None]) -> CollectiveCall:
         """`work` calls `average_` and `broadcast_` below, on a stream that follows the current one."""
         after = None
         if self._stream is not None:
             after = torch.cuda.Event()
             after.record(torch.cuda.current_stream(self.device))
-        call = Call(work, after=after)
+        call = CollectiveCall(work, after=after)
         self._calls.put(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="ds_zo-lsp-ranks", daemon=True)
@@ -134,26 +134,26 @@ class RankLine:
             thread.join()
 
 
-class Turns:
+class BackwardOrder:
     """Acts on groups of parameters strictly from the last to the first, on each as soon as its gradients and those of
     all groups behind it have come. See [Note: one order]."""
 
-    def __init__(self, groups: Sequence[Sequence[Slot]], act: Callable[[int], None]) -> None:
+    def __init__(self, groups: Sequence[Sequence[MatrixState]], act: Callable[[int], None]) -> None:
         self._groups = groups
         self._act = act
         self._missing: list[set[int]] = []
         self._next = -1
         self._index = {id(slot): i for i, group in enumerate(groups) for slot in group}
 
-    def begin(self, trains: Callable[[Slot], bool]) -> None:
+    def begin(self, trains: Callable[[MatrixState], bool]) -> None:
         """Before a backward pass that is to bring gradients of what `trains`."""
         self._missing = [{id(slot) for slot in group if trains(slot)} for group in self._groups]
         self._next = len(self._groups) - 1
 
-    def is_over(self, slot: Slot) -> bool:
+    def is_over(self, slot: MatrixState) -> bool:
         return self._index[id(slot)] > self._next
 
-    def arrived(self, slot: Slot) -> None:
+    def arrived(self, slot: MatrixState) -> None:
         self._missing[self._index[id(slot)]].discard(id(slot))
         while self._next >= 0 and not self._missing[self._next]:
             self._advance()

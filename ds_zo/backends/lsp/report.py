@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from ds_zo.backends.common.backend import StepOutcome
-from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.lsp.host_group import HostGroup
-from ds_zo.backends.lsp.matrices import Slot
+from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.backends.lsp.scheduler import Job, transition_layer
 from ds_zo.config import LSPParams
 
@@ -37,16 +37,16 @@ class StepReport:
         squares, finite = None, None
         if self._on_device:
             norms = torch.cat(self._on_device)
-            squares = Late(norms.square().sum())
-            finite = Late(torch.stack([n.isfinite().all() for n in self._on_device]).any())
-        norm = _LateNorm(self._jobs, squares) if global_norm is None else Late(global_norm)
+            squares = DeferredScalar(norms.square().sum())
+            finite = DeferredScalar(torch.stack([n.isfinite().all() for n in self._on_device]).any())
+        norm = _LateNorm(self._jobs, squares) if global_norm is None else DeferredScalar(global_norm)
         return StepOutcome(applied=_LateApplied(self._jobs, finite), grad_norm=norm)
 
 
-class _LateNorm(Late):
+class _LateNorm(DeferredScalar):
     """Of all that the step moved: subspace gradients, and those of whole parameters."""
 
-    def __init__(self, jobs: Sequence[Job], squares: Late | None) -> None:
+    def __init__(self, jobs: Sequence[Job], squares: DeferredScalar | None) -> None:
         self._jobs, self._squares = jobs, squares
 
     def get(self) -> float:
@@ -54,8 +54,8 @@ class _LateNorm(Late):
         return math.sqrt(total + sum(float(job.wait().double().square().sum()) for job in self._jobs))
 
 
-class _LateApplied(Late):
-    def __init__(self, jobs: Sequence[Job], finite: Late | None) -> None:
+class _LateApplied(DeferredScalar):
+    def __init__(self, jobs: Sequence[Job], finite: DeferredScalar | None) -> None:
         self._jobs, self._finite = jobs, finite
 
     def get(self) -> float:
@@ -122,7 +122,7 @@ class BackwardClock:
 
 
 def describe_slots(
-    slots: Sequence[Slot], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
+    slots: Sequence[MatrixState], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
 ) -> list[str]:
     projected = [slot for slot in slots if slot.subspace is not None]
     whole = [slot for slot in slots if slot.subspace is None]
@@ -139,7 +139,7 @@ def describe_slots(
     ]
 
 
-def describe_ranks(slots: Sequence[Slot], *, num_ranks: int, owned: bool) -> str:
+def describe_ranks(slots: Sequence[MatrixState], *, num_ranks: int, owned: bool) -> str:
     subspace_bytes = sum(slot.total.nbytes for slot in slots if slot.total is not None)
     whole = [slot.parameter for slot in slots if slot.total is None]
     whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)

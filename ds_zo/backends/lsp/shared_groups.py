@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.lsp.host_group import DeviceGroup, HostGroup, Moment, Rate
-from ds_zo.backends.lsp.matrices import Group, Slot
-from ds_zo.backends.lsp.ranks import Call, RankLine
+from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, Rate
+from ds_zo.backends.lsp.matrices import Group, MatrixState
+from ds_zo.backends.lsp.ranks import CollectiveCall, CollectiveThread
 from ds_zo.backends.lsp.scheduler import Job, ToldJob
 from ds_zo.config import LSPParams
 from ds_zo.streaming.host_store import HostStore
@@ -33,7 +33,7 @@ class SharedHostGroup(HostGroup):
         group: Group,
         settings: LSPParams,
         *,
-        ranks: RankLine,
+        ranks: CollectiveThread,
         owner: int | None,
         device: torch.device,
         store: HostStore,
@@ -56,8 +56,8 @@ class SharedHostGroup(HostGroup):
         self._sending: dict[int, torch.Tensor] = {}
         self._landed: dict[int, torch.Tensor] = {}
         """Directions of whole parameters, from the owner."""
-        self._averaged: Call | None = None
-        self._shared: Call | None = None
+        self._averaged: CollectiveCall | None = None
+        self._shared: CollectiveCall | None = None
 
     # Down
 
@@ -65,7 +65,7 @@ class SharedHostGroup(HostGroup):
     def start(self, *, trained: Sequence[bool] = (), goes_on: bool = True) -> None:
         """Has the sums averaged over ranks; what this one lacks of what is `trained` counts as zero. Then they go down,
         unless the caller means to change them first (and calls `update`)."""
-        assert self.moment is Moment.SUMMING
+        assert self.moment is GroupPhase.SUMMING
         present = [slot.has_total and trains for slot, trains in zip(self.slots, trained, strict=True)]
         for slot, has in zip(self.slots, present, strict=True):
             if slot.total is not None and not has:
@@ -84,7 +84,7 @@ class SharedHostGroup(HostGroup):
         active = [i for i, has in enumerate(present) if has] if present == list(trained) else None
         self._averaged = self._ranks.ask(partial(self._average, job, self._whole, active, goes_on))
         self.job = job
-        self.moment = Moment.UPDATING
+        self.moment = GroupPhase.UPDATING
 
     def _average(self, job: Job, whole: dict[int, torch.Tensor], active: list[int] | None, goes_on: bool) -> None:
         """`active`: what this rank knows to be used; None: only the others know."""
@@ -138,7 +138,7 @@ class SharedHostGroup(HostGroup):
                 slot.parameter.grad = self._whole[i]
         self._whole = {}
         self.job = None
-        self.moment = Moment.SUMMING
+        self.moment = GroupPhase.SUMMING
 
     def _give_back(self, i: int, grad: torch.Tensor) -> None:
         pass
@@ -190,7 +190,7 @@ class SharedHostGroup(HostGroup):
 
     @torch.no_grad()
     def settle(self) -> None:
-        if self.owner is None or self.moment is not Moment.DUE:
+        if self.owner is None or self.moment is not GroupPhase.DUE:
             super().settle()
             return
         assert self.job is not None and self._shared is not None
@@ -205,7 +205,7 @@ class SharedHostGroup(HostGroup):
                     direction.record_stream(torch.cuda.current_stream(self._device))
             self._landed = {}
             self._end_payloads(is_used=is_finite)
-            self.moment = Moment.SUMMING
+            self.moment = GroupPhase.SUMMING
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         return self._landed[i] if i in self._landed else super()._direction(i, buffer)
@@ -214,11 +214,13 @@ class SharedHostGroup(HostGroup):
 class SharedDeviceGroup(DeviceGroup):
     """Every rank keeps the states; matrices are averaged where they are, vectors and flags side by side."""
 
-    def __init__(self, slots: list[Slot], settings: LSPParams, *, ranks: RankLine, **places: Any) -> None:
+    def __init__(
+        self, slots: list[MatrixState], settings: LSPParams, *, ranks: CollectiveThread, **places: Any
+    ) -> None:
         super().__init__(slots, settings, **places)
         self._ranks = ranks
-        self._averaged: Call | None = None
-        self._vectors: list[Slot] = []
+        self._averaged: CollectiveCall | None = None
+        self._vectors: list[MatrixState] = []
         self._flat = torch.empty(0)
         self._lacks = False
 

@@ -10,7 +10,7 @@ import torch
 from ds_zo.backends.lsp.groups import Kept
 from ds_zo.backends.lsp.matrices import Candidate, Subspace, first_projectors
 from ds_zo.backends.lsp.payload import Carry
-from ds_zo.backends.lsp.ranks import RankLine
+from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.shared_groups import SharedHostGroup
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import LSPParams
@@ -117,7 +117,7 @@ def load_slot_states(
 
 
 @torch.no_grad()
-def gather_owned(groups: Sequence[SharedHostGroup], ranks: RankLine) -> dict[str, dict[str, Any]]:
+def gather_owned(groups: Sequence[SharedHostGroup], ranks: CollectiveThread) -> dict[str, dict[str, Any]]:
     """On the first rank: what `moments_and_errors` says of each parameter that another rank owns. Collective; one
     tensor at a time crosses a device, since some backends send from nowhere else."""
     found: dict[str, dict[str, Any]] = {}
@@ -134,7 +134,9 @@ def gather_owned(groups: Sequence[SharedHostGroup], ranks: RankLine) -> dict[str
     return found
 
 
-def _from_owner(mine: dict[str, Any] | None, shape: tuple[int, ...], *, owner: int, ranks: RankLine) -> dict[str, Any]:
+def _from_owner(
+    mine: dict[str, Any] | None, shape: tuple[int, ...], *, owner: int, ranks: CollectiveThread
+) -> dict[str, Any]:
     def send(value: torch.Tensor) -> torch.Tensor:
         held = value.to(ranks.device, torch.float32, copy=True)
         ranks.ask(lambda: ranks.broadcast_(held, owner)).wait()

@@ -22,9 +22,9 @@ from torch import nn
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.recompute.block_store import BlockHomes, HomesState, Visit
+from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState, Visit
 from ds_zo.backends.recompute.blocks import (
-    Call,
+    BlockCall,
     RecomputedBlock,
     refuse_router_logits,
     refuse_shared_modules,
@@ -37,7 +37,7 @@ from ds_zo.streaming.units import Placed, Unit
 from ds_zo.streaming.watched import told_to_nobody
 
 
-class SettlingHomes(BlockHomes):
+class SettlingHomes(RecomputedBlockStore):
     """See [Note: settled where it is visited]."""
 
     def __init__(self, module: nn.Module, config: Resolved, *, settle: Callable[[Unit], bool], **places: Any) -> None:
@@ -66,12 +66,12 @@ class SettlingHomes(BlockHomes):
             raise error
 
 
-class SettledHomesState(HomesState):
+class SettledHomesState(RecomputedModuleState):
     """Weights by name, brought up to date before somebody looks."""
 
-    def __init__(self, homes: BlockHomes, module: nn.Module, settle: Callable[[], None]) -> None:
+    def __init__(self, block_store: RecomputedBlockStore, module: nn.Module, settle: Callable[[], None]) -> None:
         self._settle = settle
-        super().__init__(homes, module)
+        super().__init__(block_store, module)
 
     def _is_watched(self, unit: Unit) -> bool:
         return True
@@ -103,7 +103,7 @@ def without_caches(module: nn.Module) -> AbstractContextManager[None]:
 
 
 class StreamedBlocks:
-    """The blocks of a model: their homes, and the passes over them."""
+    """The blocks of a model: their block_store, and the passes over them."""
 
     def __init__(
         self,
@@ -119,20 +119,20 @@ class StreamedBlocks:
     ) -> None:
         """`ended`: all gradients of a visit have come; the flag says that the unit is visited again in this pass."""
         refuse_router_logits(module)
-        self.homes = SettlingHomes(module, config, settle=settle, param_groups=param_groups, device=device)
+        self.block_store = SettlingHomes(module, config, settle=settle, param_groups=param_groups, device=device)
         self._module = module
         self._ended = ended
         self._pass = 0
         self._is_passing = self._retains = False
-        units = self.homes.placement.blocks
+        units = self.block_store.placement.blocks
         refuse_shared_modules(units)
         self._blocks = [
-            RecomputedBlock(unit, self.homes, consumer=self, shared=shared, compiler=compiler)
+            RecomputedBlock(unit, self.block_store, consumer=self, shared=shared, compiler=compiler)
             for unit, shared in zip(units, shared_parameters(module, [u.module for u in units]), strict=True)
         ]
         self.unit_of = {id(placed.parameter): unit for unit in units for placed in unit.placed}
         """Of parameters that come and go."""
-        self.state = SettledHomesState(self.homes, module, settle_all)
+        self.state = SettledHomesState(self.block_store, module, settle_all)
         self._pretrained = PretrainedSaving(module, self.state.read)
 
     # Passes
@@ -146,8 +146,8 @@ class StreamedBlocks:
                 if getattr(block.unit.module, "gradient_checkpointing", False):
                     block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
                     stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
-            stack.callback(self.homes.runtime.finish)
-            self.homes.start_forward_of(due)
+            stack.callback(self.block_store.runtime.finish)
+            self.block_store.start_forward_of(due)
             yield
 
     @contextmanager
@@ -157,13 +157,13 @@ class StreamedBlocks:
         self._is_passing, self._retains = True, retain_graph
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         try:
-            self.homes.start_backward([call.block.unit for call in calls], again=False)
+            self.block_store.start_backward([call.block.unit for call in calls], again=False)
             yield
         finally:
             self._is_passing = False
-            self.homes.runtime.finish()
+            self.block_store.runtime.finish()
 
-    def begin_visit(self, call: Call) -> bool:
+    def begin_visit(self, call: BlockCall) -> bool:
         if not self._is_passing:
             raise RuntimeError("loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)")
         call.last_pass, call.spent = self._pass, not self._retains
@@ -177,14 +177,14 @@ class StreamedBlocks:
 
     def settle_by(self, settle: Callable[[Unit], bool]) -> None:
         """By one that is kept alive: the last visits are yet to come."""
-        self.homes.settle = settle
+        self.block_store.settle = settle
 
     def bring_up_to_date(self, unit: Unit) -> None:
-        with self.homes.visit(unit):
+        with self.block_store.visit(unit):
             pass
 
     def stored(self) -> dict[str, torch.Tensor]:
-        self.homes.wait()
+        self.block_store.wait()
         with told_to_nobody():
             weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
         return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
@@ -195,4 +195,4 @@ class StreamedBlocks:
         self._pretrained.close()
         leave_whole = self.state.owns_module() and not sys.is_finalizing()
         self.state.close()
-        self.homes.close(leave_whole=leave_whole)
+        self.block_store.close(leave_whole=leave_whole)

@@ -24,7 +24,7 @@ class SettledState(ModuleState):
         self._parameters: list[nn.Parameter] = []
         super().__init__((), module, device=device)
         self._parameters = [p for p in module.parameters() if p.is_floating_point()]
-        self._homes: dict[int, torch.Tensor] = {}
+        self._block_store: dict[int, torch.Tensor] = {}
         """Where a parameter's weights are while it shows somebody's copy."""
         for p in self._parameters:
             self._answer_for(p, partial(self._full, p))
@@ -32,7 +32,7 @@ class SettledState(ModuleState):
     def watch(self) -> None:
         """Where weights lag, which nothing but the engine's own work makes them do."""
         if self._lags():
-            watch(p for p in self._parameters if p not in self.lending)
+            watch(p for p in self._parameters if p not in self.gathered_copies)
 
     def unwatch(self) -> None:
         unwatch(self._parameters)
@@ -48,15 +48,15 @@ class SettledState(ModuleState):
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         self._settle()
-        return self._homes.setdefault(id(parameter), parameter.data)
+        return self._block_store.setdefault(id(parameter), parameter.data)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self._settle()
-        self._homes.get(id(parameter), parameter.data).copy_(value)
+        self._block_store.get(id(parameter), parameter.data).copy_(value)
 
     def return_home(self, parameter: nn.Parameter) -> None:
-        home = self._homes.pop(id(parameter), None)
+        home = self._block_store.pop(id(parameter), None)
         if home is not None:
             parameter.data = home
 

@@ -30,7 +30,7 @@ from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.allocator import Room
 from ds_zo.streaming.budget import check_fits, device_bytes, give_back_unused, measure_from_here
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
-from ds_zo.streaming.filling import Buffers, fill_device
+from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, Share
@@ -51,7 +51,7 @@ class Visit:
         """Its weights were updated, so they have to be sent back."""
 
 
-class BlockHomes:
+class RecomputedBlockStore:
     """The placement, the host store, and visits to it."""
 
     def __init__(
@@ -111,7 +111,7 @@ class BlockHomes:
             "num_slots": self._stream.device_slots if self._stream.overlap else 1,
             "num_low_slots": 0,
             "num_passes": 0,
-            "num_benches": 0,
+            "num_replay_slots": 0,
             "pairs": False,
         }
 
@@ -192,7 +192,7 @@ class BlockHomes:
         finally:
             self._visited.discard(id(unit))
             if unit.streamed:
-                unit.bind_home()
+                unit.bind_stored()
 
     @contextmanager
     def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
@@ -239,7 +239,7 @@ class BlockHomes:
             device=self.device,
             budget_gb=self._stream.device_memory_gb,
             sizes=self._sizes,
-            buffers=Buffers(self._let_go, self._make_buffers),
+            buffers=DeviceBuffers(self._let_go, self._make_buffers),
         )
         if filled:
             self._room.watch()
@@ -279,7 +279,7 @@ class BlockHomes:
         self.shared.node.barrier()
 
     def rewritten(self) -> None:
-        """Every rank has written to homes."""
+        """Every rank has written to block_store."""
         self.runtime.forget()
         if self.shared is not None:
             self.shared.node.barrier()
@@ -318,23 +318,23 @@ class BlockHomes:
         if self.shared is not None and leave_whole:
             for unit in self.placement.blocks:
                 if unit.streamed:
-                    unit.settle(self.shared.private(unit.home), None, streamed=False, low_streamed=False)
-                    unit.bind_home()
+                    unit.settle(self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False)
+                    unit.bind_stored()
         self.runtime.end_copies()
         self._let_go()
         self.store.close()
 
 
-class HomesState(ModuleState):
+class RecomputedModuleState(ModuleState):
     """Weights by name, where stored bytes are the weights."""
 
-    def __init__(self, homes: BlockHomes, module: nn.Module) -> None:
-        self._homes = homes
+    def __init__(self, block_store: RecomputedBlockStore, module: nn.Module) -> None:
+        self._block_store = block_store
         self.collected: dict[int, torch.Tensor] = {}
         """Weights in host memory that this rank may read alone, by the parameter's id."""
         self._gathered: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The last sharded unit read, and its version: a block's parameters are asked for one at a time."""
-        super().__init__(homes.placement.units, module, device=homes.device)
+        super().__init__(block_store.placement.units, module, device=block_store.device)
         named = module.named_parameters(remove_duplicate=False)
         self.cut = {name: p for name, p in named if self._where[id(p)][0].is_cut}
         """Parameters of which this rank has a piece at most ([Note: device shards])."""
@@ -350,13 +350,13 @@ class HomesState(ModuleState):
             if self._is_shared(unit):
                 self._show_copies(unit, step=unit.version)
             else:
-                self._homes.runtime.expose(unit)
+                self._block_store.runtime.expose(unit)
 
     def _is_busy(self) -> bool:
-        return self._homes.is_visiting
+        return self._block_store.is_visiting
 
     def _is_shared(self, unit: Unit) -> bool:
-        return unit.is_cut or (self._homes.shared is not None and unit.streamed)
+        return unit.is_cut or (self._block_store.shared is not None and unit.streamed)
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -372,8 +372,8 @@ class HomesState(ModuleState):
     def _read_cut(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
         """By all ranks, as they read the same parameters in the same order."""
         if self._gathered is None or self._gathered[:2] != (id(unit), unit.version):
-            assert self._homes.shards is not None
-            views = zip(unit.placed, self._homes.shards.whole(unit), strict=True)
+            assert self._block_store.shards is not None
+            views = zip(unit.placed, self._block_store.shards.whole(unit), strict=True)
             copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in views}
             self._gathered = (id(unit), unit.version, copies)
         copy = self._gathered[2].pop(id(parameter), None)
@@ -392,7 +392,7 @@ class HomesState(ModuleState):
 
         try:
             with torch.no_grad():
-                self._homes.collect(keep)
+                self._block_store.collect(keep)
             yield
         finally:
             self.collected = {}
@@ -401,13 +401,13 @@ class HomesState(ModuleState):
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._where[id(parameter)]
         self._gathered = None
-        with self._homes.rewriting(unit) as writes:
-            if self._homes.shards is not None and unit.is_cut:
-                self._homes.shards.write(unit, placed, value)
+        with self._block_store.rewriting(unit) as writes:
+            if self._block_store.shards is not None and unit.is_cut:
+                self._block_store.shards.write(unit, placed, value)
             elif writes:
                 unit.store_one(placed, value)
-        unit.bind_home()
-        self._homes.runtime.forget()
+        unit.bind_stored()
+        self._block_store.runtime.forget()
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
@@ -417,13 +417,13 @@ class HomesState(ModuleState):
         return self._stored(unit, placed).clone().to(self.device, torch.float32)
 
     def _before_load(self, unit: Unit) -> None:
-        self._homes.runtime.host_wait(unit)
+        self._block_store.runtime.host_wait(unit)
 
-    def _visits(self, unit: Unit) -> bool:
+    def _is_materialised_in_forward(self, unit: Unit) -> bool:
         return unit.streamed
 
     def _stored(self, unit: Unit, placed: Placed) -> torch.Tensor:
-        self._homes.runtime.host_wait(unit)
-        planes = unit.planes(unit.home)
+        self._block_store.runtime.host_wait(unit)
+        planes = unit.planes(unit.store_buffer)
         index = next(i for i, part in enumerate(unit.parts) if any(p is placed for p in part.placed))
         return placed.view(planes[index].storage)

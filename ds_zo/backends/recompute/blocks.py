@@ -31,9 +31,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.plain_copies import StandIn
-from ds_zo.backends.recompute.block_store import BlockHomes
+from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, CompiledForward
-from ds_zo.backends.recompute.context import Habits, Surroundings
+from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
 from ds_zo.config import ConfigError
 from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit
@@ -44,14 +44,14 @@ _numbers = itertools.count()
 class Consumer(Protocol):
     """Who takes gradients."""
 
-    def begin_visit(self, call: Call) -> bool:
+    def begin_visit(self, call: BlockCall) -> bool:
         """A block's gradient is about to be computed. False: nobody wants it."""
 
     def end_visit(self, block: RecomputedBlock) -> bool:
         """All gradients of a visit have come. True: weights were changed."""
 
 
-class Call:
+class BlockCall:
     """One run of a block, to be made again. Lives as long as the graph that it is a node of."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Call:
         self._user_dicts = list(user_dicts)
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
         """Those that the block is given while it runs, with what stood in them; see [Note: entries in mappings]."""
-        self._surroundings = Surroundings(block.habits, device)
+        self._surroundings = ForwardContext(block.habits, device)
         self._weights: list[int] = []
 
     @property
@@ -143,7 +143,7 @@ class RecomputedBlock:
     def __init__(
         self,
         unit: Unit,
-        homes: BlockHomes,
+        block_store: RecomputedBlockStore,
         *,
         consumer: Consumer,
         shared: Sequence[tuple[nn.Module, str]],
@@ -156,11 +156,11 @@ class RecomputedBlock:
         """What the consumer keeps of its other parameters."""
         self.last_visit = 0
         """The backward pass that last visited it."""
-        self.habits = Habits(unit.module, homes.device)
-        self._homes = homes
+        self.habits = BlockProfile(unit.module, block_store.device)
+        self._block_store = block_store
         self._consumer = weakref.ref(consumer)
-        self._calls: list[weakref.ref[Call]] = []
-        self._anchor = torch.zeros((), device=homes.device, requires_grad=True)
+        self._calls: list[weakref.ref[BlockCall]] = []
+        self._anchor = torch.zeros((), device=block_store.device, requires_grad=True)
         """Makes the first block's output require gradients where its input does not."""
         before = unit.module.__dict__.get("forward")
         previous: RecomputedBlock | None = getattr(before, "_ds_zo_block", None)
@@ -182,7 +182,7 @@ class RecomputedBlock:
             else:
                 object.__setattr__(self.unit.module, "forward", self._replaced)
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[BlockCall]:
         """Those that may still be computed again, in the order they were made."""
         alive = [(ref, call) for ref in self._calls if (call := ref()) is not None and not call.spent]
         self._calls = [ref for ref, _ in alive]
@@ -214,7 +214,7 @@ class RecomputedBlock:
             if trains or any(t.requires_grad for t in tensors):
                 for leaf in leaves:
                     _refuse_hidden_tensors(leaf, self.unit.name)
-                call = Call(self, leaves, spec, user_dicts=user_dicts, device=self._homes.device)
+                call = BlockCall(self, leaves, spec, user_dicts=user_dicts, device=self._block_store.device)
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
@@ -225,9 +225,9 @@ class RecomputedBlock:
         # [Note: whole steps] Ctrl-C on the way out of a context would leave torch's modes as they are inside.
         with (
             interrupts.whole(),
-            self._homes.visit(self.unit),
+            self._block_store.visit(self.unit),
             torch.no_grad(),
-            _no_autocast_cache(self._homes.device),
+            _no_autocast_cache(self._block_store.device),
         ):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
             leaves = self._own(leaves)
@@ -255,14 +255,14 @@ class RecomputedBlock:
             )
         return True
 
-    def first_time(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def first_time(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs without a graph; those that had one are leaves that require gradients."""
         versions = [t._version for t in tensors]
         args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
         with (
             interrupts.whole(),  # as in `_call`
-            self._homes.visit(self.unit),
-            _no_autocast_cache(self._homes.device),
+            self._block_store.visit(self.unit),
+            _no_autocast_cache(self._block_store.device),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(partial(_keep_nothing, self.unit.name), _nothing_kept),
         ):
@@ -279,7 +279,7 @@ class RecomputedBlock:
     # Backward
 
     def again(
-        self, call: Call, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grads: Sequence[Any]
+        self, call: BlockCall, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grads: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """Gradients of the inputs, then of the shared weights."""
         consumer = self._consumer()
@@ -291,7 +291,7 @@ class RecomputedBlock:
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
-        with interrupts.whole(), self._homes.visit(self.unit) as visit:
+        with interrupts.whole(), self._block_store.visit(self.unit) as visit:
             call.check_weights()
             with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
                 args, kwargs = call.arguments(inputs)
@@ -321,7 +321,9 @@ class _Recompute(torch.autograd.Function):
     """The one node that a block is in the outer graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: BlockCall, anchor: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         inputs = tensors[: call.num_inputs]
         outputs = call.block.first_time(call, inputs)
         ctx.call = call
@@ -333,7 +335,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        call: BlockCall = ctx.call
         return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from ds_zo.backends.common.random_state import RandomState, generators_of
 
 
-class Habits:
+class BlockProfile:
     """What a block has been seen to do, so that only what it does is looked after."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -40,10 +40,10 @@ class Habits:
                     yield (number, name), buffer
 
 
-class Surroundings:
+class ForwardContext:
     """Those of one forward, taken before it."""
 
-    def __init__(self, habits: Habits, device: torch.device) -> None:
+    def __init__(self, habits: BlockProfile, device: torch.device) -> None:
         self._habits = habits
         self._random = habits.random.cheap()
         looks = habits.draws or (habits.draws is None and habits.module.training)

@@ -25,11 +25,11 @@ from ds_zo import ops
 from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.backends.common.deferred_scalar import Late
+from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.random_state import generators_of
-from ds_zo.backends.common.stray_weights import Watch, used_outside
-from ds_zo.backends.zo.block_store import Homes
+from ds_zo.backends.common.stray_weights import StrayWeightDetector, used_outside
+from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.checkpoint import HomesCheckpoint
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import CannotInterleave, Lockstep
@@ -78,20 +78,22 @@ class ZOBackend(Backend):
             at=config.params_at,
         )
         self._num_passes = 2 * self.ranks.num_own
-        self.homes = Homes(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
+        self.block_store = ZOBlockStore(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         self._lockstep = Lockstep(device)
-        self._copies = WorkingCopies(module, self.homes, self._lockstep, num_passes=self._num_passes, device=device)
+        self._copies = WorkingCopies(
+            module, self.block_store, self._lockstep, num_passes=self._num_passes, device=device
+        )
         self._own_state = OwnState(self._num_passes)
         self._lockstep.on_switch = self._switch
         self._lockstep.on_again = self._own_state.restart
         self._copies_inputs = False
         """The forward was seen to write to its inputs."""
         self._generators: list[Any] = []
-        self.state = ReplayedState(self.homes, module)
+        self.state = ReplayedState(self.block_store, module)
         graphs = config.section.cuda_graphs and device.type == "cuda"
-        self._graphs = BlockGraphs(self.homes, self._lockstep, device=device) if graphs else None
+        self._graphs = BlockGraphs(self.block_store, self._lockstep, device=device) if graphs else None
         self._pretrained = PretrainedSaving(module, self.state.read)
-        self._checkpoint = HomesCheckpoint(self.homes, module, aliases=self.aliases())
+        self._checkpoint = HomesCheckpoint(self.block_store, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
         self.state.on_write = self._break_trajectory
@@ -111,9 +113,9 @@ class ZOBackend(Backend):
         """Groups or flags changed since the last step: what is trained when it is made counts, not what the last
         forward saw (a reference pass under PEFT's `disable_adapter` freezes adapters while it lasts)."""
         self._placed_shapes = {
-            id(p.parameter): p.parameter.shape for unit in self.homes.placement.units for p in unit.placed
+            id(p.parameter): p.parameter.shape for unit in self.block_store.placement.units for p in unit.placed
         }
-        self._parameters = OwnParameters(p for unit in self.homes.placement.units for p in unit.placed)
+        self._parameters = OwnParameters(p for unit in self.block_store.placement.units for p in unit.placed)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
         self._tied_outputs_logged = self._left_behind_logged = self._narrow_loss_logged = False
@@ -142,7 +144,7 @@ class ZOBackend(Backend):
             return self.module(*args, **kwargs)
         self._check_model()
         args, kwargs = self.ranks.shared_batch(args, kwargs)
-        self.homes.visits.begin_forward()
+        self.block_store.materialiser.begin_forward()
         inputs = PassInputs(args, kwargs, copies=self._copies_inputs)
         self._lockstep.heed([*self._generators, *inputs.generators()])
         calls = [partial(self._one_pass, i, inputs) for i in range(self._num_passes)]
@@ -160,7 +162,7 @@ class ZOBackend(Backend):
         tied = tie(
             passes,
             anchor=self._anchor,
-            accumulate=partial(self._accumulate, self.homes.log.length),
+            accumulate=partial(self._accumulate, self.block_store.log.length),
             inputs=[x for x in inputs.requiring_grad() if x not in self._parameters],
         )
         if loss_of(output) is not None:
@@ -247,7 +249,7 @@ class ZOBackend(Backend):
                 self._lockstep.on_again = self._own_state.restart
                 results = self._run(calls)
             after = SavedState(changed)
-            if self._interleave and self.homes.placement.blocks:
+            if self._interleave and self.block_store.placement.blocks:
                 rewind()
                 apart = self._one_by_one(calls)
                 if not _agree(results, apart):
@@ -259,13 +261,13 @@ class ZOBackend(Backend):
                     )
                     return apart
                 del apart  # its outputs, before more forwards
-            if self.homes.measures:
+            if self.block_store.measures:
 
                 def again() -> None:
                     rewind()
                     self._run(calls)
 
-                self.homes.rehearse(again)
+                self.block_store.rehearse(again)
             after.put_back()
             return results
         except BaseException:
@@ -278,8 +280,8 @@ class ZOBackend(Backend):
     def _watched(
         self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None], renew: Callable[[], None] | None = None
     ) -> list[Any]:
-        units = {id(unit): unit for unit in self.homes.placement.units}
-        watch = Watch.of_units(units.values(), self._copies.visited)
+        units = {id(unit): unit for unit in self.block_store.placement.units}
+        watch = StrayWeightDetector.of_units(units.values(), self._copies.visited)
         results: list[Any] | None = None
         try:
             with watch, torch.compiler.set_stance("force_eager"):  # compiled code would not be watched
@@ -329,15 +331,17 @@ class ZOBackend(Backend):
         for unit in units:
             for part in unit.parts:
                 for p in (p for p in part.placed if any(p.still)):
-                    self.homes.visits.fold_now(unit)
+                    self.block_store.materialiser.fold_now(unit)
                     p.still = (0, 0)
                     part.forget_tables()
-                    if self.homes.log.length or (self.recorder is not None and self.recorder.follows_a_checkpoint):
+                    if self.block_store.log.length or (
+                        self.recorder is not None and self.recorder.follows_a_checkpoint
+                    ):
                         self._break_trajectory()
 
-    def _refuse_streamed(self, watch: Watch, error: Exception | None) -> None:
+    def _refuse_streamed(self, watch: StrayWeightDetector, error: Exception | None) -> None:
         """Where blocks stream, one that is not called whole is never brought up."""
-        in_blocks = {id(unit) for unit in self.homes.placement.blocks}
+        in_blocks = {id(unit) for unit in self.block_store.placement.blocks}
         for key, name in watch.strays.items():
             if self._copies.streams and key in in_blocks:
                 raise used_outside(name) from error
@@ -360,10 +364,10 @@ class ZOBackend(Backend):
     # backward and step
 
     def _accumulate(self, step: int, differences: torch.Tensor) -> None:
-        if step != self.homes.log.length:
+        if step != self.block_store.log.length:
             raise RuntimeError(
                 f"a loss says how to move along the noise of its own step, got one of step {step} in step "
-                f"{self.homes.log.length}: call engine.backward before the engine.step that follows its forward"
+                f"{self.block_store.log.length}: call engine.backward before the engine.step that follows its forward"
             )
         self._projected[self.ranks.own] += differences / (2 * self.settings.zo_eps)
 
@@ -383,25 +387,25 @@ class ZOBackend(Backend):
         if self.settings.clip_projected_grad is not None:
             limit = self.settings.clip_projected_grad
             g = torch.where(g.isfinite(), g.clamp(-limit, limit), g)  # an overflow is skipped, not cut to the limit
-        self.homes.visits.make_room()
-        finite = self.homes.log.append(
+        self.block_store.materialiser.make_room()
+        finite = self.block_store.log.append(
             g,
             lrs=[float(group["lr"]) for group in self.param_groups],
             weight_decays=[float(group.get("weight_decay", 0.0)) for group in self.param_groups],
         )
         if self.recorder is not None:
-            self.recorder.append(self.homes.log.last_row)
+            self.recorder.append(self.block_store.log.last_row)
         self._projected = torch.zeros_like(g)
         if not self.config.section.stream.fuse_update:
             self._fold_everything()  # an ablation: the update as a sweep of its own
-        self.homes.fill_device()
-        if self.homes.measures:
+        self.block_store.fill_device()
+        if self.block_store.measures:
             num_visits = 1 if self._interleave else self._num_passes
-            self.homes.choose_interval(num_visits=num_visits, agree=self.ranks.first_decides)
-        return StepOutcome(applied=Late(finite), grad_norm=Late(norm))
+            self.block_store.choose_interval(num_visits=num_visits, agree=self.ranks.first_decides)
+        return StepOutcome(applied=DeferredScalar(finite), grad_norm=DeferredScalar(norm))
 
     def _fold_everything(self) -> None:
-        self.homes.visits.fold_now(*self.homes.placement.units)
+        self.block_store.materialiser.fold_now(*self.block_store.placement.units)
 
     # What may change under us
 
@@ -409,7 +413,7 @@ class ZOBackend(Backend):
         group_of = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
         return [
             (group_of.get(id(p.parameter), 0), p.parameter.requires_grad and id(p.parameter) in group_of)
-            for unit in self.homes.placement.units
+            for unit in self.block_store.placement.units
             for p in unit.placed
         ]
 
@@ -431,15 +435,15 @@ class ZOBackend(Backend):
                     f"parameter {name} is not the one that deepspeed.initialize placed: add, resize or replace "
                     "parameters before deepspeed.initialize, and load weights without assign=True"
                 )
-        if len(self.param_groups) != self.homes.log.num_groups:
+        if len(self.param_groups) != self.block_store.log.num_groups:
             raise ValueError(
-                f"the optimizer had {self.homes.log.num_groups} parameter groups when deepspeed.initialize ran and has "
-                f"{len(self.param_groups)} now: add groups before initialize"
+                f"the optimizer had {self.block_store.log.num_groups} parameter groups when deepspeed.initialize ran "
+                f"and has {len(self.param_groups)} now: add groups before initialize"
             )
         signature = self._groups_and_flags()
         if signature == self._signature:
             return
-        placed = [(part, p) for unit in self.homes.placement.units for part in unit.parts for p in part.placed]
+        placed = [(part, p) for unit in self.block_store.placement.units for part in unit.parts for p in part.placed]
         for (part, p), (_, trainable) in zip(placed, signature, strict=True):
             if trainable and part.direct:
                 raise ValueError(
@@ -450,21 +454,21 @@ class ZOBackend(Backend):
         for (part, p), (group, trainable) in zip(placed, signature, strict=True):
             p.group, p.trainable = group, trainable
             part.forget_tables()
-        for unit in self.homes.placement.units:
-            unit.version = self.homes.log.length
+        for unit in self.block_store.placement.units:
+            unit.version = self.block_store.log.length
         self._signature, self._regrouped = signature, True
-        if self.homes.log.length:
+        if self.block_store.log.length:
             self._break_trajectory()
 
     def _break_trajectory(self) -> None:
         """Weights, or what is trained, are changed by something else than a step."""
         if self.recorder is not None:
-            self.recorder.break_off(self.homes.log.length)
+            self.recorder.break_off(self.block_store.log.length)
 
     # Saving, loading, describing
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        self.homes.measures = False  # what is saved names the interval
+        self.block_store.measures = False  # what is saved names the interval
         return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
@@ -477,17 +481,19 @@ class ZOBackend(Backend):
     def replay_steps(self, rows: torch.Tensor) -> None:
         """Folds where the forward of each step did, so that the weights have the bits they had."""
         for row in rows:
-            for unit in self.homes.placement.units:
-                if self.homes.visits.pending(unit) and self.homes.visits.folds(unit, step=self.homes.log.length):
-                    self.homes.visits.fold_now(unit)
-            self.homes.log.append_row(row)
+            for unit in self.block_store.placement.units:
+                if self.block_store.materialiser.pending(unit) and self.block_store.materialiser.folds(
+                    unit, step=self.block_store.log.length
+                ):
+                    self.block_store.materialiser.fold_now(unit)
+            self.block_store.log.append_row(row)
             if not self.config.section.stream.fuse_update:
                 self._fold_everything()
         self._projected.zero_()
         self.state.forget()
 
     def weights(self, *, omitted: Collection[str] = ()) -> Stream:
-        placed = [p for unit in self.homes.placement.units for p in unit.placed if p.name not in omitted]
+        placed = [p for unit in self.block_store.placement.units for p in unit.placed if p.name not in omitted]
         buffers = dict(persistent_buffers(self.module))
         specs = [Spec(p.name, p.parameter.dtype, tuple(p.parameter.shape)) for p in placed]
         specs += [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
@@ -502,7 +508,7 @@ class ZOBackend(Backend):
     def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         aliases = self.aliases()
         with told_to_nobody():
-            here = {p.name: p.parameter.data for unit in self.homes.placement.units for p in unit.placed}
+            here = {p.name: p.parameter.data for unit in self.block_store.placement.units for p in unit.placed}
         here |= dict(persistent_buffers(self.module))
         every = {**here, **{alias: here[name] for alias, name in aliases.items()}}
         check_weights(weights, every, aliases, strict=strict)
@@ -517,7 +523,7 @@ class ZOBackend(Backend):
                 value.copy_(weights[names[name]])
 
     def rank_state(self) -> dict[str, Any]:
-        self.homes.measures = False  # as in `snapshot`, which the first rank alone makes: all must agree or none
+        self.block_store.measures = False  # as in `snapshot`, which the first rank alone makes: all must agree or none
         return {"projected": self._projected.cpu()}
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
@@ -529,11 +535,11 @@ class ZOBackend(Backend):
             self._projected.copy_(state["projected"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.homes.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
+        return {"step": self.block_store.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
 
     def describe(self) -> str:
         return (
-            f"{self.homes.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
+            f"{self.block_store.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
             f"{self.settings.zo_eps:g}, {self.settings.distribution} noise from seed {self.settings.seed}"
             f"{self.ranks.describe()}"
         )
@@ -542,26 +548,26 @@ class ZOBackend(Backend):
     def _leave_module_whole(self) -> None:
         """The module outlives the engine: scripts save it, Trainer trains it again. It gets the weights of the current
         step, in memory of its own where the stored form is not the parameters'."""
-        for unit in self.homes.placement.units:
-            if self.homes.shared is not None and unit.streamed:
-                self._leave_shared_unit_whole(unit, self.homes.shared)
+        for unit in self.block_store.placement.units:
+            if self.block_store.shared is not None and unit.streamed:
+                self._leave_shared_unit_whole(unit, self.block_store.shared)
             elif all(part.viewable for part in unit.parts):
-                self.homes.visits.fold_now(unit)
-                self.homes.runtime.host_wait(unit)
+                self.block_store.materialiser.fold_now(unit)
+                self.block_store.runtime.host_wait(unit)
             else:
                 unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
 
     def _leave_shared_unit_whole(self, unit: Unit, store: SharedStore) -> None:
         """Ranks close when they please, so nothing that they share is changed. Where weights of the current step are
         not what is stored, every rank would need a copy of its own: not if the machine can't hold that."""
-        pending = self.homes.visits.pending(unit)
+        pending = self.block_store.materialiser.pending(unit)
         if not all(part.viewable for part in unit.parts):
             unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
         elif not pending or store.has_room_for(unit.nbytes * store.share.size):
-            self.homes.runtime.host_wait(unit)
+            self.block_store.runtime.host_wait(unit)
             values = [self.state.read(placed.parameter) for placed in unit.placed] if pending else None
-            unit.settle(store.private(unit.home), None, streamed=False, low_streamed=False)
-            unit.bind_home()
+            unit.settle(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
+            unit.bind_stored()
             for placed, value in zip(unit.placed, values or (), strict=False):
                 placed.parameter.data.copy_(value)
         elif not self._left_behind_logged:
@@ -577,11 +583,11 @@ class ZOBackend(Backend):
                 self.recorder.close()
         finally:
             # Not at the interpreter's end: nobody has the module then, and PyTorch aborts on tensors made in a
-            # finalizer. Where it fails, for lack of memory say, the weights stay in their homes, and it may be tried
-            # again.
+            # finalizer. Where it fails, for lack of memory say, the weights stay where they are stored, and it may be
+            # tried again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
                 self.state.unwatch()
-                self.state.lending.close(comes_home=True)
+                self.state.gathered_copies.close(comes_home=True)
                 self._leave_module_whole()
             self._closed = True
             self._copies.close()
@@ -590,7 +596,7 @@ class ZOBackend(Backend):
                 self._graphs.close()
             self._pretrained.close()
             self.state.close()
-            self.homes.close()
+            self.block_store.close()
 
 
 def _agree(together: Sequence[Any], apart: Sequence[Any]) -> bool:

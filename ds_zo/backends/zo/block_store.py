@@ -12,10 +12,17 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.backends.zo.materialise import Noise, Visits
+from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
-from ds_zo.backends.zo.step_time import REHEARSED, Rehearsal, Tempo, compute_and_draw_s, measure_draw, measure_link
+from ds_zo.backends.zo.step_time import (
+    REHEARSED,
+    StepTimeModel,
+    TimedForward,
+    compute_and_draw_s,
+    measure_draw,
+    measure_link,
+)
 from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
@@ -29,7 +36,7 @@ from ds_zo.streaming.budget import (
     usable_nbytes,
     zo_sizes,
 )
-from ds_zo.streaming.filling import Buffers, fill_device
+from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.placement import Placement, move_buffers, plan_units, settle, spread
@@ -44,7 +51,7 @@ _STREAMED_INTERVAL = {"wire": 8, "split": 16}
 where nothing can be measured. A fold of split storage also brings the low plane up."""
 
 
-class Homes:
+class ZOBlockStore:
     """The placement, the host store, and the runtime and visits made for them."""
 
     def __init__(
@@ -97,9 +104,9 @@ class Homes:
             and self.shared is None
         )
         """The interval is still to be chosen; see `tempo`."""
-        self.tempo: str | None = None
+        self.step_time: str | None = None
         """Why it was chosen so."""
-        self._rehearsals: list[Rehearsal] = []
+        self._rehearsals: list[TimedForward] = []
         self._computing_sets_pace = False
         if config.stream:
             self._check_budget(num_resident)
@@ -111,7 +118,7 @@ class Homes:
         settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
-        self._make_visits()
+        self._make_materialiser()
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
         if self.may_fill_device or self.measures:
@@ -137,7 +144,7 @@ class Homes:
             remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
         )
 
-    def _make_visits(self) -> None:
+    def _make_materialiser(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # small buffers are not to stand in what held a large one: it would not fit again
         sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
@@ -151,7 +158,7 @@ class Homes:
             reuse_buffers=self._stream.reuse_buffers,
             before_overwrite=self.claims.before_overwrite,
         )
-        self.visits = Visits(
+        self.materialiser = Materialiser(
             self.placement,
             self.runtime,
             self.log,
@@ -186,12 +193,12 @@ class Homes:
         self.log.rows[:, 1 : 1 + self.log.num_groups] = 1.0
         try:
             for num_updates in REHEARSED:
-                self.visits.rehearsal = rehearsal = Rehearsal(num_updates, self.device)
+                self.materialiser.rehearsal = rehearsal = TimedForward(num_updates, self.device)
                 with rehearsal.running():
                     forward()
                 self._rehearsals.append(rehearsal)
         finally:
-            self.visits.rehearsal = None
+            self.materialiser.rehearsal = None
             self.log.rows.zero_()
             self.runtime.forget()
 
@@ -208,12 +215,12 @@ class Homes:
         self._rehearsals = []
         link = measure_link(self.runtime, streamed[0], streamed[-1])
         # Where the host or something else is what a step waits for, rehearsals do not see what a replay costs.
-        replay = partial(self.visits.replay_in_vain, streamed[0], self.runtime.slots[0])
+        replay = partial(self.materialiser.time_replay, streamed[0], self.runtime.slots[0])
         num_blocks = sum(map(_numel, blocks)) / max(_numel(streamed[0]), 1)
         draw_s = max(draw_s, num_blocks * measure_draw(replay, self.device))
         edges_numel = self.placement.numel - sum(_numel(u) for u in blocks)
         compute_s += draw_s * edges_numel / max(self.placement.numel - edges_numel, 1)  # folded each step
-        tempo = Tempo(*link, compute_s, draw_s)
+        tempo = StepTimeModel(*link, compute_s, draw_s)
         sizes = {
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
@@ -227,9 +234,9 @@ class Homes:
             self.device, budget_gb=self._stream.device_memory_gb
         )
         self.set_interval(interval)
-        self.tempo = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
+        self.step_time = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
         show(
-            f"ds_zo: blocks are folded every {self.interval} steps from now on, {self.tempo}; set "
+            f"ds_zo: blocks are folded every {self.interval} steps from now on, {self.step_time}; set "
             "ds_zo.stream.writeback_interval to have the same in every run"
         )
 
@@ -238,7 +245,7 @@ class Homes:
         self.measures = False
         self.interval = interval
         self._let_go()
-        self._make_visits()
+        self._make_materialiser()
         self._room.watch_afresh()
 
     def fill_device(self) -> None:
@@ -257,14 +264,14 @@ class Homes:
             device=self.device,
             budget_gb=self._stream.device_memory_gb,
             sizes=self._sizes,
-            buffers=Buffers(self._let_go, self._make_visits),
+            buffers=DeviceBuffers(self._let_go, self._make_materialiser),
         )
         if filled:
             self._room.watch()
 
     def _let_go(self) -> None:
         self.runtime.forget()
-        self.visits.close()
+        self.materialiser.close()
         self.runtime.let_go()  # also one that has no visits yet
 
     def describe(self) -> str:
@@ -280,7 +287,7 @@ class Homes:
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
             f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
-            f"scratch {self.visits.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
+            f"scratch {self.materialiser.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
             f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
             f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",

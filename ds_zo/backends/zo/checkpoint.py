@@ -14,7 +14,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.backends.zo.block_store import Homes
+from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.replay_log import CAPACITY
 from ds_zo.checkpoint.errors import CheckpointError, taking_apart
 from ds_zo.checkpoint.files import hash_json, hash_tensors
@@ -29,19 +29,19 @@ from ds_zo.checkpoint.layout import (
     unit_key,
 )
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.checkpoint.recorder import Recorder
+from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.replay import saved_values
 from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
 from ds_zo.checkpoint.stock import check_forms
-from ds_zo.streaming.backward_order import FOLD_ORDER, turn
+from ds_zo.streaming.fold_schedule import FOLD_ORDER, turn
 from ds_zo.streaming.units import Unit
 
 
 class HomesCheckpoint:
-    """Snapshots of, and restores into, one model's homes."""
+    """Snapshots of, and restores into, one model's block_store."""
 
-    def __init__(self, homes: Homes, module: nn.Module, *, aliases: Mapping[str, str]) -> None:
-        self._homes = homes
+    def __init__(self, block_store: ZOBlockStore, module: nn.Module, *, aliases: Mapping[str, str]) -> None:
+        self._block_store = block_store
         self._module = module
         self._aliases = dict(aliases)
 
@@ -49,11 +49,11 @@ class HomesCheckpoint:
 
     def snapshot(self, *, hold: bool, omit_frozen: bool) -> Snapshot:
         """`hold`: training goes on while it is written ([Note: swap on fold])."""
-        homes, units = self._homes, self._homes.placement.units
+        block_store, units = self._block_store, self._block_store.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
-        if self._homes.device.type == "cuda" and not hold:
-            torch.cuda.current_stream(homes.device).synchronize()  # downloads are waited for unit by unit
-        state = {**self.facts(), "omitted": sorted(omitted), "rows": homes.log.rows.cpu().clone()}
+        if self._block_store.device.type == "cuda" and not hold:
+            torch.cuda.current_stream(block_store.device).synchronize()  # downloads are waited for unit by unit
+        state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
         state["units"] = [{**describe(u), "version": u.version} for u in units]
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
         state["buffers"] = sorted(buffers)
@@ -70,12 +70,14 @@ class HomesCheckpoint:
             raise
         return Snapshot([*held, *pieces], lambda: state, order=order)
 
-    def recorder(self) -> Recorder:
+    def recorder(self) -> TrajectoryRecorder:
         """For the trajectory of a run that starts here: reads all weights once, to know later what it started from."""
-        homes = self._homes
-        digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in homes.placement.units}
-        on_device = homes.device.type == "cuda"
-        return Recorder(self._header, step=homes.log.length, base_sha256=hash_json(digests), on_device=on_device)
+        block_store = self._block_store
+        digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in block_store.placement.units}
+        on_device = block_store.device.type == "cuda"
+        return TrajectoryRecorder(
+            self._header, step=block_store.log.length, base_sha256=hash_json(digests), on_device=on_device
+        )
 
     def _header(self) -> dict[str, Any]:
         config = getattr(self._module, "config", None)
@@ -83,44 +85,44 @@ class HomesCheckpoint:
             "model": getattr(config, "_name_or_path", None) or type(self._module).__name__,
             "facts": {name: value for name, value in self.facts().items() if name != "step"},
             "capacity": CAPACITY,
-            "width": self._homes.log.rows.shape[1],
-            "units": [describe(unit) for unit in self._homes.placement.units],
+            "width": self._block_store.log.rows.shape[1],
+            "units": [describe(unit) for unit in self._block_store.placement.units],
             "aliases": self._aliases,
             "buffers": [name for name, _ in persistent_buffers(self._module)],
         }
 
     def facts(self) -> dict[str, Any]:
         """What decides how updates are made and stored, besides the units themselves."""
-        homes = self._homes
+        block_store = self._block_store
         return {
-            "step": homes.log.length,
+            "step": block_store.log.length,
             "noise_version": ops.NOISE_VERSION,
-            "seed": homes.noise.seed,
-            "distribution": homes.noise.distribution,
-            "rounding": homes.noise.rounding,
-            "num_directions": homes.log.num_directions,
-            "num_groups": homes.log.num_groups,
-            "interval": homes.interval,
+            "seed": block_store.noise.seed,
+            "distribution": block_store.noise.distribution,
+            "rounding": block_store.noise.rounding,
+            "num_directions": block_store.log.num_directions,
+            "num_groups": block_store.log.num_groups,
+            "interval": block_store.interval,
             "fold_order": FOLD_ORDER,
-            "device": homes.device.type,
+            "device": block_store.device.type,
         }
 
     def _piece(self, unit: Unit, *, hold: bool, omitted: set[str]) -> Piece:
         if hold:
-            if self._homes.shared is not None:
-                self._homes.runtime.host_wait(unit)
-            held = self._homes.claims.claim(unit)
+            if self._block_store.shared is not None:
+                self._block_store.runtime.host_wait(unit)
+            held = self._block_store.claims.claim(unit)
             return Piece(lambda: _without(held.tensors(), omitted), held.nbytes, held.key, held.written)
 
         def tensors() -> Mapping[str, torch.Tensor]:
-            self._homes.runtime.host_wait(unit)
+            self._block_store.runtime.host_wait(unit)
             return _without(host_tensors(unit), omitted)
 
         return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
 
     def _steps_to_fold(self, unit: Unit) -> int:
         """Copied ones last: nothing waits for them."""
-        step, interval = self._homes.log.length, self._homes.interval
+        step, interval = self._block_store.log.length, self._block_store.interval
         return (-(step + turn(unit.index, interval))) % interval if unit.streamed or unit.low_streamed else interval
 
     # Loading
@@ -140,8 +142,8 @@ class HomesCheckpoint:
         buffers = dict(persistent_buffers(self._module))
         forms = {name: saved.form(name) for name in state["buffers"] if name in buffers}
         check_forms(forms, buffers, of=f"checkpoint {saved.folder}")
-        if resume and self._homes.measures:
-            self._homes.set_interval(state["interval"])
+        if resume and self._block_store.measures:
+            self._block_store.set_interval(state["interval"])
         if resume:
             self._take_still(state["units"])
         reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
@@ -150,21 +152,21 @@ class HomesCheckpoint:
         else:
             self._restore_values(saved, partial=wrong is not None)
             if resume:
-                self._homes.log.length = state["step"]
+                self._block_store.log.length = state["step"]
                 logger.warning(
                     f"ds_zo: the checkpoint and this run differ in {', '.join(reasons)}: its weights are taken with "
                     "every update, and the run goes on, but not bit for bit as it would have"
                 )
-                for unit in self._homes.placement.units:
-                    unit.version = self._homes.log.length
+                for unit in self._block_store.placement.units:
+                    unit.version = self._block_store.log.length
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
-        self._homes.runtime.forget()
+        self._block_store.runtime.forget()
 
     def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
         """A run goes on as it began: with the same rows left alone, or none."""
         still = {p["name"]: still_of(p) for unit in descriptions for part in unit["parts"] for p in part["params"]}
-        for part in (part for unit in self._homes.placement.units for part in unit.parts):
+        for part in (part for unit in self._block_store.placement.units for part in unit.parts):
             for p in part.placed:
                 p.still = still.get(p.name, p.still)
             part.forget_tables()
@@ -183,47 +185,47 @@ class HomesCheckpoint:
             raise TypeError(f"rows are {state['rows'].dtype} of {tuple(state['rows'].shape)}, expected {shape}")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {p.name: tuple(p.parameter.shape) for u in self._homes.placement.units for p in u.placed}
+        return {p.name: tuple(p.parameter.shape) for u in self._block_store.placement.units for p in u.placed}
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
         ours, theirs = self.facts(), {"fold_order": 1, **state}
         names = ("noise_version", "seed", "distribution", "rounding", "num_directions", "num_groups", "interval")
         found = [f"{n} ({theirs[n]} there, {ours[n]} here)" for n in (*names, "fold_order") if theirs[n] != ours[n]]
         there = {unit_key(u): {k: v for k, v in u.items() if k != "version"} for u in state["units"]}
-        here = {unit_key(u): u for u in map(describe, self._homes.placement.units)}
+        here = {unit_key(u): u for u in map(describe, self._block_store.placement.units)}
         if there != here:
             found.append("blocks, groups or storage formats")
         return found
 
     def _restore_planes(self, saved: Saved, omitted: set[str]) -> None:
-        homes, state = self._homes, saved.backend_state
+        block_store, state = self._block_store, saved.backend_state
         versions = {unit_key(u): u["version"] for u in state["units"]}
-        with homes.rewriting(*homes.placement.units) as writes:
-            for unit in homes.placement.units:
+        with block_store.rewriting(*block_store.placement.units) as writes:
+            for unit in block_store.placement.units:
                 if writes(unit):
                     fill_unit(unit, saved.tensor, omitted=omitted)
                 unit.version = versions[unit_key(describe(unit))]
-                unit.bind_home()
-        homes.log.rows.copy_(state["rows"])
-        homes.log.length = state["step"]
+                unit.bind_stored()
+        block_store.log.rows.copy_(state["rows"])
+        block_store.log.length = state["step"]
 
     def _restore_values(self, saved: Saved, *, partial: bool) -> None:
         """Every weight as it is at the saved step, stored as this run stores weights."""
-        homes = self._homes
-        where = {p.name: (unit, p) for unit in homes.placement.units for p in unit.placed}
+        block_store = self._block_store
+        where = {p.name: (unit, p) for unit in block_store.placement.units for p in unit.placed}
         if partial:  # what the checkpoint lacks stays, with its updates
-            for unit in homes.placement.units:
-                homes.visits.fold_now(unit)
-        with homes.rewriting(*homes.placement.units) as writes:
-            for there, value in saved_values(saved, device=homes.device, exact=True):
+            for unit in block_store.placement.units:
+                block_store.materialiser.fold_now(unit)
+        with block_store.rewriting(*block_store.placement.units) as writes:
+            for there, value in saved_values(saved, device=block_store.device, exact=True):
                 if there.name not in where:
                     continue
                 unit, placed = where[there.name]
                 if placed.parameter.shape == there.parameter.shape and writes(unit):
                     unit.store_one(placed, value)
-        for unit in homes.placement.units:
-            unit.version = homes.log.length
-            unit.bind_home()
+        for unit in block_store.placement.units:
+            unit.version = block_store.log.length
+            unit.bind_stored()
 
 
 def _without(tensors: Mapping[str, torch.Tensor], omitted: set[str]) -> Mapping[str, torch.Tensor]:

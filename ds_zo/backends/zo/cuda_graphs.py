@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_zo.backends.common.plain_copies import StandIn
-from ds_zo.backends.zo.block_store import Homes
+from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.ops.recording import recorded
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
@@ -36,7 +36,7 @@ MOST_KINDS = 16
 Key = tuple[Any, ...]
 
 
-class Surroundings:
+class CaptureState:
     """What a block's forward depends on besides arguments, parameters and code; see [Note: tensors that modules
     keep]."""
 
@@ -73,7 +73,7 @@ class Recording:
     """One block's forward of one pass for inputs of one shape."""
 
     graph: torch.cuda.CUDAGraph
-    surroundings: Surroundings
+    surroundings: CaptureState
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     spec: Any
@@ -88,8 +88,8 @@ class Recording:
 class BlockGraphs:
     """Stands before the forward of each block and replays it where it can."""
 
-    def __init__(self, homes: Homes, lockstep: Lockstep, *, device: torch.device) -> None:
-        self._homes = homes
+    def __init__(self, block_store: ZOBlockStore, lockstep: Lockstep, *, device: torch.device) -> None:
+        self._block_store = block_store
         self._lockstep = lockstep
         self._device = device
         self._recordings: dict[Key, Recording | None] = {}
@@ -106,8 +106,8 @@ class BlockGraphs:
         self._stream = torch.cuda.Stream(device)
         self._wrapped: list[tuple[nn.Module, Any]] = []
         """Modules, and a forward of their own that they had before."""
-        entered = {id(module) for module in homes.placement.entered_by}
-        for unit in homes.placement.blocks:
+        entered = {id(module) for module in block_store.placement.entered_by}
+        for unit in block_store.placement.blocks:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
             if not has_hooks_inside and not any(part.direct for part in unit.parts):
                 self._wrapped.append((unit.module, vars(unit.module).get("forward")))
@@ -143,10 +143,10 @@ class BlockGraphs:
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if self._made_for is not self._homes.visits:  # working copies have moved
+        if self._made_for is not self._block_store.materialiser:  # working copies have moved
             self.forget()
-            self._made_for = self._homes.visits
-        if self._gave_up or not (self._lockstep.inside and self._homes.visits.in_one_launch):
+            self._made_for = self._block_store.materialiser
+        if self._gave_up or not (self._lockstep.inside and self._block_store.materialiser.in_one_launch):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -160,7 +160,7 @@ class BlockGraphs:
             return forward(*args, **kwargs)
         key = (id(unit), self._lockstep.current, *same)
         if key not in self._recordings:
-            surroundings = Surroundings(unit.module)
+            surroundings = CaptureState(unit.module)
             if self._calls_hooks(surroundings):
                 return forward(*args, **kwargs)
             if key not in self._outputs:
@@ -174,7 +174,7 @@ class BlockGraphs:
             return forward(*args, **kwargs)
         return recording.replay(tensors)
 
-    def _calls_hooks(self, surroundings: Surroundings) -> bool:
+    def _calls_hooks(self, surroundings: CaptureState) -> bool:
         if not surroundings.has_hooks:
             return False
         if not self._has_warned_of_hooks:
@@ -248,7 +248,7 @@ class BlockGraphs:
         forward: Callable[..., Any],
         leaves: list[Any],
         spec: Any,
-        surroundings: Surroundings,
+        surroundings: CaptureState,
         *,
         key: Key,
         same: Key,

@@ -71,7 +71,7 @@ class ThreadState:
             torch.cuda.set_stream(self.stream)
 
 
-class _Twin:
+class _LockstepPass:
     def __init__(self, call: Callable[[], Any], thread: ThreadState, randomness: tuple[Any, ...]) -> None:
         self.coroutine = greenlet.greenlet(call)
         self.coroutine.gr_context = contextvars.copy_context()
@@ -153,7 +153,7 @@ class Lockstep:
         outside = ThreadState.capture(self._device)
         inside = replace(outside, autocast_cache=False)
         start = self._random.cheap()
-        twins = [_Twin(call, inside, start) for call in calls]
+        twins = [_LockstepPass(call, inside, start) for call in calls]
         self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
         inside.restore()  # the hub's state too: passes mostly share it, and then switching costs little
         try:
@@ -190,7 +190,7 @@ class Lockstep:
             outside.restore()
         return results
 
-    def _resume(self, twin: _Twin, index: int, hub: ThreadState) -> None:
+    def _resume(self, twin: _LockstepPass, index: int, hub: ThreadState) -> None:
         self.current = index
         self.on_switch(index)
         if twin.thread != hub:
@@ -208,7 +208,7 @@ class Lockstep:
         if isinstance(twin.asked, CannotInterleave):
             raise twin.asked
 
-    def _end(self, twin: _Twin) -> None:
+    def _end(self, twin: _LockstepPass) -> None:
         """An abandoned pass would keep its activations and leave its grad mode behind."""
         if twin.coroutine.dead or not twin.coroutine:  # finished, or never started
             return

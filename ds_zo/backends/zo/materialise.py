@@ -23,7 +23,7 @@ import torch
 from ds_zo import ops
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
-from ds_zo.backends.zo.step_time import Rehearsal
+from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.checkpoint.replay import due
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
@@ -45,7 +45,7 @@ class Noise:
     rounding: ops.Rounding
 
 
-class Visits:
+class Materialiser:
     """All traffic between stored weights and working copies."""
 
     def __init__(
@@ -79,14 +79,14 @@ class Visits:
         """Passes start from weights rounded as a slot would store them, so that they do so on every device. Where
         copies always come in one launch, nothing is rounded but the copies."""
         benched = interval > 1 and not self._one_launch
-        bench_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if benched else 0
-        self._bench = Slot(bench_nbytes, device)
+        replay_slot_nbytes = max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if benched else 0
+        self._replay_slot = Slot(replay_slot_nbytes, device)
         """Where a resident block that does not fold puts its replayed weights: its home must keep the last folded
         ones."""
         self._open: tuple[Unit, Slot | None] | None = None
         """The unit that is being visited, and its slot until that may be filled again."""
         self._folding: set[int] = set()
-        self.rehearsal: Rehearsal | None = None
+        self.rehearsal: TimedForward | None = None
         """When not None: blocks replay what it says instead of what is pending, and their waits are timed."""
         self._kept_planes: dict[Any, list[Planes]] = {}
         self._kept_outs: dict[Any, list[torch.Tensor | None]] = {}
@@ -120,7 +120,7 @@ class Visits:
     def close(self) -> None:
         """Lets go of device buffers."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.scratch, self._bench.buffer, self._pair = empty, empty, None
+        self.scratch, self._replay_slot.buffer, self._pair = empty, empty, None
         self.runtime.let_go()
         for kept in (self._kept_planes, self._kept_outs, self._kept_views):
             kept.clear()  # type: ignore[attr-defined]
@@ -190,18 +190,18 @@ class Visits:
         if first:
             self._bring_up_to_date(unit, slot, scratch=self.scratch, pair=pair, index=index, last=last)
         elif not is_mirror:
-            on_bench = slot is None and self._bench.unit is unit
-            base = self._bench.buffer if on_bench else unit.home if slot is None else slot.buffer
+            on_replay_slot = slot is None and self._replay_slot.unit is unit
+            base = self._replay_slot.buffer if on_replay_slot else unit.store_buffer if slot is None else slot.buffer
             outs = self._outs(unit, self.scratch)
             self._apply(unit, self._planes(unit, base), outs=outs, pair=pair, index=index)
-        source = unit.home if slot is None else slot.buffer
+        source = unit.store_buffer if slot is None else slot.buffer
         if (last or (pair is not None and self._one_launch)) and not _has_direct(unit):
             self._release(unit)
         if pair is None:
             return self._views(unit, source, self.scratch) if first else None
         return self._views(unit, source, pair if is_mirror else self.scratch)
 
-    def replay_in_vain(self, unit: Unit, slot: Slot, num_updates: int) -> None:
+    def time_replay(self, unit: Unit, slot: Slot, num_updates: int) -> None:
         """For the clock: makes a copy, of whatever the slot and the log hold, that nobody reads."""
         outs = self._outs(unit, self.scratch)
         self._apply(unit, self._planes(unit, slot.buffer), outs=outs, index=0, pending=num_updates)
@@ -210,12 +210,12 @@ class Visits:
         """The last pass has run the block."""
         if self._open is not None and self._open[0] is unit:
             self._depart(unit)
-        unit.bind_home()
+        unit.bind_stored()
 
     def perturb_edge(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:
         """Makes ready pass `index`'s copy of a resident unit outside the blocks. `scratch` outlives the step."""
         self._bring_up_to_date(unit, None, scratch=scratch, index=index)
-        return self._views(unit, unit.home, scratch)
+        return self._views(unit, unit.store_buffer, scratch)
 
     def _bring_up_to_date(
         self,
@@ -230,10 +230,10 @@ class Visits:
         """Replays what is pending and stores it where this visit's passes start from; makes the first pass's copy in
         `scratch` on the way. Where no other pass starts from it and no fold is due, nothing is stored."""
         pending = self._to_replay(unit)
-        source = unit.home if slot is None else slot.buffer
+        source = unit.store_buffer if slot is None else slot.buffer
         outs = None if scratch is None else self._outs(unit, scratch)
         if slot is None and unit.is_block:  # an edge may come between two passes' visits of the block on the bench
-            self._bench.give_up()
+            self._replay_slot.give_up()
         fold = id(unit) in self._folding if unit.is_block else True
         alone = index is not None and (self._one_launch or last)
         if not pending or (alone and not fold):
@@ -243,8 +243,8 @@ class Visits:
         low = self.runtime.arrive_low(unit) if fold and unit.low_nbytes else None
         target = source
         if slot is None and not fold:
-            self._bench.unit, self._bench.version = unit, step
-            target = self._bench.buffer
+            self._replay_slot.unit, self._replay_slot.version = unit, step
+            target = self._replay_slot.buffer
         if slot is not None:
             self.runtime.before_writing(slot)
             slot.version = step  # the home follows when the slot is sent back
@@ -271,7 +271,7 @@ class Visits:
         self._release(unit, send_back=send_back)
         self._open = None
 
-    # Visits that change nothing: evaluation, saving
+    # Materialiser that change nothing: evaluation, saving
 
     def clean(self, unit: Unit, *, scratch: torch.Tensor) -> list[torch.Tensor]:
         """The weights of the current step, whatever is pending, rounded to nearest into a copy (or the stored bytes
@@ -293,7 +293,7 @@ class Visits:
 
     def _open_clean(self, unit: Unit) -> torch.Tensor:
         if not unit.streamed:
-            return unit.home
+            return unit.store_buffer
         self._break_off()
         slot = self.runtime.arrive(unit)
         self._open = (unit, slot)
@@ -311,7 +311,7 @@ class Visits:
             self._depart(unit, send_back=False)
         elif unit.low_streamed:
             self.runtime.depart(unit, None, send_back=False)
-        unit.bind_home()
+        unit.bind_stored()
 
     @torch.no_grad()
     def make_room(self) -> None:
@@ -340,7 +340,7 @@ class Visits:
                 self._open = (unit, slot)
                 self._bring_up_to_date(unit, slot)
                 self._depart(unit)
-                unit.bind_home()
+                unit.bind_stored()
         finally:
             self.end()
 
@@ -350,7 +350,7 @@ class Visits:
         try:
             for unit in units:
                 self._bring_up_to_date(unit, None)
-                unit.bind_home()
+                unit.bind_stored()
         finally:
             self._folding = before
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ds_zo.streaming.units import Unit
 
 
-class Nesting:
+class ScratchOverlap:
     def __init__(self) -> None:
         self._within: dict[int, list[Sequence[Unit]]] = {}
         self.crowded: dict[int, Unit] = {}

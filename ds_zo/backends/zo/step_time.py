@@ -27,7 +27,7 @@ _REPEATS = 4
 
 
 @dataclass(frozen=True)
-class Tempo:
+class StepTimeModel:
     """Measured seconds and rates of one model on one machine."""
 
     up_nbytes_per_s: float
@@ -80,7 +80,7 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
     torch.cuda.current_stream(device).synchronize()
     there = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
     for buffer, u in zip(there, (unit, other), strict=True):
-        buffer.copy_(u.home)
+        buffer.copy_(u.store_buffer)
 
     def rate(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
         torch.cuda.current_stream(device).synchronize()
@@ -97,7 +97,7 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
         nbytes = sum(to.numel() for to, _ in copies)
         return _REPEATS * nbytes / (begin.elapsed_time(end) / 1e3)
 
-    up, down = (there[0], unit.home), (other.home, there[1])
+    up, down = (there[0], unit.store_buffer), (other.store_buffer, there[1])
     rates = rate(up), rate(down), rate(up, down)
     runtime.forget()
     return rates
@@ -119,7 +119,7 @@ def measure_draw(replay: Callable[[int], None], device: torch.device) -> float:
     return max(0.0, seconds(many) - seconds(few)) / (many - few)
 
 
-class Rehearsal:
+class TimedForward:
     """A forward whose blocks replay updates that change nothing, timed on the compute stream: all of it, less what it
     waits for blocks. (On a CPU the same by the host's clock, for tests.)"""
 
@@ -167,7 +167,7 @@ def _seconds(span: _Span) -> float:
     return end - begin
 
 
-def compute_and_draw_s(rehearsals: Sequence[Rehearsal]) -> tuple[float, float]:
+def compute_and_draw_s(rehearsals: Sequence[TimedForward]) -> tuple[float, float]:
     """(a step with nothing pending, replaying one update in all blocks), from forwards with few and with many."""
     few, many = sorted(rehearsals[1:], key=lambda r: r.num_updates)
     draw_s = max(0.0, many.busy_s - few.busy_s) / (many.num_updates - few.num_updates)

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ds_zo.backends.common.plain_copies import Hook
 from ds_zo.backends.common.stray_weights import used_outside
-from ds_zo.backends.zo.block_store import Homes
+from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.loss_terms import marked_results
 from ds_zo.backends.zo.outputs import floats_of, with_floats
-from ds_zo.backends.zo.scratch_overlap import Nesting, has_room
+from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
@@ -36,13 +36,15 @@ class WorkingCopies:
     its own, swapped in when it goes on.
     """
 
-    def __init__(self, module: nn.Module, homes: Homes, lockstep: Lockstep, *, num_passes: int, device: torch.device):
+    def __init__(
+        self, module: nn.Module, block_store: ZOBlockStore, lockstep: Lockstep, *, num_passes: int, device: torch.device
+    ):
         self._module = module
-        self._homes = homes
+        self._block_store = block_store
         self._lockstep = lockstep
         self._num_passes = num_passes
         self._device = device
-        self._placement = homes.placement
+        self._placement = block_store.placement
         self._training = False
         self.visited: set[int] = set()
         """Units whose parameters are working copies now, by id."""
@@ -50,7 +52,7 @@ class WorkingCopies:
         """What a module outside the blocks brought up for itself, by `id(module)`."""
         self._kept: set[int] = set()
         """Units that became ambient because they are used outside their module, by id."""
-        self.nesting = Nesting()
+        self.nesting = ScratchOverlap()
         self._alone = {id(unit): (unit,) for unit in self._placement.blocks}
         self._brought_by: dict[int, nn.Module] = {}
         """The module whose evaluation brought up a unit that several modules may bring, by the unit's id."""
@@ -99,7 +101,7 @@ class WorkingCopies:
         their modules: all that are not blocks' are brought up to date, as that forward would."""
         if not self._training:
             with torch.inference_mode(False), torch.no_grad():
-                self._homes.visits.fold_now(*self._placement.edges, *self._placement.ambient)
+                self._block_store.materialiser.fold_now(*self._placement.edges, *self._placement.ambient)
 
     def close(self) -> None:
         self.end_probation()
@@ -113,15 +115,15 @@ class WorkingCopies:
             self._training = True
             self._went_on.clear()
             self.nesting.clear()
-            self._homes.visits.begin()
+            self._block_store.materialiser.begin()
             self._fill_ambient()
             yield
         finally:
             self._training = False
-            self._homes.visits.end()
+            self._block_store.materialiser.end()
             for unit in self._placement.units:
                 if id(unit) in self.visited:
-                    unit.bind_home()
+                    unit.bind_stored()
             self.visited.clear()
             self.nesting.clear()
 
@@ -135,7 +137,7 @@ class WorkingCopies:
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
         around = self.nesting.around(self._index)
         if not self._training:
-            self._enter_clean(unit, self._aside(unit) if around else self._homes.visits.scratch)
+            self._enter_clean(unit, self._aside(unit) if around else self._block_store.materialiser.scratch)
         else:
             _remove(self._unvisited.pop(id(unit), ()))
             if around:
@@ -164,7 +166,7 @@ class WorkingCopies:
             self._went_on.add(self._lockstep.current)
             if self._lockstep.current < self._num_passes - 1:
                 return kept  # the other passes have still to run it
-        self._homes.visits.leave_block(unit)
+        self._block_store.materialiser.leave_block(unit)
         self.visited.discard(id(unit))
         return kept
 
@@ -172,10 +174,10 @@ class WorkingCopies:
         """The output with copies of what is a view of weights, or None where nothing is: their memory is the next
         unit's."""
         if isinstance(output, torch.Tensor):
-            return output.detach().clone() if self._homes.visits.lends(output) else None
+            return output.detach().clone() if self._block_store.materialiser.lends(output) else None
         is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
         leaves = output if is_flat else tree_flatten(output)[0]  # which takes longer than a small block's launches
-        if not any(isinstance(leaf, torch.Tensor) and self._homes.visits.lends(leaf) for leaf in leaves):
+        if not any(isinstance(leaf, torch.Tensor) and self._block_store.materialiser.lends(leaf) for leaf in leaves):
             return None
         return tree_map_only(
             torch.Tensor, lambda leaf: leaf if (own := self._saved_from_reuse(leaf)) is None else own, output
@@ -188,7 +190,7 @@ class WorkingCopies:
 
     @torch.no_grad()
     def _make_ready(self, unit: Unit, index: int, *, last: bool) -> None:
-        views = self._homes.visits.perturb_block(unit, index=index, last=last)
+        views = self._block_store.materialiser.perturb_block(unit, index=index, last=last)
         if views is not None:
             unit.bind(views)
 
@@ -206,11 +208,13 @@ class WorkingCopies:
         self._entered[id(module)] = entering
         self.nesting.enter(self._index, entering)
         shares = self._training or has_room(around, at=at)
-        scratch = self._homes.visits.scratch[at:] if shares else self._aside(*entering)
+        scratch = self._block_store.materialiser.scratch[at:] if shares else self._aside(*entering)
         for unit in entering:
             if self._training:
                 with torch.no_grad():
-                    unit.bind(self._homes.visits.perturb_edge(unit, index=self._lockstep.current, scratch=scratch))
+                    unit.bind(
+                        self._block_store.materialiser.perturb_edge(unit, index=self._lockstep.current, scratch=scratch)
+                    )
                 self.visited.add(id(unit))
                 self._unvisited.pop(id(unit), None)
             else:
@@ -220,7 +224,7 @@ class WorkingCopies:
     def _wait_for_room(self, nbytes: int) -> None:
         """Before so much of the scratch is written. Every pass comes by here alike, and so they meet."""
         is_ahead = self._lockstep.inside and self._lockstep.current in self._went_on
-        if is_ahead and nbytes > self._homes.visits.free_nbytes:
+        if is_ahead and nbytes > self._block_store.materialiser.free_nbytes:
             self._pause(_ALL_HERE)
 
     def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -229,7 +233,7 @@ class WorkingCopies:
         self.nesting.leave(self._index, entered)
         for unit in reversed(entered):
             if self._training:
-                unit.bind_home()
+                unit.bind_stored()
                 self.visited.discard(id(unit))
             else:
                 self._leave_clean(unit)
@@ -240,7 +244,7 @@ class WorkingCopies:
     def _enter_clean(self, unit: Unit, scratch: torch.Tensor) -> None:
         """Without gradients: the working copy is gone when a backward would need it."""
         with torch.inference_mode(False), torch.no_grad():
-            unit.bind(self._homes.visits.clean(unit, scratch=scratch))
+            unit.bind(self._block_store.materialiser.clean(unit, scratch=scratch))
         self._grad_modes.append(torch.is_grad_enabled())
         torch.set_grad_enabled(False)
         self.visited.add(id(unit))
@@ -249,7 +253,7 @@ class WorkingCopies:
         if id(unit) not in self.visited:  # entering failed
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._homes.visits.leave_clean(unit)
+            self._block_store.materialiser.leave_clean(unit)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # it would keep a cast of every block, and of weights that are gone
         torch.set_grad_enabled(self._grad_modes.pop())
@@ -275,10 +279,10 @@ class WorkingCopies:
         self._brought_by.clear()
         self.nesting.clear()
         with torch.no_grad():
-            self._homes.visits.end()
+            self._block_store.materialiser.end()
         for unit in self._placement.units:
             if id(unit) in self.visited:
-                unit.bind_home()
+                unit.bind_stored()
         self.visited.clear()
 
     # Parameters that are alive through a whole pass
@@ -292,14 +296,14 @@ class WorkingCopies:
                     for _ in range(self._num_passes)
                 ]
             for index, copy in enumerate(self._ambient[id(unit)]):
-                self._homes.visits.perturb_edge(unit, index=index, scratch=copy)
+                self._block_store.materialiser.perturb_edge(unit, index=index, scratch=copy)
 
     def swap_ambient(self, index: int) -> None:
         """Pass `index` starts or goes on."""
         if not self._training:
             return
         for unit in self._placement.ambient:
-            unit.bind(unit.views(unit.planes(unit.home), unit.outs(self._ambient[id(unit)][index])))
+            unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._ambient[id(unit)][index])))
             self.visited.add(id(unit))
 
     def _enter_ambient(self, unit: Unit, module: nn.Module, args: Any) -> None:

@@ -15,7 +15,7 @@ from lsp_runs import identity_projectors, lsp_json, settled
 from torch import nn
 from zoo import Wandering, plain_batch, seeded
 
-from ds_zo.backends.lsp.host_group import Moment
+from ds_zo.backends.lsp.host_group import GroupPhase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 
@@ -53,7 +53,7 @@ def run(
         loss = engine(**batch)
         engine.backward(loss)
         if schedule == "layerwise" and engine.backend._host_groups and "gradient_accumulation_steps" not in json:
-            assert any(group.moment is Moment.UPDATING for group in engine.backend._host_groups)
+            assert any(group.moment is GroupPhase.UPDATING for group in engine.backend._host_groups)
         engine.step()
         losses.append(loss.detach().clone())  # nobody waits
     weights = settled(engine)

@@ -17,7 +17,7 @@ from lsp_runs import adopt_always, lsp_json, settled, small
 from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
-from ds_zo.backends.lsp.host_group import HostGroup, Moment
+from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
 from ds_zo.plugin import engine as plugin
@@ -103,9 +103,9 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     train(engine, data[:1])
     engine.backward(engine(**data[1]).loss)
     groups = engine.backend._host_groups
-    assert all(group.moment is Moment.UPDATING for group in groups)
+    assert all(group.moment is GroupPhase.UPDATING for group in groups)
     engine.step()
-    assert all(group.moment is Moment.DUE for group in groups)
+    assert all(group.moment is GroupPhase.DUE for group in groups)
     lagging = stored(engine)
     layer = engine.module.model.layers[1]
     layer.register_forward_pre_hook(lambda *args: seen.update(weight=layer.mlp.up_proj.weight.detach().clone()))
@@ -319,7 +319,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
         queue.put(Job(collect))
     engine.backward(loss)
     engine.step()
-    assert any(group.moment is Moment.DUE for group in engine.backend._host_groups)
+    assert any(group.moment is GroupPhase.DUE for group in engine.backend._host_groups)
     del engine, loss
     dropped.set()
     if where == "here":

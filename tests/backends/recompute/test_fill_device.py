@@ -13,8 +13,8 @@ import torch
 from lomo_runs import assert_equal, batches, lively, start, streamed, train, weights_of
 from zo_runs import log_lines
 
-from ds_zo.backends.recompute import block_store as lomo_homes
-from ds_zo.backends.zo import block_store as homes
+from ds_zo.backends.recompute import block_store as recompute_store
+from ds_zo.backends.zo import block_store as zo_store
 from ds_zo.streaming import allocator, filling
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -31,12 +31,12 @@ def _trained(kind: str, *, fills: bool) -> tuple[dict[str, torch.Tensor], int, l
     engine: Any = start(streamed(kind, stream={"resident_blocks": 0, **stored}, lr=1e-3), lively("llama"))
     backend = engine.backend
     if kind == "ZO":
-        backend.homes.may_fill_device = fills
+        backend.block_store.may_fill_device = fills
     else:
-        backend._homes._may_fill = fills
+        backend._block_store._may_fill = fills
     with log_lines(logging.INFO) as lines:
         train(engine, batches("llama", 4))
-    placement = (backend.homes if kind == "ZO" else backend._homes).placement
+    placement = (backend.block_store if kind == "ZO" else backend._block_store).placement
     num_resident = sum(not unit.streamed for unit in placement.blocks)
     engine.destroy()
     return weights_of(engine.module), num_resident, lines
@@ -59,7 +59,7 @@ def test_a_step_that_waits_for_memory_is_told_of_once(kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["ZO", "LOMO"])
 def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = homes if kind == "ZO" else lomo_homes
+    module: Any = zo_store if kind == "ZO" else recompute_store
     copy, runtime = filling._copy, module.Runtime
     expected, _, _ = _trained(kind, fills=False)
 

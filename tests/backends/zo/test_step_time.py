@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from zo_runs import assert_equal, engine_for, one_step, weights, zo_json
 from zoo import CASES
 
-from ds_zo.backends.zo.step_time import REHEARSED, Rehearsal, Tempo, compute_and_draw_s
+from ds_zo.backends.zo.step_time import REHEARSED, StepTimeModel, TimedForward, compute_and_draw_s
 
 GB = 10**9
-TEMPO = Tempo(
+TEMPO = StepTimeModel(
     up_nbytes_per_s=54.5 * GB, down_nbytes_per_s=55.2 * GB, both_nbytes_per_s=100.8 * GB, compute_s=0.1, draw_s=0.008
 )
 """About OPT-6.7B, one sequence, on an H200."""
 
 
-def best(tempo: Tempo, *, streamed_gb: float, low_gb: float = 0.0) -> int:
+def best(tempo: StepTimeModel, *, streamed_gb: float, low_gb: float = 0.0) -> int:
     return tempo.best_interval(streamed_nbytes=int(streamed_gb * GB), low_nbytes=int(low_gb * GB))
 
 
@@ -69,20 +69,20 @@ def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> N
 
     def run(rehearse: bool) -> dict[str, torch.Tensor]:
         engine = engine_for(case.make(), zo_json(interval=8, **stream))
-        homes = engine.backend.homes
+        block_store = engine.backend.block_store
         seen: list[int] = []
-        replay = homes.visits._apply
-        homes.visits._apply = lambda unit, *args, **more: (
+        replay = block_store.materialiser._apply
+        block_store.materialiser._apply = lambda unit, *args, **more: (
             seen.append(more.get("pending", 0)) if unit.is_block else None,
             replay(unit, *args, **more),
         )
-        homes.measures = rehearse
+        block_store.measures = rehearse
         engine(**case.batch(0))
         engine.backend.rank_state()
-        assert not homes.measures, "a checkpoint names the interval, on ranks that do not write it too"
+        assert not block_store.measures, "a checkpoint names the interval, on ranks that do not write it too"
         assert (set(seen) - {0} == set(REHEARSED)) == rehearse
         if rehearse:
-            assert all(seconds > 0 for seconds in compute_and_draw_s(homes._rehearsals)[:1])
+            assert all(seconds > 0 for seconds in compute_and_draw_s(block_store._rehearsals)[:1])
         for step in range(3):
             one_step(engine, case.batch(step))
         return weights(engine.module)
@@ -123,7 +123,7 @@ def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
         torch.manual_seed(0)
         random.seed(0)
         engine = engine_for(CountingStack().train(), zo_json(interval=8))
-        engine.backend.homes.measures = rehearse
+        engine.backend.block_store.measures = rehearse
         engine(torch.randn(4, 8))
         return weights(engine.module), torch.get_rng_state(), random.getstate()
 
@@ -138,7 +138,7 @@ def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
 
 
 def test_waits_for_blocks_are_no_computing() -> None:
-    first, few, many = (Rehearsal(n, torch.device("cpu")) for n in (5, 1, 5))
+    first, few, many = (TimedForward(n, torch.device("cpu")) for n in (5, 1, 5))
     first._whole, few._whole, many._whole = (0.0, 9.0), (10.0, 13.0), (20.0, 24.0)
     few._waits, many._waits = [(10.5, 11.0), (12.0, 12.5)], [(21.0, 21.2)]
     compute_s, draw_s = compute_and_draw_s([first, few, many])

@@ -115,7 +115,7 @@ def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> 
     chosen: list[str | None] = []
 
     def note(engine: Any, step: int) -> None:
-        chosen.append(engine.backend.homes.tempo)
+        chosen.append(engine.backend.block_store.step_time)
 
     found = run({"writeback_interval": None, **stream}, steps=batches(NUM_STEPS), after_step=note)
     assert chosen[0] is not None
@@ -284,7 +284,7 @@ def test_peak_memory_is_a_few_blocks() -> None:
             one_step(engine, batch)
         parameters_of(engine)
         taken = torch.cuda.max_memory_allocated() - before
-        planned = engine.backend.homes.placement
+        planned = engine.backend.block_store.placement
         largest = max(unit.nbytes for unit in planned.blocks)
     edges = sum(unit.nbytes for unit in (*planned.edges, *planned.ambient))
     assert taken < 3 * largest + 2 * edges + 32 * 2**20

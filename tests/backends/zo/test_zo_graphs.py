@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_zo.backends.zo.cuda_graphs import Surroundings
+from ds_zo.backends.zo.cuda_graphs import CaptureState
 
 
 class Inner(nn.Module):
@@ -34,7 +34,7 @@ def no_mask(block: nn.Sequential) -> None:
 @pytest.mark.parametrize("change", [longer_table, other_memory, no_mask])
 def test_tensors_that_modules_keep_are_seen_to_move(change: Callable[[nn.Sequential], None]) -> None:
     block = nn.Sequential(Inner(), nn.ReLU())
-    surroundings = Surroundings(block)
+    surroundings = CaptureState(block)
     block[0].table.add_(1.0)  # in place: kernels read the new values
     block[0].linear.weight.data = torch.zeros(4, 4)  # parameters are another's concern
     assert not surroundings.have_moved
@@ -44,7 +44,7 @@ def test_tensors_that_modules_keep_are_seen_to_move(change: Callable[[nn.Sequent
 
 def test_hooks_inside_a_block_are_seen_while_they_are_there() -> None:
     block = nn.Sequential(Inner(), nn.ReLU())
-    surroundings = Surroundings(block)
+    surroundings = CaptureState(block)
     block.register_forward_hook(lambda *_: None)  # runs around the forward
     assert not surroundings.has_hooks
     for register in (

@@ -47,7 +47,7 @@ def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
         for step in range(8):
             if step in (3, 6):
                 assert any(recordings.values())
-                engine.backend.homes.set_interval(engine.backend.homes.interval)
+                engine.backend.block_store.set_interval(engine.backend.block_store.interval)
             one_step(engine, case.batch(step % 3))
         assert any(recordings.values())
         assert_same_weights(masters_of(engine), expected)

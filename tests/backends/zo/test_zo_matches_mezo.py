@@ -88,8 +88,8 @@ def run_case(
     knobs = {k: options[k] for k in ("num_directions", "distribution", "weight_decay", "seed") if k in options}
     reference = PlainMeZO(model, lr=lr, **knobs)
     with zo_engine(model, zo_config(lr=lr, offload=offload, **options)) as engine:
-        assert len(engine.backend.homes.placement.blocks) == case.num_blocks
-        assert all(unit.streamed == offload for unit in engine.backend.homes.placement.blocks)
+        assert len(engine.backend.block_store.placement.blocks) == case.num_blocks
+        assert all(unit.streamed == offload for unit in engine.backend.block_store.placement.blocks)
         assert_follows(engine, reference, map(case.batch, range(num_steps)), measured, lr=lr)
         assert engine.backend._interleave, "the passes were not run in lockstep"
 

@@ -601,9 +601,9 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
     reference = PlainMeZO(model)
     before = weights(model)
     engine = engine_for(model, json)
-    homes = engine.backend.homes
-    assert all(unit.streamed for unit in homes.placement.blocks)
-    adapters = [unit for unit in homes.placement.units if unit.trainable]
+    block_store = engine.backend.block_store
+    assert all(unit.streamed for unit in block_store.placement.blocks)
+    adapters = [unit for unit in block_store.placement.units if unit.trainable]
     assert adapters
     assert not any(unit.streamed for unit in adapters)
     for seed in range(6):
@@ -612,8 +612,8 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
         one_step(engine, batch)
         if "bf16" not in json:
             close(passes.last, expected)
-    assert homes.runtime.bytes_up > 0
-    assert homes.runtime.bytes_down == 0
+    assert block_store.runtime.bytes_up > 0
+    assert block_store.runtime.bytes_down == 0
     after = weights(engine.module)
     for name, value in before.items():
         assert torch.equal(after[name], value.to(after[name].dtype)) == ("lora_" not in name), name

@@ -30,7 +30,7 @@ from zo_runs import (
 )
 
 from ds_zo import ops
-from ds_zo.backends.zo.materialise import Visits
+from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -316,7 +316,7 @@ def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
     what: str, num_whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes, the next forward brings up to date what it visits."""
-    apply, found = Visits._apply, []
+    apply, found = Materialiser._apply, []
     for breaks_off in (False, True):
         model = Toy().train()
         engine = engine_for(model, zo_json(interval=4))
@@ -326,7 +326,7 @@ def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
                 continue
             num_left = num_whole
 
-            def counted(self: Visits, *args: Any, **kwargs: Any) -> None:
+            def counted(self: Materialiser, *args: Any, **kwargs: Any) -> None:
                 nonlocal num_left
                 num_left -= 1
                 if num_left < 0:
@@ -334,7 +334,7 @@ def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
                 apply(self, *args, **kwargs)
 
             with monkeypatch.context() as patch, torch.no_grad(), suppress(KeyboardInterrupt):
-                patch.setattr(Visits, "_apply", counted)
+                patch.setattr(Materialiser, "_apply", counted)
                 model(**batch) if what == "an evaluation" else model.state_dict()
             assert num_left < 0
         found.append(weights(model))
@@ -349,9 +349,9 @@ def test_weights_are_read_bare_after_ctrl_c_in_an_evaluation(num_whole: int, mon
     for batch in toy_batches(2):
         one_step(engine, batch)
     expected = weights(model)
-    apply, num_left = Visits._apply, num_whole
+    apply, num_left = Materialiser._apply, num_whole
 
-    def counted(self: Visits, *args: Any, **kwargs: Any) -> None:
+    def counted(self: Materialiser, *args: Any, **kwargs: Any) -> None:
         nonlocal num_left
         num_left -= 1
         if num_left < 0:
@@ -359,6 +359,6 @@ def test_weights_are_read_bare_after_ctrl_c_in_an_evaluation(num_whole: int, mon
         apply(self, *args, **kwargs)
 
     with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        patch.setattr(Visits, "_apply", counted)
+        patch.setattr(Materialiser, "_apply", counted)
         engine(**batch)
     assert_equal({name: p.data.clone() for name, p in held.items()}, expected)

@@ -20,12 +20,12 @@ def moved(num_steps: int, *, warm_up: int = 2, **options: Any) -> tuple[float, f
     with zo_engine(case.make(), zo_config(**options)) as engine:
         for seed in range(warm_up):
             one_step(engine, case.batch(seed))
-        runtime = engine.backend.homes.runtime
+        runtime = engine.backend.block_store.runtime
         up, down = runtime.bytes_up, runtime.bytes_down
         for seed in range(num_steps):
             one_step(engine, case.batch(seed))
         up, down = runtime.bytes_up - up, runtime.bytes_down - down
-        whole = sum(unit.nbytes for unit in engine.backend.homes.placement.blocks if unit.streamed)
+        whole = sum(unit.nbytes for unit in engine.backend.block_store.placement.blocks if unit.streamed)
         assert whole > 0 and parameters_of(engine)
         return up / num_steps, down / num_steps, whole
 
@@ -67,18 +67,18 @@ def test_a_new_interval_leaves_no_buffers_of_the_old_one() -> None:
     """Nor may they wait for a collection of garbage: a low plane of OPT-175B's blocks is 3.6 GB."""
     case = CASES["wandering"]
 
-    def held(homes: Any) -> int:
-        slots = [thing for thing in gc.get_objects() if isinstance(thing, Slot) and thing.device == homes.device]
+    def held(block_store: Any) -> int:
+        slots = [thing for thing in gc.get_objects() if isinstance(thing, Slot) and thing.device == block_store.device]
         return sum(slot.buffer.numel() for slot in slots)
 
     with zo_engine(case.make(), zo_config(dtype="bf16", stream={"writeback_interval": 4})) as engine:
         one_step(engine, case.batch(0))
-        homes = engine.backend.homes
+        block_store = engine.backend.block_store
         gc.collect()
-        before = held(homes)
+        before = held(block_store)
         gc.disable()
         try:
-            homes.set_interval(homes.interval)
-            assert 0 < held(homes) == before
+            block_store.set_interval(block_store.interval)
+            assert 0 < held(block_store) == before
         finally:
             gc.enable()

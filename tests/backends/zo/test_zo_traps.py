@@ -46,8 +46,8 @@ from zo_runs import (
 )
 
 from ds_zo import ops
-from ds_zo.backends.zo import block_store as homes
 from ds_zo.backends.zo import materialise as visits
+from ds_zo.backends.zo.block_store import ZOBlockStore
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -354,9 +354,9 @@ def test_a_large_module_lies_where_second_copies_do(
             one_step(engine, batch)
             one_step(twin, batch)
         assert_equal(weights(engine.module), weights(twin.module))
-    homes = engine.backend.homes
-    wide, block = (unit.scratch_nbytes for unit in (homes.placement.edges[-1], homes.placement.blocks[0]))
-    assert homes.visits.scratch_nbytes == max(wide, 2 * block) == wide
+    block_store = engine.backend.block_store
+    wide, block = (unit.scratch_nbytes for unit in (block_store.placement.edges[-1], block_store.placement.blocks[0]))
+    assert block_store.materialiser.scratch_nbytes == max(wide, 2 * block) == wide
     assert engine.backend._interleave
 
 
@@ -429,7 +429,7 @@ def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
         raise torch.OutOfMemoryError("no room for slots")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(homes.Homes, "_make_visits", no_memory)
+        patch.setattr(ZOBlockStore, "_make_materialiser", no_memory)
         engine_for(model, json)
     if wire_dtype == "fp8":
         with pytest.raises(RuntimeError, match="Load the model again"):
@@ -452,7 +452,7 @@ def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(visits.Visits, "_apply", breaks_off)
-        engine.backend.homes.visits.fold_now(*engine.backend.homes.placement.blocks)
+        engine.backend.block_store.materialiser.fold_now(*engine.backend.block_store.placement.blocks)
     losses += train(engine, toy_batches(5)[3:])
     assert losses == expected
     assert_equal(weights(engine.module), weights(undisturbed.module))
@@ -638,7 +638,7 @@ def tiny_t5() -> nn.Module:
 def test_t5(json: dict[str, Any], passes: Recorder) -> None:
     batches = [tiny_batch("t5", seed=i, batch_size=2, length=6) for i in range(4)]
     engine = assert_follows(tiny_t5(), batches, hf_loss, passes, json=json)
-    assert len(engine.backend.homes.placement.blocks) == 4, "both stacks are blocks"
+    assert len(engine.backend.block_store.placement.blocks) == 4, "both stacks are blocks"
 
 
 def test_mixtral_with_its_auxiliary_loss(passes: Recorder) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_zo.planner.choices import INTERVALS
-from ds_zo.streaming.backward_order import turn
+from ds_zo.streaming.fold_schedule import turn
 
 
 @pytest.mark.parametrize("interval", INTERVALS)
