@@ -11,11 +11,21 @@ from tqdm import tqdm
 AFTER_S = 3.0
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """A bar with a lock of this process alone.
+
+    Each bar takes its class's lock, also a bar that is not shown. tqdm's own lock is shared with all processes that are
+    forked after the first bar: a process that is killed while it has that lock would stop every later save.
+    """
+
+    _lock = threading.RLock()
+
+
 @contextmanager
 def progress_bar(doing: str, *, nbytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that threads tell of bytes done."""
     lock = threading.Lock()
-    bar = tqdm(total=nbytes, unit="B", unit_scale=True, desc=doing, delay=AFTER_S, disable=not shown, leave=False)
+    bar = _Bar(total=nbytes, unit="B", unit_scale=True, desc=doing, delay=AFTER_S, disable=not shown, leave=False)
 
     def advance(nbytes: int) -> None:
         with lock:
