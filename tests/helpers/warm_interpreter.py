@@ -22,6 +22,8 @@ SERVER = """
 import gc, json, os, runpy, sys
 gc.disable()
 import accelerate, deepspeed, transformers
+import deepspeed.module_inject.auto_ep_config, deepspeed.module_inject.auto_ep_layer  # what an engine imports
+import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
 gc.collect()

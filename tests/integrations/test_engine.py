@@ -46,6 +46,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_json_scheduler_gives_the_rates_it_gives_any_optimizer(backend: str, name: str) -> None:
+    """All of them under one backend, one of DeepSpeed's and one of torch's under the others: engines share the code."""
+    if backend != "zo" and name not in ("WarmupLR", "StepLR"):
+        pytest.skip("schedules are the engine's, whatever the backend")
     params = dict(SCHEDULERS[name])
     engine = start(config_for(backend, scheduler={"type": name, "params": params}))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE[backend], momentum=0.9)

@@ -143,8 +143,10 @@ def drift_of_blocks(name: str, measured: Measured, *, rounding: str, interval: i
     return Drift.of(made, meant)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "interval"),
+    [*((name, 1) for name in FORMATS), *((name, 4) for name in FORMATS if name.endswith("under bf16"))],
+)
 def test_wire_storage_follows_float32_in_the_mean(name: str, interval: int, measured: Measured) -> None:
     drift = drift_of_blocks(name, measured, rounding="stochastic", interval=interval)
     assert drift.unbiased, drift
