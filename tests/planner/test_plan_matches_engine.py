@@ -75,7 +75,7 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
     assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
     assert plan.device["scratch"] + plan.device.get("second_copy", 0) == visits.scratch_nbytes
     weights = sum(u.nbytes * (not u.streamed) + u.low_nbytes * (not u.low_streamed) for u in units)
-    assert plan.device["weights"] == weights + visits._bench.buffer.numel()
+    assert plan.device["weights"] == weights + visits._replay_slot.buffer.numel()
 
 
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
