@@ -16,36 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from small_saves import NUM_PIECES, make_save, save
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint.reader import open_folder
-from ds_zo.checkpoint.snapshot import Piece, Snapshot
-from ds_zo.checkpoint.writer import Background, Save, write_checkpoint
-
-NUM_PIECES = 6
-
-
-def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> Save:
-    tensors = {"weight": torch.full((64,), float(len(tag)))}
-    pieces = [Piece(lambda: tensors, 256, f"piece{i}", written) for i in range(NUM_PIECES)]
-    return Save(
-        save_dir=folder,
-        tag=tag,
-        backend="lomo",
-        global_steps=int("".join(filter(str.isdigit, tag)) or 0),
-        ds_zo_version="0",
-        snapshot=Snapshot(pieces, dict),
-        state={},
-        progress=False,
-        **options,
-    )
-
-
-def save(folder: Path, tag: str, **options: Any) -> None:
-    write_checkpoint(make_save(folder, tag, **options))
+from ds_zo.checkpoint.writer import Background, write_checkpoint
 
 
 def in_processes(*calls: Callable[[], None]) -> None:

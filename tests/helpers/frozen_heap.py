@@ -1,5 +1,5 @@
-"""Imported last by a process that others are forked from: no collection of garbage in them looks through, and so copies,
-what was imported before."""
+"""A process from which others are forked imports this module last. Garbage collection in the others then passes over
+all that was imported before, and copies none of its pages."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conftest import let_cpus_have_fp16, rank_environment
+from forkserver import forkserver_context
 
 BF16 = {"bf16": {"enabled": True}}
 GLOBAL_BATCH = 4
@@ -25,20 +25,11 @@ NUM_STEPS = 5
 
 # Starting ranks
 
-BACKENDS = ["ds_zo.backends.zo.backend", "ds_zo.backends.lomo.adalomo", "ds_zo.backends.lsp.backend"]
-LIBRARIES = [
-    "transformers.models.llama.modeling_llama",
-    "pytest",
-    "deepspeed.module_inject.auto_ep_config",  # with the next, what DeepSpeed imports when it makes an engine
-    "deepspeed.module_inject.auto_ep_layer",
-]
-
 
 def run_job(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120, wait: int = 60) -> list[Any]:
     """`work(rank, *args)` in every rank of a gloo job, forked from one process that has imported everything. Returns
     what each returned, an exception as its text, and None for a rank that died. `wait`: the group's timeout."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*BACKENDS, *LIBRARIES, "tests.helpers.frozen_heap"])
+    context = forkserver_context()
     ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     meeting = Path(tempfile.mkdtemp()) / "meeting"
     ranks = []

@@ -23,7 +23,7 @@ import torch
 from checkpoint_runs import BATCHES, assert_same_bits, planes, start
 from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
 from sizes import first_seed, num_cases
-from test_two_writers import save
+from small_saves import save
 from zo_runs import train
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
