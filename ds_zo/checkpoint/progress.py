@@ -11,7 +11,7 @@ from tqdm import tqdm
 AFTER_S = 3.0
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
+class _Bar(tqdm):
     """A bar with a lock of this process alone.
 
     Each bar takes its class's lock, also a bar that is not shown. tqdm's own lock is shared with all processes that are

@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed.utils import logger
 from library_runs import (
+    ENGINE_BACKENDS,
     LEARNING_RATE,
     Run,
     assert_moved,
@@ -29,9 +30,7 @@ from library_runs import (
 )
 from tiny_models import tiny_model
 
-from ds_zo.config import BACKENDS
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"},

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils import DummyOptim
 from library_runs import (
+    ENGINE_BACKENDS,
     accelerator_for,
     arguments,
     assert_moved,
@@ -30,11 +31,9 @@ from library_runs import (
 )
 from tiny_models import tiny_model
 
-from ds_zo.config import BACKENDS
-
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 
 
 def lora_model(seed: int = 0) -> Any:
@@ -188,7 +187,7 @@ REFERENCES = ["before", "before, with gradients", "after", "after, with gradient
 def test_the_base_is_its_own_reference_inside_a_step(backend: str, when: str) -> None:
     """As in DPO without a reference model: `disable_adapter` freezes the adapters, and thaws them on leaving. Every
     pair of backend, moment and streaming, not every triple."""
-    stream = (list(BACKENDS).index(backend) + REFERENCES.index(when)) % 2 == 0
+    stream = (ENGINE_BACKENDS.index(backend) + REFERENCES.index(when)) % 2 == 0
     plain = tiny_model("llama").eval()
     runs = []
     for is_own in (True, False):
