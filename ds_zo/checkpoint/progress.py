@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from tqdm import tqdm
 
@@ -19,6 +21,8 @@ class _Bar(tqdm):
     """
 
     _lock = threading.RLock()
+    _instances: ClassVar[WeakSet[Any]] = WeakSet()
+    """The bars that the lock guards."""
 
 
 @contextmanager
