@@ -41,7 +41,7 @@ class Dither:
     seed: int = 0
 
 
-class _Moments:
+class _SavedMoments:
     """What is kept of a parameter, of dataclasses with tensors and numbers."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class _Moments:
 
 
 @dataclass
-class FactoredMoments(_Moments):
+class FactoredMoments(_SavedMoments):
     """AdaLOMO's memory of a parameter: mean squares of its gradient's rows and columns, a vector's in full."""
 
     rows: torch.Tensor | None
@@ -72,7 +72,7 @@ class FactoredMoments(_Moments):
 
 
 @dataclass
-class AdamMoments(_Moments):
+class AdamMoments(_SavedMoments):
     """AdamW's memory of a parameter."""
 
     mean: torch.Tensor
@@ -145,18 +145,18 @@ def adalomo_update_(
         else:
             grad = grad.clamp(-clip_value / coef, clip_value / coef)
     moments.num_updates += 1
-    kept = 1.0 - moments.num_updates**decay_rate
+    beta = 1.0 - moments.num_updates**decay_rate
     square = 1.0 if coef is None else coef.square()
     if moments.rows is None:
         squares = grad.float().square()
-        guard, is_made = _decision(guards, squares if guard is None else guard)
-        _average_(moments.cols, squares * square + eps[0], kept, is_made)
+        guard, is_applied = _combined_guard(guards, squares if guard is None else guard)
+        _average_(moments.cols, squares * square + eps[0], beta, is_applied)
         rows, cols = None, moments.cols.rsqrt()
     else:
         row_sums, col_sums = _row_and_col_square_sums(grad)
-        guard, is_made = _decision(guards, row_sums if guard is None else guard)
-        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], kept, is_made)
-        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], kept, is_made)
+        guard, is_applied = _combined_guard(guards, row_sums if guard is None else guard)
+        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], beta, is_applied)
+        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], beta, is_applied)
         rows = (moments.rows / moments.rows.mean(dim=-1, keepdim=True)).rsqrt_()
         cols = moments.cols.rsqrt()
     root_numel = math.sqrt(p.numel())
@@ -195,11 +195,11 @@ def adamw_update_(
     guards: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
     """AdamW for the few parameters that are worth two moments. Guarded and returns as `adalomo_update_`."""
-    guard, is_made = _decision(guards, gradient_guard(grad)) if guards else (None, None)
+    guard, is_applied = _combined_guard(guards, gradient_guard(grad)) if guards else (None, None)
     g = _clipped(grad.float(), coef, clip_value)
     moments.num_updates += 1
-    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_made)
-    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_made)
+    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_applied)
+    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_applied)
     bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
     denominator = (moments.mean_square / bias_square).sqrt_().add_(_ADAMW_EPS)
     direction = (moments.mean / bias).div_(denominator)
@@ -208,7 +208,7 @@ def adamw_update_(
     return guard
 
 
-def _decision(
+def _combined_guard(
     guards: Sequence[torch.Tensor], values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """One guard in place of `guards` and of values that are not negative, and whether it is finite."""
@@ -218,19 +218,19 @@ def _decision(
     return guard, guard < math.inf
 
 
-def _average_(average: torch.Tensor, value: torch.Tensor, kept: float, is_made: torch.Tensor | None) -> None:
-    if is_made is None:
-        average.mul_(kept).add_(value, alpha=1.0 - kept)
+def _average_(average: torch.Tensor, value: torch.Tensor, beta: float, is_applied: torch.Tensor | None) -> None:
+    if is_applied is None:
+        average.mul_(beta).add_(value, alpha=1.0 - beta)
     else:
-        _set_(average, (average * kept).add_(value, alpha=1.0 - kept), is_made)
+        _set_(average, (average * beta).add_(value, alpha=1.0 - beta), is_applied)
 
 
-def _set_(target: torch.Tensor, value: torch.Tensor, is_made: torch.Tensor | None) -> None:
+def _set_(target: torch.Tensor, value: torch.Tensor, is_applied: torch.Tensor | None) -> None:
     """See [Note: guards]."""
-    if is_made is None:
+    if is_applied is None:
         target.copy_(value)
     else:
-        torch.where(is_made, value, target, out=target)
+        torch.where(is_applied, value, target, out=target)
 
 
 def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:

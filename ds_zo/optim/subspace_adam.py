@@ -39,7 +39,7 @@ _ALIGNMENT = 64
 """Elements."""
 _VECTOR_NUMEL = 16
 """Float32 elements of AVX-512's vectors, the widest of torch's CPU kernels; narrower ones divide it."""
-MANY_THREADS = 8
+MIN_THREADS_FOR_CHUNKS = 8
 """Enough to wait for memory, by a count of bytes. One or two wait for arithmetic: measured (`bench/lsp_adam`), chunks
 cost them a third."""
 
@@ -122,9 +122,9 @@ def _coefs(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
 
 
-def chunks_pay() -> bool:
+def uses_chunks() -> bool:
     """In this thread; see [Note: once through memory]."""
-    return torch.get_num_threads() >= MANY_THREADS
+    return torch.get_num_threads() >= MIN_THREADS_FOR_CHUNKS
 
 
 def chunk_scratch() -> torch.Tensor:
@@ -147,24 +147,24 @@ class FlatVectors:
         self._numels = torch.tensor(self._sizes).to(device)
         self.moments = FlatMoments.zeros(self.grad.numel(), len(shapes), self._part, device=device)
         self._version = self.moments.whole.num_steps._version
-        self._are_alike = True
+        self._have_equal_steps = True
 
     def _part(self, i: int, flat: torch.Tensor) -> torch.Tensor:
         start = sum(self._sizes[:i])
         return flat[start : start + self._sizes[i]].view(self._shapes[i])
 
-    def are_alike(self) -> bool:
+    def have_equal_steps(self) -> bool:
         counts = self.moments.whole.num_steps
         if counts._version != self._version:
-            self._version, self._are_alike = counts._version, bool((counts == counts[0]).all())
-        return self._are_alike
+            self._version, self._have_equal_steps = counts._version, bool((counts == counts[0]).all())
+        return self._have_equal_steps
 
     @torch.no_grad()
     def step_(
         self, grads: Sequence[torch.Tensor], *, max_norm: float, betas: tuple[float, float], eps: float
     ) -> torch.Tensor:
         """`clip_` and `directions_` of all of them, into `outs`; returns the norms."""
-        assert self._are_alike
+        assert self._have_equal_steps
         whole = self.moments.whole
         self.grad.copy_(torch.cat([grad.reshape(-1) for grad in grads]))
         norms = clip_(self._grads, max_norm, together=(self.grad, self._numels))
@@ -208,7 +208,7 @@ def flat_directions_(
     steps = [moments.parts[0].num_steps]
     numel = _CHUNK_NUMEL * torch.get_num_threads()
     sides = out, grad, whole.mean, whole.mean_square
-    in_chunks = chunks_pay() and out.numel() > numel
+    in_chunks = uses_chunks() and out.numel() > numel
     for o, g, m, v in zip(*(x.split(numel) for x in sides), strict=True) if in_chunks else [sides]:
         o.zero_()
         _adam_([o], [g], [m], [v], steps, **options)
@@ -345,9 +345,9 @@ def _adam_(
 ) -> None:
     """See [Note: whole vectors]."""
     sides = zeros, grads, means, mean_squares
-    last: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    tails: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     if any(zero.numel() % _VECTOR_NUMEL for zero in zeros) and not zeros[0].is_cuda:
-        sides, steps, last = _in_whole_vectors(sides, steps)
+        sides, steps, tails = _in_full_vectors(sides, steps)
     torch._fused_adamw_(
         *sides,
         [],
@@ -362,22 +362,22 @@ def _adam_(
         grad_scale=None,
         found_inf=overflow,
     )
-    for (zero, _, mean, mean_square), vectors in last:
+    for (zero, _, mean, mean_square), vectors in tails:
         for target, vector in zip((zero, mean, mean_square), vectors[[0, 2, 3]].unbind(), strict=True):
             target.copy_(vector[: target.numel()])
 
 
-Sides = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+AdamTensors = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 """Lists of tensors that Adam reads and writes: directions, gradients and the two moments."""
 
 
-def _in_whole_vectors(
-    sides: Sides, steps: list[torch.Tensor]
-) -> tuple[Sides, list[torch.Tensor], list[tuple[list[torch.Tensor], torch.Tensor]]]:
+def _in_full_vectors(
+    sides: AdamTensors, steps: list[torch.Tensor]
+) -> tuple[AdamTensors, list[torch.Tensor], list[tuple[list[torch.Tensor], torch.Tensor]]]:
     """The same elements in tensors of whole vectors. Last: the elements that were copied, and the copies."""
-    found: Sides = [], [], [], []
+    found: AdamTensors = [], [], [], []
     found_steps: list[torch.Tensor] = []
-    last = []
+    tails = []
     for *tensors, step in zip(*sides, steps, strict=True):
         flat = [tensor.view(-1) for tensor in tensors]
         cut = flat[0].numel() // _VECTOR_NUMEL * _VECTOR_NUMEL
@@ -387,16 +387,16 @@ def _in_whole_vectors(
             for vector, x in zip(vectors, flat, strict=True):
                 vector[: x.numel() - cut].copy_(x[cut:])
             parts.append(vectors.unbind())
-            last.append(([x[cut:] for x in flat], vectors))
+            tails.append(([x[cut:] for x in flat], vectors))
         for part in parts:
             found_steps.append(step)
             for side, tensor in zip(found, part, strict=True):
                 side.append(tensor)
-    return found, found_steps, last
+    return found, found_steps, tails
 
 
 @torch.no_grad()
-def take_back_(grads: list[torch.Tensor], moments: Sequence[Moments], *, betas: tuple[float, float]) -> None:
+def undo_moments_(grads: list[torch.Tensor], moments: Sequence[Moments], *, betas: tuple[float, float]) -> None:
     """The moments as they were before they took in finite `grads` (as clipped), but for rounding."""
     for grad, m in zip(grads, moments, strict=True):
         m.mean.sub_(grad, alpha=1 - betas[0]).div_(betas[0] or 1.0)

@@ -15,7 +15,7 @@ from ds_zo.ops import Rounding
 from ds_zo.projectors import reference
 from ds_zo.projectors.products import apply_, check_shape, compress, has_kernels
 from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
-from ds_zo.projectors.workspace import scratch_addresses, scratch_place
+from ds_zo.projectors.workspace import scratch_addresses, scratch_location
 
 BATCH_NUMEL = 1 << 25
 """Elements of scratch that one batch takes, unless a single matrix needs more."""
@@ -31,7 +31,7 @@ class Compression(NamedTuple):
     accumulate: bool = False
 
 
-class Application(NamedTuple):
+class MatrixUpdate(NamedTuple):
     """`apply_` of one matrix. D is read without a copy where it is held transposed."""
 
     W: torch.Tensor
@@ -44,7 +44,7 @@ class Application(NamedTuple):
     offset: int = 0
 
 
-class Shift(NamedTuple):
+class VectorUpdate(NamedTuple):
     """w <- round((1 - lr weight_decay) w - lr d) of one vector, d float32 and contiguous."""
 
     w: torch.Tensor
@@ -55,10 +55,10 @@ class Shift(NamedTuple):
     offset: int = 0
 
 
-Call = TypeVar("Call", Compression, Application)
+Call = TypeVar("Call", Compression, MatrixUpdate)
 
 
-class Prepared:
+class PreparedLaunches:
     """Launches of products whose addresses are known, to be made again and again."""
 
     def __init__(self, device: torch.device) -> None:
@@ -85,13 +85,13 @@ class Prepared:
         self._calls += updates
         self._weights += weights
         self._copies += copies
-        self._scratch = scratch_place(self._device)
+        self._scratch = scratch_location(self._device)
 
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Nothing was copied and scratch is where it was: the caller's own addresses decide."""
         if self._copies or not self._needs_scratch:
             return not self._copies
-        return self._scratch is not None and self._scratch == scratch_place(self._device)
+        return self._scratch is not None and self._scratch == scratch_location(self._device)
 
     def launch(self, *, lr: float | None = None, decay: float = 1.0, seed: int = 0, step: int = 0) -> None:
         """`lr` and `decay` take the place of what every update was prepared with."""
@@ -112,7 +112,7 @@ class Prepared:
 
 
 @torch.no_grad()
-def compress_all(calls: Sequence[Compression]) -> Prepared | None:
+def compress_all(calls: Sequence[Compression]) -> PreparedLaunches | None:
     """What it returns does the same again, where the addresses are the same."""
     if not calls or not has_kernels(calls[0].G):
         for G, P, Q, out, accumulate in calls:
@@ -121,9 +121,9 @@ def compress_all(calls: Sequence[Compression]) -> Prepared | None:
     from ds_zo.ops.triton_projector_batches import Gathers
 
     device = calls[0].G.device
-    prepared = Prepared(device)
+    prepared = PreparedLaunches(device)
     for batch, middles in _batches(calls, device):
-        down, across = Gathers(device), Gathers(device)
+        P_gathers, Q_gathers = Gathers(device), Gathers(device)
         copies = []  # alive until they are read
         for (G, P, Q, out, accumulate), middle in zip(batch, middles, strict=True):
             check_shape(G, P, Q, "gradient")
@@ -131,10 +131,12 @@ def compress_all(calls: Sequence[Compression]) -> Prepared | None:
                 G = G.contiguous()
                 copies.append(G)
             stride, dim = G.stride(0), P.dim
-            down.add(G.data_ptr(), stride, Q.num_rows, P.column_table, middle, dim, dtype=G.dtype, out_by_column=True)
+            P_gathers.add(
+                G.data_ptr(), stride, Q.num_rows, P.column_table, middle, dim, dtype=G.dtype, out_by_column=True
+            )
             by_column = out.stride(0) != 1
             pitch = out.stride(0) if by_column else out.stride(1)
-            across.add(
+            Q_gathers.add(
                 middle,
                 dim,
                 dim,
@@ -144,66 +146,66 @@ def compress_all(calls: Sequence[Compression]) -> Prepared | None:
                 out_by_column=by_column,
                 accumulate=accumulate,
             )
-        prepared.add([*down.launches(), *across.launches()], copies=copies)
+        prepared.add([*P_gathers.launches(), *Q_gathers.launches()], copies=copies)
     prepared.launch()
     return prepared
 
 
 @torch.no_grad()
-def apply_all_(calls: Sequence[Application], *, seed: int = 0, step: int = 0) -> Prepared | None:
+def apply_all_(calls: Sequence[MatrixUpdate], *, seed: int = 0, step: int = 0) -> PreparedLaunches | None:
     """What it returns does the same again, where the addresses are the same; None: that is not known."""
-    alike = []
+    batched = []
     for call in calls:
         if has_kernels(call.W) and call.W.is_contiguous():
-            alike.append(call)
+            batched.append(call)
             continue
         W, D, P, Q, lr, weight_decay, rounding, offset = call
         options = {"seed": seed, "step": step, "offset": offset}
         apply_(W, D, P, Q, lr=lr, weight_decay=weight_decay, rounding=rounding, **options)
-    if not alike:
+    if not batched:
         return None
     from ds_zo.ops.triton_projector_batches import Gathers, Updates
 
-    device = alike[0].W.device
-    prepared = Prepared(device)
-    for batch, expanded in _batches(alike, device):
-        across, updates = Gathers(device), Updates(device)
+    device = batched[0].W.device
+    prepared = PreparedLaunches(device)
+    for batch, expanded in _batches(batched, device):
+        Q_gathers, updates = Gathers(device), Updates(device)
         copies = []
         for (W, D, P, Q, lr, weight_decay, rounding, offset), U in zip(batch, expanded, strict=True):
             check_shape(W, P, Q, "weight")
             if D.stride(0) != 1:
                 D = D.t().contiguous().t()
                 copies.append(D)
-            across.add(D.data_ptr(), D.stride(1), P.dim, Q.row_table, U, Q.num_rows, by_row=True, out_by_column=True)
+            Q_gathers.add(D.data_ptr(), D.stride(1), P.dim, Q.row_table, U, Q.num_rows, by_row=True, out_by_column=True)
             offset_or_none = offset if rounding == "stochastic" else None
             updates.add(W, U, P.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
         weights = [call.W for call in batch]
-        prepared.add(across.launches(), updates.launches(), weights=weights, copies=copies)
+        prepared.add(Q_gathers.launches(), updates.launches(), weights=weights, copies=copies)
     prepared.launch(seed=seed, step=step)
-    return prepared if len(alike) == len(calls) else None
+    return prepared if len(batched) == len(calls) else None
 
 
 @torch.no_grad()
-def shift_all_(shifts: Sequence[Shift], *, seed: int = 0, step: int = 0) -> Prepared | None:
+def update_vectors_(calls: Sequence[VectorUpdate], *, seed: int = 0, step: int = 0) -> PreparedLaunches | None:
     """A vector is a matrix of one row, updated by its own entry with value 1. What it returns does the same again,
     where the addresses are the same."""
-    if not shifts or not has_kernels(shifts[0].w):
-        for w, d, lr, weight_decay, rounding, offset in shifts:
+    if not calls or not has_kernels(calls[0].w):
+        for w, d, lr, weight_decay, rounding, offset in calls:
             x = (w.float() * (1.0 - lr * weight_decay)).sub_(d, alpha=lr)
             reference.round_into_(w, x, (seed, step, offset) if rounding == "stochastic" else None)
         return None
     from ds_zo.ops.triton_projector_batches import Updates
 
-    device = shifts[0].w.device
+    device = calls[0].w.device
     one = _ones.get(device)
     if one is None:
         one = _ones[device] = SparseProjector.identity(1, device)
     updates = Updates(device)
-    for w, d, lr, weight_decay, rounding, offset in shifts:
+    for w, d, lr, weight_decay, rounding, offset in calls:
         offset_or_none = offset if rounding == "stochastic" else None
         updates.add(w, d.data_ptr(), one.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
-    prepared = Prepared(device)
-    prepared.add((), updates.launches(), weights=[shift.w for shift in shifts])
+    prepared = PreparedLaunches(device)
+    prepared.add((), updates.launches(), weights=[call.w for call in calls])
     prepared.launch(seed=seed, step=step)
     return prepared
 
@@ -230,5 +232,5 @@ def _batches(calls: Sequence[Call], device: torch.device) -> Iterator[tuple[list
         yield batch, scratch_addresses(needs, device=device)
 
 
-def _scratch_numel(call: Compression | Application) -> int:
+def _scratch_numel(call: Compression | MatrixUpdate) -> int:
     return call.P.dim * call.Q.num_rows

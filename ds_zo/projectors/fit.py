@@ -20,9 +20,9 @@ TEMPORARY_NUMEL = 1 << 22
 DENSE_FRACTION = 16
 """A matrix product makes an entry about this many times as fast as a dot product by elementwise operations."""
 BETAS, EPS = (0.9, 0.99), 1e-12
-FLATTENINGS = 6
+NUM_FLATTENINGS = 6
 """Four to twelve were alike on memorising toys; with none, a fit hardly beats a random draw."""
-MOST_RECORDED_NUMEL = 1 << 23
+MAX_RECORDED_NUMEL = 1 << 23
 """Of what a kernel of the fit writes, above which it takes longer than its launch."""
 
 
@@ -70,17 +70,19 @@ def fit(
     if before <= threshold or steps == 0:
         reason: Literal["threshold", "steps"] = "threshold" if before <= threshold else "steps"
         return FitReport(before, before, 0, time.perf_counter() - begin, reason)
-    descent = _Descent(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
-    if max(P.num_rows * Q.dim, Q.num_rows * P.dim) > MOST_RECORDED_NUMEL:
+    projector_fit = _ProjectorFit(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
+    if max(P.num_rows * Q.dim, Q.num_rows * P.dim) > MAX_RECORDED_NUMEL:
         recorder = None
-    num_steps, why = descent.run(steps, threshold=threshold, deadline=begin + timeout_s, recorder=recorder)
-    descent.keep_best_()
+    num_steps, reason_ended = projector_fit.run(
+        steps, threshold=threshold, deadline=begin + timeout_s, recorder=recorder
+    )
+    projector_fit.keep_best_()
     after = float(relative_bias(G_mn, P, Q))
-    return FitReport(before, after, num_steps, time.perf_counter() - begin, why)
+    return FitReport(before, after, num_steps, time.perf_counter() - begin, reason_ended)
 
 
 @torch.no_grad()
-def flattened(G_mn: torch.Tensor) -> torch.Tensor:
+def flatten_spectrum(G_mn: torch.Tensor) -> torch.Tensor:
     """G with singular values that are nearer to one another, in G's dtype: what projectors for Adam are fitted to.
 
     Adam moves about equally far along a gradient's small and large directions. The norm of what a projection loses
@@ -95,7 +97,7 @@ def flattened(G_mn: torch.Tensor) -> torch.Tensor:
     for part in (G_mn if side == n else G_mn.t()).split(max(1, TEMPORARY_NUMEL // side)):
         rows = part.to(torch.float32) / norm
         gram.addmm_(rows.t(), rows)
-    for _ in range(FLATTENINGS):
+    for _ in range(NUM_FLATTENINGS):
         B = 1.5 * B - 0.5 * (B @ (B @ gram @ B))
     B = B.to(G_mn.dtype)
     return (G_mn @ B if side == n else B @ G_mn).div_(norm)
@@ -111,7 +113,7 @@ def captured_share(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) -
     return float(S.square().sum().square() / ((KSK * S).sum() * norm.square()))
 
 
-def carry_over(
+def reproject(
     X_dd: torch.Tensor, P0: SparseProjector, Q0: SparseProjector, P: SparseProjector, Q: SparseProjector
 ) -> torch.Tensor:
     """A matrix of the subspace (P0, Q0) as one of (P, Q): (P^T P0) X (Q0^T Q), computed where the projectors are and
@@ -139,7 +141,7 @@ def choose_dims(m: int, n: int, subspace_dim: int) -> tuple[int, int] | None:
     return dim, dim
 
 
-class _Descent:
+class _ProjectorFit:
     """Adam on the values of P and Q.
 
     With Y = G Q, Z = G^T P, S = P^T Y, K_P = P^T P, K_Q = Q^T Q and E = K_P S K_Q - S, all of ||G|| = 1:
@@ -227,13 +229,13 @@ class _Descent:
         E = transpose_product(P, PSK) - S
         QSK = product(Q, _times_gram(S_t, P))
         bias = ((E * S).sum() - S.square().sum() + 1.0).clamp_(min=1e-12).sqrt_()
-        self._note(bias)
+        self._keep_if_best(bias)
         return [
             _at_positions(P, (PSK.sub_(Y), S), (Y, E)).div_(bias) + self.beta * P.values / _norm(P.values),
             _at_positions(Q, (QSK.sub_(Z), S_t), (Z, E.t())).div_(bias) + self.beta * Q.values / _norm(Q.values),
         ]
 
-    def _note(self, bias: torch.Tensor) -> None:
+    def _keep_if_best(self, bias: torch.Tensor) -> None:
         """On the device: nobody waits to learn whether these values are the best."""
         better = bias < self.best_bias  # False where the descent diverged to NaN
         self.best_bias.copy_(torch.where(better, bias, self.best_bias))

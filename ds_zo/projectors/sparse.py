@@ -129,13 +129,13 @@ def _draw_positions(num_rows: int, dim: int, nonzeros: int, *, seed: int, stream
     So no row has a column twice, and after every deck all columns have been used equally often (but for the few that
     do not make up a hand).
     """
-    hands_per_deck = dim // nonzeros
-    num_decks = -(-num_rows // hands_per_deck)
-    num_blocks = -(-num_decks * dim // 4)
+    rows_per_permutation = dim // nonzeros
+    num_permutations = -(-num_rows // rows_per_permutation)
+    num_blocks = -(-num_permutations * dim // 4)
     words = philox4x32((np.arange(num_blocks), 0, stream, POSITIONS), split_seed(seed))
-    keys = np.stack(words, axis=1).reshape(-1)[: num_decks * dim].reshape(num_decks, dim)
-    decks = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
-    return decks[:, : hands_per_deck * nonzeros].reshape(-1, nonzeros)[:num_rows].copy()
+    keys = np.stack(words, axis=1).reshape(-1)[: num_permutations * dim].reshape(num_permutations, dim)
+    permutations = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
+    return permutations[:, : rows_per_permutation * nonzeros].reshape(-1, nonzeros)[:num_rows].copy()
 
 
 def _entries_by_column(indices: NDArray[Any], dim: int) -> NDArray[np.int32]:

@@ -40,7 +40,7 @@ def scratch_addresses(numels: Sequence[int], *, device: torch.device) -> list[in
     return [first + 4 * start for start in accumulate(sizes[:-1], initial=0)]
 
 
-def scratch_place(device: torch.device) -> tuple[int, int] | None:
+def scratch_location(device: torch.device) -> tuple[int, int] | None:
     """Address and length of the scratch that there is already. They differ between threads and streams."""
     if device.type != "cuda":
         return None

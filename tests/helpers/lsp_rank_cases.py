@@ -131,9 +131,9 @@ def overlap(rank: int) -> dict[str, Any]:
     engine = start(json_of({"stage": 2}, 2), small())
     train(engine, [batch_of(rank, 0, 2)])
     engine.backward(engine(**batch_of(rank, 1, 2)).loss)
-    moments = {group.moment.name for group in engine.backend._host_groups}
+    after_backward = {group.phase.name for group in engine.backend._host_groups}
     engine.step()
-    due = {group.moment.name for group in engine.backend._host_groups}
+    after_step = {group.phase.name for group in engine.backend._host_groups}
     alone: dict[str, torch.Tensor] = {}
     if rank == 1:
         time.sleep(0.2)
@@ -141,7 +141,7 @@ def overlap(rank: int) -> dict[str, Any]:
         alone = {name: value.clone() for name, value in engine.module.state_dict().items()}
     weights = settled(engine)
     engine.destroy()
-    return {"moments": moments, "due": due, "alone": alone, "weights": weights}
+    return {"after_backward": after_backward, "after_step": after_step, "alone": alone, "weights": weights}
 
 
 def death(rank: int, folder: Path) -> Any:

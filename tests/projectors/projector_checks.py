@@ -9,8 +9,8 @@ import torch
 from projector_cases import matrix, pair
 
 from ds_zo.projectors import (
-    Application,
     Compression,
+    MatrixUpdate,
     ProjectorRows,
     SparseProjector,
     apply_,
@@ -125,7 +125,7 @@ def check_batches_are_the_same_bits(device: str) -> None:
             options = [(0.03, 0.1, "stochastic"), (0.03, 0.1, "nearest"), (0.02, 0.0, "stochastic")]
             rows = [ProjectorRows(one.Q.indices, (1 + i % 2) * one.Q.values, one.Q.dim) for i, one in enumerate(calls)]
             updates = [
-                Application(one.G, one.out, one.P, Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
+                MatrixUpdate(one.G, one.out, one.P, Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
                 for i, (one, Q) in enumerate(zip(calls, rows, strict=True))
             ]
             if first:

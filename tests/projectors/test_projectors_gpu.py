@@ -11,15 +11,15 @@ from projector_cases import gradient, matrix, pair
 from projector_checks import CHECKS, compare_rounded, moved, updated
 
 from ds_zo.projectors import (
-    Application,
     Compression,
     GradientRecorder,
+    MatrixUpdate,
     apply_all_,
     batches,
-    carry_over,
     compress,
     compress_all,
     fit,
+    reproject,
     workspace,
 )
 from ds_zo.projectors.sparse import SparseProjector
@@ -68,7 +68,7 @@ def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypa
     grads = [matrix(*shape, torch.bfloat16, seed=i).cuda() for i, shape in enumerate(shapes)]
     outs = [torch.zeros(128, 128, device="cuda").t() for _ in shapes]
     prepared = compress_all([Compression(G, P, Q, out) for G, (P, Q), out in zip(grads, pairs, outs, strict=True)])
-    assert prepared is not None and prepared.holds()
+    assert prepared is not None and prepared.is_valid()
     others = [torch.full((numel,), 7.0, device="cuda") for numel in (1 << 15, 1 << 16, 1 << 19, 1 << 20) * 4]
     for out in outs:
         out.zero_()
@@ -94,7 +94,7 @@ def test_a_layers_products_together_are_the_same_bits() -> None:
     ]
     prepared = apply_all_(
         [
-            Application(W, out, P, Q, 0.1, 0.1, offset=1024 * i)
+            MatrixUpdate(W, out, P, Q, 0.1, 0.1, offset=1024 * i)
             for i, (W, out, (P, Q)) in enumerate(zip(weights, outs, pairs, strict=True))
         ],
         step=3,
@@ -146,7 +146,7 @@ def test_fit_and_what_is_carried_over_agree_with_the_cpu() -> None:
         P0, Q0 = (SparseProjector.from_state(x.state_dict(), device) for x in (P, Q))
         reports.append(fit(G.to(device), P, Q, steps=20, lr=0.1))
         P1, Q1 = (moved(x, device) for x in pair(512, 256, 96, 4, seed=1))
-        carried.append(carry_over(matrix(96, 96), P0, Q0, P1, Q1))
+        carried.append(reproject(matrix(96, 96), P0, Q0, P1, Q1))
     assert reports[1].bias_after == pytest.approx(reports[0].bias_after, abs=5e-3)
     assert carried[1].device.type == "cpu"
     torch.testing.assert_close(carried[1], carried[0], rtol=1e-3, atol=1e-3)

@@ -53,7 +53,7 @@ def run(
         loss = engine(**batch)
         engine.backward(loss)
         if schedule == "layerwise" and engine.backend._host_groups and "gradient_accumulation_steps" not in json:
-            assert any(group.moment is GroupPhase.UPDATING for group in engine.backend._host_groups)
+            assert any(group.phase is GroupPhase.UPDATING for group in engine.backend._host_groups)
         engine.step()
         losses.append(loss.detach().clone())  # nobody waits
     weights = settled(engine)

@@ -30,7 +30,7 @@ def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: py
     identity_projectors(monkeypatch)
     json = lsp_json(lr=1e-3, offload=offload, params={"weight_decay": 0.1, "eps": EPS})
     engine = start(json, small(name))
-    assert sum(slot.subspace is not None for slot in engine.backend._slots) > 8
+    assert sum(matrix.subspace is not None for matrix in engine.backend._matrices) > 8
     train(engine, batches(name, NUM_STEPS))
     assert_close(settled(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
 
@@ -38,7 +38,7 @@ def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: py
 def test_without_projectors_it_is_adamw() -> None:
     json = lsp_json(lr=1e-3, params={"weight_decay": 0.1, "eps": EPS, "projector": "none"})
     engine = start(json, small("gpt2"))
-    assert all(slot.subspace is None for slot in engine.backend._slots)
+    assert all(matrix.subspace is None for matrix in engine.backend._matrices)
     train(engine, batches("gpt2", 10))
     assert_close(settled(engine), adamw("gpt2", batches("gpt2", 10)), atol=1e-5)
 
@@ -85,11 +85,11 @@ def test_it_is_adam_in_the_subspace_by_dense_algebra(offload: bool) -> None:
     json = lsp_json(lr=lr, offload=offload, clipping=clip, params={"weight_decay": decay})
     engine = start(json, small())
     model = small()
-    slots = {slot.name: slot for slot in engine.backend._slots}
+    matrices = {matrix.name: matrix for matrix in engine.backend._matrices}
     hands = {
-        name: ByHand(slot.subspace.P.dense(), slot.subspace.Q.dense())
-        for name, slot in slots.items()
-        if slot.subspace is not None
+        name: ByHand(matrix.subspace.P.dense(), matrix.subspace.Q.dense())
+        for name, matrix in matrices.items()
+        if matrix.subspace is not None
     }
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"} <= hands.keys()
     rest = [(n, p) for n, p in model.named_parameters() if n not in hands]

@@ -66,7 +66,7 @@ def test_whole_matrices_in_chunks_train_the_same_bits(monkeypatch: pytest.Monkey
     """As Adam does with many threads. Not clipped: norms are equal to rounding."""
     json: dict[str, Any] = {"params": {"projector": "none"}, "bf16": {"enabled": True}, "lr": 1e-3}
     losses, expected = run("sync", num_batches=3, **json)
-    monkeypatch.setattr(subspace_adam, "MANY_THREADS", 1)
+    monkeypatch.setattr(subspace_adam, "MIN_THREADS_FOR_CHUNKS", 1)
     monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", 128)
     parts: list[int] = []
     adam = subspace_adam._adam_
@@ -103,9 +103,9 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     train(engine, data[:1])
     engine.backward(engine(**data[1]).loss)
     groups = engine.backend._host_groups
-    assert all(group.moment is GroupPhase.UPDATING for group in groups)
+    assert all(group.phase is GroupPhase.UPDATING for group in groups)
     engine.step()
-    assert all(group.moment is GroupPhase.DUE for group in groups)
+    assert all(group.phase is GroupPhase.UPDATE_PENDING for group in groups)
     lagging = stored(engine)
     layer = engine.module.model.layers[1]
     layer.register_forward_pre_hook(lambda *args: seen.update(weight=layer.mlp.up_proj.weight.detach().clone()))
@@ -203,7 +203,7 @@ def test_what_is_written_to_a_gathered_weight_stays() -> None:
     assert first.data_ptr() == where
     assert bool((first == 0.5).all()) and bool((second == 0.25).all())
     train(engine, batches("llama", 1))
-    engine.backend.settle()
+    engine.backend.apply_pending_updates()
     assert 0 < float((first.detach() - 0.5).abs().max()) < 0.1
 
 
@@ -319,7 +319,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
         queue.put(Job(collect))
     engine.backward(loss)
     engine.step()
-    assert any(group.moment is GroupPhase.DUE for group in engine.backend._host_groups)
+    assert any(group.phase is GroupPhase.UPDATE_PENDING for group in engine.backend._host_groups)
     del engine, loss
     dropped.set()
     if where == "here":
@@ -362,7 +362,7 @@ def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: 
     monkeypatch.setattr(lsp_calibration, "fit", may_fail)
     params = {"projector": "learned", "check_interval": 1, "bias_threshold": 0.01}
     engine = start(lsp_json(params=params), small())
-    projected = [slot for slot in engine.backend._slots if slot.subspace is not None]
+    projected = [matrix for matrix in engine.backend._matrices if matrix.subspace is not None]
     for _ in range(2):
         failing = True
         with pytest.raises(torch.OutOfMemoryError):
@@ -372,4 +372,4 @@ def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: 
         fitted.clear()
         train(engine, batches("llama", 1))
         assert len(fitted) == len(projected)
-    assert {slot.subspace.num_draws for slot in projected} == {1}
+    assert {matrix.subspace.num_draws for matrix in projected} == {1}

@@ -16,17 +16,17 @@ from transformers import BertConfig, BertForSequenceClassification
 from ds_zo.backends.lsp import backend as lsp
 from ds_zo.backends.lsp import calibration as lsp_calibration
 from ds_zo.backends.lsp import matrices as lsp_matrices
-from ds_zo.backends.lsp.payload import Carry, Places, Wire
+from ds_zo.backends.lsp.payload import BufferLayout, ErrorFeedback, PayloadCodec
 from ds_zo.config import ConfigError
 from ds_zo.optim.subspace_adam import Moments
-from ds_zo.projectors import SparseProjector, apply_, captured_share, flattened
+from ds_zo.projectors import SparseProjector, apply_, captured_share, flatten_spectrum
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def kinds(engine: Any) -> dict[str, bool]:
     """Parameter: whether it is projected."""
-    return {slot.name: slot.subspace is not None for slot in engine.backend._slots}
+    return {matrix.name: matrix.subspace is not None for matrix in engine.backend._matrices}
 
 
 def test_what_trains_how() -> None:
@@ -59,7 +59,7 @@ def test_what_trains_how() -> None:
     # 16 x 16 and 8 x 16 are no larger than d x d; 24 x 16 and 67 x 16 are. d is at most the smaller side.
     large = start(lsp_json(params={"subspace_dim": 18}), small())
     assert not kinds(large)["model.layers.0.self_attn.q_proj.weight"]
-    shapes = {slot.name: slot.shape for slot in large.backend._slots}
+    shapes = {matrix.name: matrix.shape for matrix in large.backend._matrices}
     assert shapes["model.layers.0.mlp.up_proj.weight"] == (16, 16)
     assert "6 matrices in 16 x 16" not in large.backend.describe() and "matrices in 16 x 16" in large.backend.describe()
 
@@ -113,7 +113,9 @@ def learned(**params: Any) -> dict[str, Any]:
 
 
 def draws(engine: Any) -> dict[str, int]:
-    return {slot.name: slot.subspace.num_draws for slot in engine.backend._slots if slot.subspace is not None}
+    return {
+        matrix.name: matrix.subspace.num_draws for matrix in engine.backend._matrices if matrix.subspace is not None
+    }
 
 
 def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +125,9 @@ def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: py
     data = list(batches("llama", 3))
     grads: dict[str, list[torch.Tensor]] = {}
     for batch in data:
-        for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
-            if slot.subspace is not None:
-                assert torch.equal(slot.subspace.P.values, found.subspace.P.values)
+        for matrix, found in zip(engine.backend._matrices, drawn.backend._matrices, strict=True):
+            if matrix.subspace is not None:
+                assert torch.equal(matrix.subspace.P.values, found.subspace.P.values)
         model = small()
         model.load_state_dict(engine.module.state_dict())
         model(**batch).loss.backward()
@@ -133,13 +135,13 @@ def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: py
             grads.setdefault(name, []).append(p.grad)
         train(engine, [batch])
         assert (engine.backend.biases == {}) == (batch is not data[-1])
-    for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
-        if slot.subspace is not None:
-            total = flattened(grads[slot.name][0]) + flattened(grads[slot.name][1])
-            pairs = [(subspace.P, subspace.Q) for subspace in (slot.subspace, found.subspace)]
-            assert captured_share(total, *pairs[0]) > 1.1 * captured_share(total, *pairs[1]), slot.name
-            last = captured_share(flattened(grads[slot.name][2]), *pairs[0])
-            assert engine.backend.biases[slot.name] == pytest.approx((1 - last) ** 0.5, abs=1e-3)
+    for matrix, found in zip(engine.backend._matrices, drawn.backend._matrices, strict=True):
+        if matrix.subspace is not None:
+            total = flatten_spectrum(grads[matrix.name][0]) + flatten_spectrum(grads[matrix.name][1])
+            pairs = [(subspace.P, subspace.Q) for subspace in (matrix.subspace, found.subspace)]
+            assert captured_share(total, *pairs[0]) > 1.1 * captured_share(total, *pairs[1]), matrix.name
+            last = captured_share(flatten_spectrum(grads[matrix.name][2]), *pairs[0])
+            assert engine.backend.biases[matrix.name] == pytest.approx((1 - last) ** 0.5, abs=1e-3)
 
 
 def test_projectors_that_capture_no_more_do_not_serve() -> None:
@@ -159,9 +161,9 @@ def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pyt
     for engine in engines:
         train(engine, batches("llama", 4))
     assert_equal(*map(settled, engines))
-    for slot in engines[0].backend._slots:
-        if slot.subspace is not None:
-            assert slot.subspace.num_draws == (2 if slot.parameter.shape[0] == 24 else 1)
+    for matrix in engines[0].backend._matrices:
+        if matrix.subspace is not None:
+            assert matrix.subspace.num_draws == (2 if matrix.parameter.shape[0] == 24 else 1)
     for engine in engines:
         train(engine, batches("llama", 1, first=4))
     refitted, kept = map(settled, engines)
@@ -176,13 +178,15 @@ def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
     old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
     total = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0))
     candidate = lsp_matrices.Candidate(new, num_batches=1, total=total, gain=3.0)
-    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
-    slot.is_fitted = is_fitted
-    moments = Moments.zeros(slot.shape, "cpu")
+    matrix = lsp_matrices.MatrixState(
+        "matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate
+    )
+    matrix.is_fitted = is_fitted
+    moments = Moments.zeros(matrix.shape, "cpu")
     moments.mean.fill_(1.0)
     moments.mean_square.fill_(2.0)
-    lsp_calibration.adopt(slot, moments, [])
-    assert slot.subspace is new and slot.candidate is None and slot.is_fitted
+    lsp_calibration.adopt(matrix, moments, [])
+    assert matrix.subspace is new and matrix.candidate is None and matrix.is_fitted
     assert not moments.mean.any()
     if not is_fitted:
         assert not moments.mean_square.any()
@@ -204,20 +208,22 @@ def test_a_refit_carries_what_a_payload_lost_of_an_update() -> None:
     (m, n), dim = (24, 36), 12
     old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
     candidate = lsp_matrices.Candidate(new, gain=1.0)
-    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
-    places = Places([slot.shape], [torch.float32])
-    carry = Carry(Wire(places.end // 4, torch.bfloat16), places, torch.device("cpu"))
-    carry.set_error(0, torch.randn(slot.shape, generator=torch.Generator().manual_seed(0)))
+    matrix = lsp_matrices.MatrixState(
+        "matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate
+    )
+    layout = BufferLayout([matrix.shape], [torch.float32])
+    feedback = ErrorFeedback(PayloadCodec(layout.end // 4, torch.bfloat16), layout, torch.device("cpu"))
+    feedback.set_error(0, torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
 
     def update(subspace: lsp_matrices.Subspace) -> torch.Tensor:
-        error = carry.error_of(0)
+        error = feedback.error_of(0)
         assert error is not None
         weights = torch.zeros(m, n)
         apply_(weights, error.t(), subspace.P, subspace.Q_update, lr=1.0, rounding="nearest")
         return weights
 
     lost = update(old)
-    lsp_calibration.adopt(slot, None, [(carry, 0)])
+    lsp_calibration.adopt(matrix, None, [(feedback, 0)])
     P, Q = new.P.dense(), new.Q.dense()
     expected = P @ P.t() @ lost @ Q @ Q.t()
     assert 0.1 < expected.norm() / lost.norm() < 0.9
@@ -255,7 +261,7 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
     sizes = rms_of_updates(engine, data[0])
     train(engine, data[1:4])
     assert set(draws(engine).values()) == {2}
-    for _, moments, _ in engine.backend._groups.kept():
+    for _, moments, _ in engine.backend._groups.matrices_and_moments():
         moments.reset()
     sizes += rms_of_updates(engine, data[4])
     assert min(sizes) > 0.7 and max(sizes) < 1.3, sizes
@@ -277,26 +283,29 @@ def test_several_calibration_batches_go_on_with_one_fit(monkeypatch: pytest.Monk
 def test_a_payloads_error_comes_with_the_next(dtype: str) -> None:
     torch.manual_seed(0)
     payload = {"bf16": torch.bfloat16, "int8": torch.int8}[dtype]
-    places = Places([(20, 30), (7, 40), (16, 16)], [torch.float32] * 3, alignment=Wire.alignment(payload))
-    wire = Wire(places.end // 4, payload)
-    carry, buffer = Carry(wire, places, torch.device("cpu")), torch.empty(wire.num_bytes, dtype=torch.uint8)
-    assert wire.num_bytes < 0.6 * places.end
-    value, everything = torch.randn(wire.numel), [(0, wire.numel)]
-    decoded = [torch.zeros(wire.numel) for _ in range(50)]
+    layout = BufferLayout([(20, 30), (7, 40), (16, 16)], [torch.float32] * 3, alignment=PayloadCodec.alignment(payload))
+    codec = PayloadCodec(layout.end // 4, payload)
+    feedback, buffer = (
+        ErrorFeedback(codec, layout, torch.device("cpu")),
+        torch.empty(codec.num_bytes, dtype=torch.uint8),
+    )
+    assert codec.num_bytes < 0.6 * layout.end
+    value, everything = torch.randn(codec.numel), [(0, codec.numel)]
+    decoded = [torch.zeros(codec.numel) for _ in range(50)]
     for out in decoded:
-        carry.encode(value, buffer, everything)
-        carry.keep()
-        wire.decode_(out, buffer, (0, wire.numel))
+        feedback.encode(value, buffer, everything)
+        feedback.commit()
+        codec.decode_(out, buffer, (0, codec.numel))
     lost = float((decoded[0] - value).abs().max())
     assert lost > 1e-4
     torch.testing.assert_close(sum(decoded), 50 * value, rtol=0, atol=2 * lost + 1e-4)  # of one payload, not of fifty
-    errors = [carry.error_of(i).clone() for i in range(3)]
-    carry.encode(value * float("nan"), buffer, everything)
-    assert wire.decode_(out, buffer, (0, wire.numel)).isnan().all()
-    carry.take_back()
-    assert all(torch.equal(carry.error_of(i), error) for i, error in enumerate(errors))
-    carry.encode(value, buffer, places.spans([0, 2]))  # the second matrix had no gradient
-    assert torch.equal(carry.error_of(1), errors[1]) and not torch.equal(carry.error_of(2), errors[2])
+    errors = [feedback.error_of(i).clone() for i in range(3)]
+    feedback.encode(value * float("nan"), buffer, everything)
+    assert codec.decode_(out, buffer, (0, codec.numel)).isnan().all()
+    feedback.undo()
+    assert all(torch.equal(feedback.error_of(i), error) for i, error in enumerate(errors))
+    feedback.encode(value, buffer, layout.spans([0, 2]))  # the second matrix had no gradient
+    assert torch.equal(feedback.error_of(1), errors[1]) and not torch.equal(feedback.error_of(2), errors[2])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
