@@ -1,4 +1,4 @@
-"""Sparse projectors of the LSP backend: drawing, products, fitting. Nothing here knows where gradients come from."""
+"""Sparse projectors of the LSP backend: drawing, products and fitting, independent of models and streaming."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ds_zo.projectors.batches import (
 )
 from ds_zo.projectors.fit import FitReport, captured_share, choose_dims, fit, flatten_spectrum, reproject
 from ds_zo.projectors.products import apply_, compress, relative_bias
-from ds_zo.projectors.recording import GradientRecorder
+from ds_zo.projectors.recording import FitGraphRecorder
 from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 
 __all__ = [
     "Compression",
+    "FitGraphRecorder",
     "FitReport",
-    "GradientRecorder",
     "MatrixUpdate",
     "PreparedLaunches",
     "ProjectorRows",

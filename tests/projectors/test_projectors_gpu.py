@@ -12,7 +12,7 @@ from projector_checks import CHECKS, compare_rounded, moved, updated
 
 from ds_zo.projectors import (
     Compression,
-    GradientRecorder,
+    FitGraphRecorder,
     MatrixUpdate,
     apply_all_,
     batches,
@@ -155,7 +155,7 @@ def test_fit_and_what_is_carried_over_agree_with_the_cpu() -> None:
 @pytest.mark.parametrize("nonzeros", [4, 64])
 def test_recorded_steps_of_a_fit_are_the_same_bits(nonzeros: int) -> None:
     """One recorder for several matrices, as in a backward pass, and its memory goes back."""
-    recorder = GradientRecorder()
+    recorder = FitGraphRecorder()
     for m, n in [(1536, 576), (576, 1536), (1536, 576)]:
         G = gradient(m, n, batch=1).to("cuda")
         found = []
@@ -172,7 +172,7 @@ def test_recorded_steps_of_a_fit_are_the_same_bits(nonzeros: int) -> None:
 
 def test_recordings_share_their_memory() -> None:
     G, (P, Q) = gradient(1536, 576, batch=1).to("cuda"), pair(1536, 576, 512, 4)
-    recorder, reserved = GradientRecorder(), []
+    recorder, reserved = FitGraphRecorder(), []
     for _ in range(5):
         fit(G, moved(P, "cuda"), moved(Q, "cuda"), steps=3, lr=0.3, recorder=recorder)
         reserved.append(torch.cuda.memory_reserved())
@@ -187,7 +187,7 @@ def test_a_recording_finds_room_where_freed_memory_fills_the_cap() -> None:
     held = [torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(8)]
     total = torch.cuda.get_device_properties("cuda").total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
-    recorder = GradientRecorder()
+    recorder = FitGraphRecorder()
     try:
         del held
         fit(G, P, Q, steps=3, lr=0.3, recorder=recorder)
@@ -205,7 +205,7 @@ def test_nothing_is_collected_while_a_step_is_recorded() -> None:
         x.add_(1)
 
     work()
-    replay = GradientRecorder().record(work, x.device)
+    replay = FitGraphRecorder().record(work, x.device)
     replay()
     replay()
     assert seen == [True, False] and gc.isenabled() and x.tolist() == [3.0] * 4
@@ -219,7 +219,7 @@ def test_all_goes_on_after_a_recording_that_failed() -> None:
         x.add_(1).sum().item()
 
     work()
-    recorder = GradientRecorder()
+    recorder = FitGraphRecorder()
     assert recorder.record(work, x.device) is work and recorder._gave_up
     lent = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
     lent.record_stream(aside)
@@ -229,6 +229,6 @@ def test_all_goes_on_after_a_recording_that_failed() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_stats()["active_bytes.all.current"] <= before - 64 * 2**20
     assert torch.nn.functional.dropout(torch.ones(4096, device="cuda")).count_nonzero() < 4096
-    replay = GradientRecorder().record(lambda: x.add_(1), x.device)
+    replay = FitGraphRecorder().record(lambda: x.add_(1), x.device)
     replay()
     assert replay is not work and x.tolist() == [2.0] * 4

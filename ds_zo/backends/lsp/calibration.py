@@ -37,7 +37,7 @@ from ds_zo.config import LSPParams
 from ds_zo.logs import show
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import (
-    GradientRecorder,
+    FitGraphRecorder,
     apply_,
     captured_share,
     compress,
@@ -73,7 +73,7 @@ class Calibration:
         """The value of `fit_s` at the last report."""
         self._bar: tqdm[Any] | None = None
         """Shown while a backward pass fits projectors, which makes it many times as long; otherwise None."""
-        self._recorder = GradientRecorder()
+        self._recorder = FitGraphRecorder()
 
     # Called by the backend
 
