@@ -36,9 +36,7 @@ class FitGraphRecorder:
             self._graph = self._recorded(work, device)  # reuses the memory pool of the recording before
         except Exception as error:
             self._gave_up, self._graph = True, None
-            logger.warning(
-                f"ds_zo: projectors are fitted without CUDA graphs: recording a step failed: {error}"
-            )
+            logger.warning(f"ds_zo: projectors are fitted without CUDA graphs: recording a step failed: {error}")
             return work
         return self._graph.replay
 

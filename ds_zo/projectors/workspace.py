@@ -28,9 +28,7 @@ def scratch(*shapes: tuple[int, int], device: torch.device) -> list[torch.Tensor
     flat = _buffer(sum(rows * cols for rows, cols in shapes), device)
     found, start = [], 0
     for rows, cols in shapes:
-        found.append(
-            flat.as_strided((rows, cols), (cols, 1), start)
-        )  # one torch call, as products are frequent
+        found.append(flat.as_strided((rows, cols), (cols, 1), start))  # one torch call, as products are frequent
         start += rows * cols
     return found
 

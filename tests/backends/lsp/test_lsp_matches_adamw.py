@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, batches, start, train, train_plain, weights_of
-from lsp_runs import identity_projectors, lsp_json, settled, small
+from lsp_runs import current_weights, identity_projectors, lsp_json, small
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -32,7 +32,7 @@ def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: py
     engine = start(json, small(name))
     assert sum(matrix.subspace is not None for matrix in engine.backend._matrices) > 8
     train(engine, batches(name, NUM_STEPS))
-    assert_close(settled(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
+    assert_close(current_weights(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
 
 
 def test_without_projectors_it_is_adamw() -> None:
@@ -40,7 +40,7 @@ def test_without_projectors_it_is_adamw() -> None:
     engine = start(json, small("gpt2"))
     assert all(matrix.subspace is None for matrix in engine.backend._matrices)
     train(engine, batches("gpt2", 10))
-    assert_close(settled(engine), adamw("gpt2", batches("gpt2", 10)), atol=1e-5)
+    assert_close(current_weights(engine), adamw("gpt2", batches("gpt2", 10)), atol=1e-5)
 
 
 def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in batches("llama", 8):
         train(engine, [batch])
         norms.append(engine.get_global_grad_norm())
-    assert_close(settled(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
+    assert_close(current_weights(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, eps=EPS)
     _, expected = train_plain(model, batches("llama", 8), optimizer, max_norm=0.5)
@@ -105,4 +105,4 @@ def test_it_is_adam_in_the_subspace_by_dense_algebra(offload: bool) -> None:
                 if n in hands:
                     p.mul_(1 - lr * decay).sub_(hands[n].direction(p.grad, clip=clip), alpha=lr)
         model.zero_grad()
-    assert_close(settled(engine), weights_of(model), atol=1e-5)
+    assert_close(current_weights(engine), weights_of(model), atol=1e-5)

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
-from lsp_runs import adopt_always, lsp_json, settled, small
+from lsp_runs import adopt_always, current_weights, lsp_json, small
 from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
@@ -50,7 +50,7 @@ def run(schedule: str, *, num_batches: int = 4, **json: Any) -> tuple[list[float
     engine = start(lsp_json(**json), small())
     losses = train(engine, batches("llama", num_batches))
     assert engine.backend._starts_early == (schedule == "layerwise")
-    return losses, settled(engine)
+    return losses, current_weights(engine)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -112,7 +112,7 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         engine.module(**data[0])  # evaluation of the raw module, as Trainer does
-    weights = settled(engine)
+    weights = current_weights(engine)
     assert torch.equal(seen["weight"], weights["model.layers.1.mlp.up_proj.weight"])
     assert not torch.equal(lagging["lm_head.weight"], weights["lm_head.weight"])
 
@@ -166,7 +166,7 @@ def test_an_evaluation_in_inference_mode_changes_nothing() -> None:
             if evaluates:
                 with torch.inference_mode():
                     engine(**batch)
-        weights.append(settled(engine))
+        weights.append(current_weights(engine))
     assert_equal(*weights)
 
 
@@ -183,7 +183,7 @@ def test_a_weight_of_two_blocks_is_up_to_date_in_either() -> None:
             engine.step()
             with torch.no_grad():
                 losses.append(engine(**plain_batch(step, order=[2])).item())
-        found.append((losses, settled(engine)))
+        found.append((losses, current_weights(engine)))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
 
@@ -219,7 +219,7 @@ def test_two_losses_a_step_add_up() -> None:
                 engine.backward(engine(**first).loss)
                 engine.backward(engine(**second).loss)
                 engine.step()
-            weights.append(settled(engine))
+            weights.append(current_weights(engine))
             assert not engine.backend._starts_early
         assert_close(*weights, atol=1e-6)
 
@@ -237,7 +237,7 @@ def test_zero_grad_forgets_what_was_begun() -> None:
                 engine.backward(engine(**data[2]).loss)
                 (engine if who == "engine" else getattr(engine, who)).zero_grad()
             train(engine, data[3:])
-            weights.append(settled(engine))
+            weights.append(current_weights(engine))
         assert_close(*weights, atol=1e-6)
 
 
@@ -247,7 +247,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
     for kind in (reentrant, None):
         engine = start(lsp_json(), checkpointed(small(), kind))
         train(engine, batches("llama", 3))
-        weights.append(settled(engine))
+        weights.append(current_weights(engine))
     assert_close(*weights, atol=1e-5)
 
 
@@ -302,7 +302,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
     json = lsp_json(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}, **streamed})
     engine = start(json, small())
     train(engine, batches("llama", 2))
-    expected = settled(engine)
+    expected = current_weights(engine)
     engine.destroy()
 
     engine = start(json, small())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import CPU, adopt_always, lsp_json, settled, small
+from lsp_runs import CPU, adopt_always, current_weights, lsp_json, small
 from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -52,9 +52,9 @@ def test_what_trains_how() -> None:
     assert "classifier.weight" in trained and not any("embeddings" in n for n in trained if n.endswith("s.weight"))
     frozen = start(lsp_json(params={"edge": "freeze"}), small())
     assert kinds(frozen).keys() == llama.keys() - {"model.embed_tokens.weight", "lm_head.weight"}
-    before = settled(frozen)
+    before = current_weights(frozen)
     train(frozen, batches("llama", 2))
-    moved = {name for name, value in settled(frozen).items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in current_weights(frozen).items() if not torch.equal(value, before[name])}
     assert moved == kinds(frozen).keys()
     # 16 x 16 and 8 x 16 are no larger than d x d; 24 x 16 and 67 x 16 are. d is at most the smaller side.
     large = start(lsp_json(params={"subspace_dim": 18}), small())
@@ -69,9 +69,9 @@ def test_frozen_parameters_stay_and_cost_nothing() -> None:
     model.model.layers[0].requires_grad_(False)
     engine = start(lsp_json(), model)
     assert not any(name.startswith("model.layers.0.") for name in kinds(engine))
-    before = settled(engine)
+    before = current_weights(engine)
     train(engine, batches("llama", 2))
-    after = settled(engine)
+    after = current_weights(engine)
     assert all(torch.equal(before[name], after[name]) == name.startswith("model.layers.0.") for name in before)
     model.model.layers[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
@@ -88,7 +88,7 @@ def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
     halves = [{k: v[i : i + 2] for k, v in batch.items()} for batch in whole for i in (0, 2)]
     train(engine, halves)
     assert engine.global_steps == 3
-    assert_close(settled(engine), settled(large), atol=1e-5)
+    assert_close(current_weights(engine), current_weights(large), atol=1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -105,7 +105,7 @@ def test_a_bare_backward_is_the_engines(offload: bool, tmp_path: Path) -> None:
             resumed.step()
         bare.step()
     for engine in (bare, resumed):
-        assert_close(settled(engine), settled(through))
+        assert_close(current_weights(engine), current_weights(through))
 
 
 def learned(**params: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_projectors_that_capture_no_more_do_not_serve() -> None:
     for one in (engine, random):
         train(one, [*batches("llama", 1)] * 2)
     assert engine.backend.biases.keys() == draws(engine).keys() and set(draws(engine).values()) == {1}
-    assert_equal(*map(settled, (engine, random)))
+    assert_equal(*map(current_weights, (engine, random)))
 
 
 def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +160,13 @@ def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pyt
     engines = [start(learned(check_interval=interval, fit_steps=1), small()) for interval in (2, 1000)]
     for engine in engines:
         train(engine, batches("llama", 4))
-    assert_equal(*map(settled, engines))
+    assert_equal(*map(current_weights, engines))
     for matrix in engines[0].backend._matrices:
         if matrix.subspace is not None:
             assert matrix.subspace.num_draws == (2 if matrix.parameter.shape[0] == 24 else 1)
     for engine in engines:
         train(engine, batches("llama", 1, first=4))
-    refitted, kept = map(settled, engines)
+    refitted, kept = map(current_weights, engines)
     changed = {name for name, value in kept.items() if not torch.equal(refitted[name], value)}
     assert changed == {f"model.layers.{i}.mlp.{part}_proj.weight" for i in (0, 1) for part in ("gate", "up")}
 
@@ -250,9 +250,9 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
     adopt_always(monkeypatch)
 
     def rms_of_updates(engine: Any, batch: Any) -> list[float]:
-        before = settled(engine)
+        before = current_weights(engine)
         train(engine, [batch])
-        moved = {name: (value - before[name]) / 1e-2 for name, value in settled(engine).items()}
+        moved = {name: (value - before[name]) / 1e-2 for name, value in current_weights(engine).items()}
         return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
 
     data = list(batches("llama", 5))
@@ -352,7 +352,7 @@ def test_resume_equals_uninterrupted(name: str, tmp_path: Path, monkeypatch: pyt
     train(resumed, data[:1])  # whatever it was before
     resumed.load_checkpoint(str(tmp_path))
     assert train(resumed, data[5:]) == expected
-    assert_equal(settled(resumed), settled(whole))
+    assert_equal(current_weights(resumed), current_weights(whole))
 
 
 def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(payload: str | None) -
     assert engine.skipped_steps == 1 and not engine.was_step_applied()
     for one in (engine, reference):
         train(one, data[2:])
-    assert_equal(settled(engine), settled(reference))
+    assert_equal(current_weights(engine), current_weights(reference))
     assert engine.skipped_steps == 1
 
 
@@ -395,9 +395,9 @@ def test_weights_in_bf16_do_not_lose_small_updates() -> None:
     for rounding in ("stochastic", "nearest"):
         json = lsp_json(lr=2e-5, bf16={"enabled": True}, ds_zo={"rounding": rounding})
         engine = start(json, small())
-        before = settled(engine)
+        before = current_weights(engine)
         train(engine, [*batches("llama", 1)] * 8)
-        after = settled(engine)
+        after = current_weights(engine)
         moved[rounding] = sum(int((after[name] != before[name]).sum()) for name in after if "proj" in name)
     assert moved["stochastic"] > 2 * moved["nearest"]
 
@@ -418,21 +418,21 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     head = [named.pop("lm_head.weight")]
     groups = [{"params": list(named.values())}, {"params": head, "lr": 0.0, "weight_decay": 0.0}]
     engine = start(lsp_json(), model, model_parameters=groups)
-    before = settled(engine)
+    before = current_weights(engine)
     train(engine, batches("llama", 1))
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # which makes groups anew
     engine.optimizer.param_groups[0]["lr"] = 0.0
-    after = settled(engine)
+    after = current_weights(engine)
     assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     train(engine, batches("llama", 1))
-    assert_equal(settled(engine), after)
+    assert_equal(current_weights(engine), after)
     first, second = engine.optimizer.param_groups  # lists as long as before: weights that change places
     embedding = named["model.embed_tokens.weight"]
     first["params"] = [head[0] if p is embedding else p for p in first["params"]]
     second |= {"params": [embedding], "lr": 1e-3}
     train(engine, batches("llama", 1))
-    found = settled(engine)
+    found = current_weights(engine)
     assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
 
 
