@@ -1,8 +1,8 @@
 """Update rules of one parameter by its gradient: float32 arithmetic, then one rounding to the parameter's dtype.
 
 On the CPU they are torch operations. On CUDA each rule ends in one Triton kernel (`ops.triton_lomo`, imported on first
-use). The host reads no value from the device. An update does not change the gradient's memory: autograd may pass one
-gradient to both terms of an addition, so that memory may be read again later in the backward pass.
+use). The host reads no value from the device. An update does not change the gradient's memory. Autograd may pass one
+gradient to both terms of an addition, so the backward pass may read that memory again.
 
 [Note: guards] An update takes guards, float32 scalars on the parameter's device. Unless all guards are finite, it
 changes nothing: no weights, residue or moments. The decision stays on the device. So `num_updates` counts every call,

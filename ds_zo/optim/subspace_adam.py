@@ -15,10 +15,10 @@ calls decides their cost. So they are contiguous and take one call together, and
 Python.
 
 [Note: full SIMD vectors] On the CPU torch's fused Adam computes the last `numel % width` elements of a tensor by scalar
-code, where `width` is the processor's vector width. On x86-64 with AVX2 or AVX-512 that code rounds differently from
-the vector code. So the bits of an element would depend on the number of elements behind it in the same tensor. Streamed
-and resident runs, and groups that lack a gradient, pass the same elements in different tensors. So a tensor's last
-elements are copied to a full vector of the widest kind, and the vector code computes every element.
+code. `width` is the processor's vector width. On x86-64 with AVX2 or AVX-512 that code rounds differently from the
+vector code. So the bits of an element would depend on the number of elements behind it in the same tensor. Streamed and
+resident runs, and groups that lack a gradient, pass the same elements in different tensors. So a tensor's last elements
+are copied to a full vector of the widest kind, and the vector code computes every element.
 """
 
 from __future__ import annotations

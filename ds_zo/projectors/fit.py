@@ -61,9 +61,10 @@ def fit(
 
     until the first term, the bias, is at most `threshold`. P and Q end with the best values seen, so the bias never
     rises. The division by ||G|| gives beta the same meaning for every matrix. The fit starts at the best common scale
-    of the given values: drawn values are too large by (1 + m/d)(1 + n/d), which would cost Adam many steps. `lr` is
-    relative to the root mean square of the values at that scale, which depends on d and r by a factor of four and
-    more. So one learning rate serves all of them. With a `recorder`, a GPU replays one CUDA graph for each step.
+    of the given values. Drawn values are too large by (1 + m/d)(1 + n/d), which would cost Adam many steps. `lr` is
+    relative to the root mean square of the values at that scale. That depends on d and on the non-zeros of a row by a
+    factor of four and more. So one learning rate serves all of them. With a `recorder`, a GPU replays one CUDA graph
+    for each step.
     """
     begin = time.perf_counter()
     norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)

@@ -106,8 +106,8 @@ def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) ->
     """||P P^T G Q Q^T - G||_F / ||G||_F as a float32 scalar: the relative error of the projection; 0 for a zero
     gradient.
 
-    Above 1, the projection is farther from G than zero is. The residual is computed, a few rows at a time, because its
-    norm computed from the norms of its terms would lose small biases to cancellation.
+    Above 1, the projection is farther from G than zero is. The residual itself is computed, a few rows at a time. Its
+    norm from the norms of its terms would lose small biases to cancellation.
     """
     check_shape(G_mn, P, Q, "gradient")
     U_dn = _expand(compress(G_mn, P, Q), P, Q)

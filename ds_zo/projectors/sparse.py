@@ -126,8 +126,8 @@ def _index_dtype(size: int) -> torch.dtype:
 def _draw_positions(num_rows: int, dim: int, nonzeros: int, *, seed: int, stream: int) -> NDArray[np.int32]:
     """Cuts random permutations of all columns into pieces of `nonzeros` columns, one piece for each row.
 
-    So no row has a column twice, and each full permutation uses all columns equally often, except the few columns at
-    its end that do not fill a piece.
+    So no row has a column twice. Each permutation uses every column once, except the few columns at its end that do not
+    fill a piece.
     """
     rows_per_permutation = dim // nonzeros
     num_permutations = -(-num_rows // rows_per_permutation)

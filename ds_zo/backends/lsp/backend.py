@@ -37,7 +37,7 @@ from ds_zo.backends.lsp.deferred_blocks import DeferredBlocks
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import (
-    Group,
+    MatrixGroup,
     MatrixState,
     find_matrices,
     group_matrices,
@@ -209,7 +209,7 @@ class LSPBackend(Backend):
         _gradient_hooks[p] = handle
         return handle
 
-    def _hook_modules(self, groups: list[Group]) -> list[RemovableHandle]:
+    def _hook_modules(self, groups: list[MatrixGroup]) -> list[RemovableHandle]:
         """Registers the hooks that apply a pending update before its weights are used or copied.
 
         A block that is known to be called as a whole applies its update in its own forward. The root module's forward

@@ -5,7 +5,7 @@ there: they need no pass of their own and no second gradient in memory, and leav
 first compressed with the present projectors. Then a candidate, a second pair of projectors, is fitted to it. Each of
 `calibration_batches` micro-batches does its part of `fit_steps`. They are the first micro-batches of a matrix, and the
 micro-batches from a check on that the present projectors fail. A fit to one batch alone would not generalise to other
-batches, so the target of each fit is the sum T of all gradients so far. T is not stored: its part in the candidate's
+batches. So the target of each fit is the sum T of all gradients so far. T is not stored: its part in the candidate's
 subspace, P (P^T T Q) Q^T, replaces it. Fits and tests see gradients after `flatten_spectrum`, because Adam equalises
 the directions of a gradient too.
 
@@ -14,8 +14,8 @@ projectors if it captures clearly more of that gradient's squared norm (MIN_GAIN
 judged by a gradient that they were fitted to, and fitted projectors are never much worse than drawn ones. Steps within
 one subspace correct one another, and a change of the subspace ends that. So an equally good candidate is rejected.
 
-On several ranks, fits and tests use the average of the ranks' gradients, layer by layer, in the order that
-[Note: one order of collectives] in `ranks` describes.
+On several ranks, fits and tests use the average of the ranks' gradients, layer by layer. See
+[Note: one order of collectives] in `ranks`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which blocks' pending updates may be deferred until the block is called.
 
-[Note: updates deferred to the block's call] A block's update is applied when the block's forward begins, so that its
-upload overlaps with the computation of earlier blocks. This is right only if nothing uses the block's weights before: a
-model may call the modules inside a block, or use a weight directly, without calling the block. So one forward is
-watched. If a block was called before its weights were used, its updates are deferred to its call from then on. All
-other updates are applied before each forward of the whole model.
+[Note: updates deferred to the block's call] A block's update is applied when the block's forward begins. So its upload
+overlaps with the computation of earlier blocks. This is right only if nothing uses the block's weights before. A model
+may call the modules inside a block, or use a weight directly, without calling the block. So one forward is watched. If
+a block was called before its weights were used, its updates are deferred to its call from then on. All other updates
+are applied before each forward of the whole model.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, HostScratch, TransferStreams
-from ds_zo.backends.lsp.matrices import Group, MatrixState
+from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.payload import ErrorFeedback
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.scheduler import UpdateQueue
@@ -25,8 +25,8 @@ _CORES_LEFT_TO_PYTHON = 2
 _NUMEL_PER_THREAD = 12_000_000
 """Elements for which an Adam thread takes about 35 ms a step, which the model's own computation hides.
 
-More threads would finish sooner, but they spin between layers and disturb the thread that launches kernels:
-LLaMA-1.3B at d = 512 took 187 ms a step with 2 threads and 210 ms with 14."""
+More threads would finish sooner, but they spin between layers and disturb the thread that launches kernels. LLaMA-1.3B
+at d = 512 took 187 ms a step with 2 threads and 210 ms with 14."""
 _MIN_THREADS = 2
 
 MatrixAndMoments = tuple[MatrixState, Moments | None, dict[str, tuple[ErrorFeedback, int]]]
@@ -39,7 +39,7 @@ class LSPGroups:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[MatrixGroup],
         settings: LSPParams,
         *,
         config: Resolved,
@@ -71,7 +71,7 @@ class LSPGroups:
             if not matrices:
                 continue
             if config.offload_optimizer:
-                self.on_host.append(self._host_group(Group(group.name, group.is_block, matrices, group.modules)))
+                self.on_host.append(self._host_group(MatrixGroup(group.name, group.is_block, matrices, group.modules)))
                 self.on_host[-1].unit = unit
             else:
                 self.on_device.append(self._device_group(matrices))
@@ -83,7 +83,7 @@ class LSPGroups:
             for host_group in self.on_host:
                 host_group.streams = self.streams
 
-    def _host_group(self, group: Group) -> HostGroup:
+    def _host_group(self, group: MatrixGroup) -> HostGroup:
         options: dict[str, Any] = {
             "device": self._device,
             "store": self.store,

@@ -23,7 +23,7 @@ from enum import Enum
 import torch
 
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.lsp.matrices import Group, MatrixState
+from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.payload import ALIGNMENT, BufferLayout, ErrorFeedback, PayloadCodec, Span
 from ds_zo.backends.lsp.products import LaunchCache, Rate, apply_directions_, apply_directions_cached_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
@@ -126,7 +126,7 @@ class HostGroup:
 
     def __init__(
         self,
-        group: Group,
+        group: MatrixGroup,
         settings: LSPParams,
         *,
         device: torch.device,

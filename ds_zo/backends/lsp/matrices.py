@@ -6,8 +6,8 @@ parameters train whole: matrices no larger than d x d, norms, biases, convolutio
 Adam of every matrix runs there, projected or whole. Vectors are too small to be worth a transfer, so their Adam runs on
 the device.
 
-[Note: size of an update] If the entries of D are independent, the root mean square of P D Q^T is that of D multiplied
-by ||P|| ||Q|| / sqrt(m n). This factor is 1 for drawn projectors and about d / sqrt(m n) for fitted ones. Updates are
+[Note: size of an update] Let the entries of D be independent. Then the root mean square of P D Q^T is that of D times
+||P|| ||Q|| / sqrt(m n). This factor is 1 for drawn projectors and about d / sqrt(m n) for fitted ones. Updates are
 divided by it, so that a matrix of any shape learns at AdamW's learning rate. The division is in the values of
 `Q_update`: it takes no further kernel and leaves gradients, moments and weight decay as they are.
 """
@@ -157,7 +157,7 @@ class MatrixState:
 
 
 @dataclass(eq=False)
-class Group:
+class MatrixGroup:
     """Parameters that are updated together: those of a block, or those of one module outside the blocks."""
 
     name: str
@@ -210,18 +210,18 @@ def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, de
     return Subspace(made[0], made[1], num_draws)
 
 
-def group_matrices(module: nn.Module, matrices: list[MatrixState], blocks: str | list[str] | None) -> list[Group]:
+def group_matrices(module: nn.Module, matrices: list[MatrixState], blocks: str | list[str] | None) -> list[MatrixGroup]:
     """Groups parameters by block or module. The order is that of the module tree, which is usually the forward's."""
     block_of = _block_of_parameters(module, find_blocks(module, blocks))
-    groups: dict[str, Group] = {}
+    groups: dict[str, MatrixGroup] = {}
     for matrix in matrices:
         found = block_of.get(id(matrix.parameter))
         if found is None:
             owner = matrix.name.rpartition(".")[0]
-            group = groups.setdefault(owner, Group(owner, is_block=False))
+            group = groups.setdefault(owner, MatrixGroup(owner, is_block=False))
             group.modules += [m for m in owners(module, matrix.parameter) if m not in group.modules]
         else:
-            group = groups.setdefault(found[0], Group(found[0], is_block=True, modules=[found[1]]))
+            group = groups.setdefault(found[0], MatrixGroup(found[0], is_block=True, modules=[found[1]]))
         group.matrices.append(matrix)
     return list(groups.values())
 
@@ -242,7 +242,7 @@ def _block_of_parameters(module: nn.Module, blocks: Mapping[str, nn.Module]) -> 
     return {key: value for key, value in found.items() if key not in outside}
 
 
-def split_streamed(groups: list[Group], unit_of: Mapping[int, Unit]) -> list[Group]:
+def split_streamed(groups: list[MatrixGroup], unit_of: Mapping[int, Unit]) -> list[MatrixGroup]:
     """Marks the parameters of streamed blocks, and splits groups so that each is either streamed or resident.
 
     A block's parameters that are used outside the block too stay on the device and get a group of their own."""
@@ -252,11 +252,11 @@ def split_streamed(groups: list[Group], unit_of: Mapping[int, Unit]) -> list[Gro
         for matrix in streamed:
             matrix.is_streamed = True
         if streamed:
-            found.append(Group(group.name, True, streamed, group.modules))
+            found.append(MatrixGroup(group.name, True, streamed, group.modules))
         resident = [matrix for matrix in group.matrices if not matrix.is_streamed]
         if resident:
             name = f"{group.name} (shared)" if streamed else group.name
-            found.append(Group(name, False, resident, group.modules))
+            found.append(MatrixGroup(name, False, resident, group.modules))
     return found
 
 

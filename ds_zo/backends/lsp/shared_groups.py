@@ -16,7 +16,7 @@ import torch
 
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, Rate
-from ds_zo.backends.lsp.matrices import Group, MatrixState
+from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.ranks import CollectiveCall, CollectiveThread
 from ds_zo.backends.lsp.scheduler import Job, RemoteJob
 from ds_zo.config import LSPParams
@@ -32,7 +32,7 @@ class SharedHostGroup(HostGroup):
 
     def __init__(
         self,
-        group: Group,
+        group: MatrixGroup,
         settings: LSPParams,
         *,
         ranks: CollectiveThread,
