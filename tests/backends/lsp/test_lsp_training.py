@@ -446,7 +446,7 @@ def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.Mon
     optimizer.param_groups[0]["betas"] = [0.9, 0.95]  # a list, as a JSON and some versions of PyTorch have it
     start(json, model, optimizer=optimizer)
     [told] = [text for text in said if "LSP's Adam" in text]
-    assert "betas (0.9, 0.999), not the optimizer's (0.9, 0.95): write betas to ds_zo.params.betas" in told
+    assert "betas (0.9, 0.999) and ignores the optimizer's (0.9, 0.95): set ds_zo.params.betas" in told
 
 
 def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,6 +470,6 @@ def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     finally:
         logger.setLevel(level)
         logger.propagate = propagate
-    said, *_ = [text for record in caplog.records if "matrices fitted in" in (text := record.getMessage())]
+    said, *_ = [text for record in caplog.records if "fitted projectors of" in (text := record.getMessage())]
     assert f"in {engine.backend.fit_s:.1f} s; on the next batch" in said and engine.backend.fit_s > 0
     assert bars == [16, 16]  # in the pass of the fit and in that of the test
