@@ -27,6 +27,7 @@ from ds_zo.projectors import (
 
 MAX_HELD_BYTES = 128 << 20
 _MAX_CACHED = 512
+"""Sets of prepared launches in one cache, which is emptied when it is full."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class HeldGradients:
             self.compress()
 
     def compress(self) -> None:
+        """Adds all held gradients to their sums."""
         if not self._matrices:
             return
         matrices = [matrix for matrix in self._matrices.values() if matrix.parameter.grad is not None]
