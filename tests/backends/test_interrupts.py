@@ -35,7 +35,15 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "lomo": (config_for("LOMO"), {"backward", "_settle", "_update", "_consume", "step", "_take_model_step"}),
     "lsp": (
         config_for("LSP", params=LSP, lr=1e-2, zero_optimization={"offload_optimizer": {"device": "cpu"}}),
-        {"backward", "settle", "_settle", "_apply", "step", "_take_model_step"},
+        {
+            "backward",
+            "apply_pending_update",
+            "apply_pending_updates",
+            "_upload_and_apply",
+            "_apply",
+            "step",
+            "_take_model_step",
+        },
     ),
 }
 """A configuration, and the functions in which an update is made."""

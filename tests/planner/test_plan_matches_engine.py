@@ -128,7 +128,7 @@ def test_lsp_takes_the_planned_bytes_on_the_host(payload: Any, edge: Any) -> Non
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)  # which aligns every matrix
     moments = sum(m.num_bytes for group in backend._host_groups for m in group.moments)
     assert plan.host["states"] == moments + sum(group.payload_bytes["host"] for group in backend._host_groups)
-    projectors = [s.subspace for s in backend._slots if s.subspace is not None]
+    projectors = [s.subspace for s in backend._matrices if s.subspace is not None]
     taken = sum(pair.num_bytes for pair in projectors)
     assert plan.device["projectors"] == pytest.approx(taken, rel=0.25)  # columns are filled up to the fullest
 
