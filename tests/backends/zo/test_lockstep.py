@@ -24,7 +24,7 @@ var: contextvars.ContextVar[str] = contextvars.ContextVar("var", default="unset"
 
 
 def together(lockstep: Lockstep, *calls: Callable[[], Any]) -> list[Any]:
-    return lockstep.together(calls, lambda asked, index: None)
+    return lockstep.together(calls, lambda request, index: None)
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def test_every_pass_runs_a_block_before_any_goes_on() -> None:
         return index
 
     results = lockstep.together(
-        [lambda: call(0), lambda: call(1)], lambda asked, index: order.append(f"ready {asked} for {index}")
+        [lambda: call(0), lambda: call(1)], lambda request, index: order.append(f"ready {request} for {index}")
     )
     assert results == [0, 1]
     assert order == [

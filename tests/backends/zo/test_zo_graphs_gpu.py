@@ -121,7 +121,7 @@ class Plain(nn.Module):
 
 
 def test_inputs_of_many_lengths_are_not_all_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_zo.backends.zo.cuda_graphs.MOST_KINDS", 1)
+    monkeypatch.setattr("ds_zo.backends.zo.cuda_graphs.MAX_INPUT_KINDS", 1)
 
     def batch(seed: int) -> dict[str, Any]:
         return {"x": torch.randn(2, 4 + seed, 16, generator=torch.Generator().manual_seed(seed))}

@@ -908,7 +908,7 @@ class RunsBlocks(Toy):
     "kind, said",
     [
         (InsideOut, r"blocks\.\d\.\w+\.\w+ .*ds_zo\.stream\.blocks"),
-        (RunsBlocks, r"block blocks\.2 is run inside block blocks\.0.*ds_zo\.stream\.blocks"),
+        (RunsBlocks, r"block blocks\.2 inside block blocks\.0.*ds_zo\.stream\.blocks"),
     ],
 )
 def test_streamed_blocks_that_are_not_run_whole_and_in_turn_are_refused(kind: type[Toy], said: str) -> None:
