@@ -46,8 +46,8 @@ from zo_runs import (
 )
 
 from ds_zo import ops
-from ds_zo.backends.zo import materialise as visits
 from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.materialise import Materialiser
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -444,14 +444,14 @@ def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.Mon
     undisturbed, engine = engine_for(Toy().bfloat16(), json), engine_for(Toy().bfloat16(), json)
     expected = train(undisturbed, toy_batches(5))
     losses = train(engine, toy_batches(5)[:3])
-    apply = visits.Visits._apply
+    apply = Materialiser._apply
 
     def breaks_off(self: Any, *args: Any, **kwargs: Any) -> None:
         apply(self, *args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(visits.Visits, "_apply", breaks_off)
+        patch.setattr(Materialiser, "_apply", breaks_off)
         engine.backend.block_store.materialiser.fold_now(*engine.backend.block_store.placement.blocks)
     losses += train(engine, toy_batches(5)[3:])
     assert losses == expected
