@@ -460,9 +460,9 @@ class ZOBackend(Backend):
         for name, parameter in self.module.named_parameters():
             if self._placed_shapes.get(id(parameter)) != parameter.shape:
                 raise ValueError(
-                    f"parameters must stay those that deepspeed.initialize placed, but parameter {name} is not the one "
-                    "that deepspeed.initialize placed: add, resize or replace parameters before it, and load weights "
-                    "without assign=True"
+                    f"parameter {name} is not the one that deepspeed.initialize placed, and the placement is fixed: "
+                    "add, resize or replace parameters before deepspeed.initialize, and load weights without "
+                    "assign=True"
                 )
         if len(self.param_groups) != self.block_store.log.num_groups:
             raise ValueError(

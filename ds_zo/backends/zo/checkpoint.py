@@ -64,9 +64,7 @@ class ZOCheckpoint:
         try:
             for unit in units:
                 held.append(self._piece(unit, hold=hold, omitted=omitted))
-        except (
-            BaseException
-        ):  # no memory for a copy, say. Without this, code that rewrites weights would wait for ever.
+        except BaseException:  # no memory for a copy, say: code that rewrites weights would wait for ever
             for piece in held:
                 piece.written()
             raise

@@ -1,4 +1,4 @@
-"""The interval that measured speeds lead to."""
+"""The write-back interval that measured speeds lead to."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_a_slow_link_folds_rarely_and_slow_blocks_fold_often() -> None:
     assert 1 < best(MODEL, streamed_gb=6.4) < 6  # fp8: 118 ms against 100 ms and the draws
 
 
-def test_a_low_plane_makes_folds_dearer() -> None:
+def test_a_low_plane_makes_folds_cost_more() -> None:
     assert best(MODEL, streamed_gb=12.9, low_gb=12.9) > best(MODEL, streamed_gb=12.9)
 
 
 def test_blocks_that_lag_most_are_waited_for() -> None:
-    """At an interval of 32 computing takes less than copying on average, but not where blocks are 20 behind or more:
-    the link waits for those, and time that it lost does not come back."""
+    """At an interval of 32 computing takes less time than copying on average, but more where blocks lag by 20 steps or
+    more. The link waits for these blocks, and cannot make up for the lost time."""
     split = {"streamed_nbytes": int(12.9 * GB), "low_nbytes": int(12.9 * GB)}
     model = replace(MODEL, draw_s=0.0065)
     assert model.busy_s(32) < model.link_s(32, **split) < model.link_s(24, **split)
@@ -46,7 +46,7 @@ def test_blocks_that_lag_most_are_waited_for() -> None:
     assert model.best_interval(**split) == 24
 
 
-def test_passes_one_by_one_bring_every_block_as_often() -> None:
+def test_passes_one_by_one_upload_every_block_once_a_pass() -> None:
     sizes = {"streamed_nbytes": int(6.4 * GB), "low_nbytes": int(6.4 * GB)}
     once, twice = (MODEL.link_s(8, **sizes, num_uploads=n) for n in (1, 2))
     assert twice - once == pytest.approx(6.4 / 54.5)
@@ -64,7 +64,7 @@ def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1}, {"wire_dtype": "fp8"}], ids=str)
-def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
+def test_a_timed_forward_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
     case = CASES["opt"]
 
     def run(times: bool) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> N
 
 
 class Counting(nn.Module):
-    """A block whose forward leaves traces: running statistics, a count, random numbers of two kinds."""
+    """A block whose forward leaves traces: running statistics, a count, random numbers from two generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,8 @@ class CountingStack(nn.Module):
 
 @pytest.mark.usefixtures("single_process")
 def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
-    """Checked against passes one after the other, and rehearsed: twelve passes, and buffers as after one."""
+    """The first step also runs passes one after the other and timed forwards: twelve passes, and buffers as after
+    one."""
 
     def run(times: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, object]:
         torch.manual_seed(0)
@@ -129,17 +130,17 @@ def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
         engine(torch.randn(4, 8))
         return weights(engine.module), torch.get_rng_state(), random.getstate()
 
-    rehearsed, plain = run(True), run(False)
-    assert_equal(rehearsed[0], plain[0])
-    assert torch.equal(rehearsed[1], plain[1]) and rehearsed[2] == plain[2]
-    for name, value in rehearsed[0].items():
+    timed, plain = run(True), run(False)
+    assert_equal(timed[0], plain[0])
+    assert torch.equal(timed[1], plain[1]) and timed[2] == plain[2]
+    for name, value in timed[0].items():
         if name.endswith("num_batches_tracked"):
             assert value == 1
         if name.endswith("table"):
             assert value.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_waits_for_blocks_are_no_computing() -> None:
+def test_waits_for_uploads_do_not_count_as_computing() -> None:
     first, few, many = (TimedForward(n, torch.device("cpu")) for n in (5, 1, 5))
     first._whole, few._whole, many._whole = (0.0, 9.0), (10.0, 13.0), (20.0, 24.0)
     few._waits, many._waits = [(10.5, 11.0), (12.0, 12.5)], [(21.0, 21.2)]

@@ -1,4 +1,4 @@
-"""Every change of a model that a step must answer to is noticed."""
+"""`Structure` detects every change of a model that a step must react to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a recording of a block no longer is what the block's forward would do."""
+"""`CaptureState` tells when a recording differs from the block's forward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_tensors_that_modules_keep_are_seen_to_move(change: Callable[[nn.Sequent
     block = nn.Sequential(Inner(), nn.ReLU())
     capture_state = CaptureState(block)
     block[0].table.add_(1.0)  # in place: kernels read the new values
-    block[0].linear.weight.data = torch.zeros(4, 4)  # parameters are another's concern
+    block[0].linear.weight.data = torch.zeros(4, 4)  # the materialiser moves parameters
     assert not capture_state.is_stale
     change(block)
     assert capture_state.is_stale
