@@ -17,6 +17,7 @@ class ScratchOverlap:
 
     def __init__(self) -> None:
         self._within: dict[int, list[Sequence[Unit]]] = {}
+        """By pass: for each module that it is inside of, the units that are materialised for it, innermost last."""
         self.overlapping: dict[int, Unit] = {}
         """Units whose copies would overlap those of another module, by id: they need memory of their own. None of them
         streams."""
@@ -26,6 +27,7 @@ class ScratchOverlap:
         return [unit for units in self._within.get(index, ()) for unit in units]
 
     def enter(self, index: int, units: Sequence[Unit]) -> None:
+        """Notes that pass `index` enters a module that materialises `units`."""
         self._within.setdefault(index, []).append(units)
 
     def leave(self, index: int, units: Sequence[Unit]) -> None:

@@ -56,6 +56,7 @@ class WorkingCopies:
         """Units that became pass-long after the model was placed (`make_pass_long`), by id."""
         self.overlap = ScratchOverlap()
         self._as_tuple = {id(unit): (unit,) for unit in self._placement.blocks}
+        """Each block in a tuple of its own: `ScratchOverlap` compares sequences of units by identity."""
         self._materialised_by: dict[int, nn.Module] = {}
         """For an evaluation: the module whose call materialised a unit that several modules may materialise, by the
         unit's id."""
@@ -67,7 +68,9 @@ class WorkingCopies:
         self._passes_ahead: set[int] = set()
         """Indices of passes that have left a block which other passes may still have to run."""
         self._grad_modes: list[bool] = []
+        """Grad modes to restore when the evaluations that are running leave their modules, innermost last."""
         self._pass_long_copies: dict[int, list[torch.Tensor]] = {}
+        """Memory for one copy per pass of each pass-long unit, by the unit's id."""
         self._handles: list[Any] = []
         for unit in self._placement.blocks:
             enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
@@ -83,6 +86,7 @@ class WorkingCopies:
         self._first_forward_hook = module.register_forward_pre_hook(before, prepend=True)
 
     def _hook(self, module: nn.Module, enter: Any, leave: Any) -> list[Any]:
+        """Registers the two hooks on the module, and returns their handles."""
         # A compiled forward has a graph break here: moving weights and switching passes can't be traced.
         enter, leave = Hook(torch.compiler.disable(enter)), Hook(torch.compiler.disable(leave))
         made = [
@@ -144,6 +148,7 @@ class WorkingCopies:
     # Blocks
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        """Pre-hook of a block: materialises its weights for the pass that calls it."""
         enclosing = self.overlap.enclosing(self._index)
         if not self._training:
             self._enter_clean(
@@ -170,6 +175,7 @@ class WorkingCopies:
         self._passes_ahead.discard(self._lockstep.current)
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook after a block: releases its weights once the last pass has run it."""
         self.overlap.leave(self._index, self._as_tuple[id(unit)])
         kept = self._outside_shared_buffers(output)
         if not self._training:
@@ -215,6 +221,7 @@ class WorkingCopies:
     # Modules outside the blocks
 
     def _enter_outer(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of an outer module: materialises the units that it owns."""
         at = self._placement.nested_at.get(id(module))
         # A unit that was made pass-long is entered here only if its module is called by itself.
         bound = self._made_pass_long & self.materialised
@@ -249,6 +256,7 @@ class WorkingCopies:
             self._pause(_WAIT_FOR_ALL)
 
     def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook after an outer module: binds its units to the stored weights."""
         kept = self._outside_shared_buffers(output)
         entered = self._entered.pop(id(module), [])
         self.overlap.leave(self._index, entered)
@@ -331,6 +339,7 @@ class WorkingCopies:
             self.materialised.add(id(unit))
 
     def _enter_pass_long(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        """Pre-hook for a pass-long unit. In lockstep `bind_pass_long` has bound the unit already."""
         if self._training:
             if module is self._module and not self._lockstep.inside:
                 self.bind_pass_long(self._lockstep.current)
@@ -338,6 +347,7 @@ class WorkingCopies:
             self._enter_clean_once(unit, module)
 
     def _leave_pass_long(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook that ends what `_enter_clean_once` began for this module. Does nothing in training."""
         if self._training or self._materialised_by.get(id(unit)) is not module:
             return None
         del self._materialised_by[id(unit)]
@@ -405,6 +415,8 @@ class WorkingCopies:
                     self._unused[id(unit)] += self._hook(inside, enter, leave)
 
     def _enter_inside_unused(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        """Pre-hook of a module inside a block that no training forward has called. In training, the block has to become
+        pass-long; this raises if blocks stream."""
         if not self._training:
             self._enter_clean_once(unit, module)
         elif id(unit) not in self.materialised and unit.trainable:
