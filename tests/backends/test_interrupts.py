@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "zo": (
         streamed("ZO", lr=1e-3, stream={"resident_blocks": 1, "writeback_interval": 1}, bf16={"enabled": True}),
         {
-            *("_bring_up_to_date", "_apply", "append", "step", "_take_model_step"),
+            *("_replay_pending", "_apply", "append", "step", "_take_model_step"),
             *("arrive_low", "written", "_send_back", "_upload_lows", "_upload_low"),
         },
     ),

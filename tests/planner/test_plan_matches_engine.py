@@ -69,13 +69,13 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
     plan = zo_plan(name, num_directions=num_directions, **stream)
     engine = start(name, "ZO", {"num_directions": num_directions}, dtype="bf16", **streams(stream))
     block_store = engine.backend.block_store
-    units, runtime, visits = block_store.placement.units, block_store.runtime, block_store.materialiser
+    units, runtime, materialiser = block_store.placement.units, block_store.runtime, block_store.materialiser
     assert plan.host_nbytes - PROCESS_NBYTES == block_store.store.nbytes
     slots = [*runtime.slots, *runtime.low_slots]
     assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
-    assert plan.device["scratch"] + plan.device.get("second_copy", 0) == visits.scratch_nbytes
+    assert plan.device["scratch"] + plan.device.get("second_copy", 0) == materialiser.scratch_nbytes
     weights = sum(u.nbytes * (not u.streamed) + u.low_nbytes * (not u.low_streamed) for u in units)
-    assert plan.device["weights"] == weights + visits._replay_slot.buffer.numel()
+    assert plan.device["weights"] == weights + materialiser._replay_slot.buffer.numel()
 
 
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
