@@ -1,7 +1,7 @@
-"""Whatever reads the weights between steps sees those of the current step, and training does not notice.
+"""Every reader of the weights between steps sees the weights of the current step, and training is not affected.
 
-Weights are held against an engine that folds every update at once and against float32 masters; outputs against a plain
-model loaded with those weights.
+Weights are compared with an engine that folds every update at once, and with float32 masters. Outputs are compared with
+a plain model that is loaded with those weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def eval_batch() -> dict[str, torch.Tensor]:
 
 
 def current(engine: Any) -> nn.Module:
-    """A plain model, nothing of ours on it, with the weights of the engine's step: float32 ones rounded to nearest."""
+    """A plain model without ds_zo's hooks, with the weights of the engine's step: the float32 weights rounded to
+    nearest."""
     dtype = next(engine.module.parameters()).dtype
     model = hf.AutoModelForCausalLM.from_config(engine.module.config).to(dtype).eval()
     with torch.no_grad():
@@ -99,8 +100,9 @@ READERS = [by_engine, by_raw_module, in_inference_mode, in_eval_with_grad, in_tr
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_way_to_evaluate_sees_the_current_step(place: str, dtype: dict[str, Any]) -> None:
-    """After every step, with every number of updates pending that the interval allows. Training with and without is the
-    same bit for bit. One case has an interval of 7; two pending updates show all that the others can show."""
+    """Evaluates after every step, with every number of updates pending that the interval allows. Training with and
+    without evaluations is the same bit for bit. One case has an interval of 7; two pending updates show all that the
+    others can show."""
     interval = 7 if place == "streamed" and not dtype else 3
     batches = BATCHES[: interval + 2]
     json = zo_json(**{**PLACES[place], "interval": interval}, **dtype)
@@ -130,7 +132,7 @@ def test_every_way_to_evaluate_sees_the_current_step(place: str, dtype: dict[str
 
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_by_name_are_those_of_the_step(place: str) -> None:
-    """float32: bit for bit those of an engine that writes every update back at once."""
+    """In float32, bit for bit the weights of an engine that writes every update back at once."""
     engine = engine_for(tiny_model("llama"), zo_json(**PLACES[place]))
     at_once = engine_for(tiny_model("llama"), zo_json(interval=1))
     for batch in BATCHES:
@@ -204,7 +206,7 @@ def test_save_pretrained(place: str, tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_state_dict_is_a_copy_of_its_moment() -> None:
-    """Kept aside (best so far, say), it stays what it was while training goes on."""
+    """A state dict that is kept (the best so far, say) does not change while training goes on."""
     engine = engine_for(tiny_model("llama"), zo_json(interval=3))
     train(engine, BATCHES[:2])
     kept = engine.module.state_dict()
@@ -240,8 +242,8 @@ def test_evaluation_between_forward_and_backward() -> None:
 
 
 def test_part_of_a_model_may_be_run_alone() -> None:
-    """A weight that is used outside its module is kept with the root; its module called by itself is right all the
-    same."""
+    """A weight that is used outside its module is pass-long. Its module also gives the right result when called by
+    itself."""
     engine = engine_for(FunctionalTie(), zo_json(interval=3))
     plain = FunctionalTie().eval()
     ids = toy_batches(1)[0]["ids"]
@@ -257,7 +259,7 @@ def test_part_of_a_model_may_be_run_alone() -> None:
 
 
 def test_evaluation_in_autocast_follows_the_weights() -> None:
-    """Under one autocast context over many steps, whose cache of casts must not outlive a step."""
+    """One autocast context covers many steps: its cache of casts must not outlive a step."""
     engine = engine_for(Toy(), zo_json(interval=3))
     ids = toy_batches(1)[0]["ids"]
     seen = []
@@ -288,7 +290,8 @@ def test_a_model_that_was_never_put_in_train_mode_trains() -> None:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["in train mode", "never in train mode"])
 def test_ctrl_c_in_an_evaluation_leaves_nothing_behind(trains: bool) -> None:
-    """Torch calls no forward hooks after it: grad mode, slots and working copies stay as they were in the block."""
+    """PyTorch calls no forward hooks after Ctrl-C: grad mode, slots and working copies stay as they were in the
+    block."""
     batches = toy_batches(4)
     expected = train(engine_for(Toy().train(trains), zo_json(interval=7)), batches)
     model = Toy().train(trains)
