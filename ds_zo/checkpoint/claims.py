@@ -56,7 +56,7 @@ class Claims:
         low = unit.low_buffer
         if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
-        landed = unit.landed if unit.streamed or unit.low_streamed else None
+        landed = unit.written_back if unit.streamed or unit.low_streamed else None
         done_copying = torch.cuda.Event() if copied and unit.store_buffer.is_cuda else None
         if done_copying is not None:
             done_copying.record()

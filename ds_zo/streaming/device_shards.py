@@ -85,13 +85,13 @@ class DeviceShards(RanksStore):
                 part = flat[segment.begin : segment.begin + segment.numel]
                 segment.view(unit.store_buffer, placed.parameter.dtype).copy_(part)
         if self.device.type == "cuda":  # the next gather, on another stream, waits for it
-            unit.landed = unit.landed or torch.cuda.Event()
-            unit.landed.record(torch.cuda.current_stream(self.device))
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            unit.written_back.record(torch.cuda.current_stream(self.device))
 
     def whole(self, unit: Unit) -> list[torch.Tensor]:
         """Its parameters on the device, in `placed` order. By all ranks."""
-        if unit.landed is not None:
-            torch.cuda.current_stream(self.device).wait_event(unit.landed)
+        if unit.written_back is not None:
+            torch.cuda.current_stream(self.device).wait_event(unit.written_back)
         buffer = torch.empty(self.share.padded_nbytes(unit.nbytes), dtype=torch.uint8, device=self.device)
         self.gather(buffer, unit)
         return unit.views(unit.planes(buffer), [None] * len(unit.parts))
@@ -130,8 +130,8 @@ class DeviceShardRuntime(ShardedRuntime):
         yield unit.store_buffer
         unit.version += 1
         if self._up is not None:
-            unit.landed = unit.landed or torch.cuda.Event()
-            self._record(unit.landed, self._compute)
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            self._record(unit.written_back, self._compute)
 
     def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._wait_until_free(slot)

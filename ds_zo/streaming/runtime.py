@@ -220,8 +220,8 @@ class Runtime:
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until `unit.store_buffer` holds what was sent back. For readers outside the hot path."""
-        if unit.landed is not None:
-            unit.landed.synchronize()
+        if unit.written_back is not None:
+            unit.written_back.synchronize()
 
     def end_copies(self) -> None:
         """Blocks the host until none is under way, before memory at either end goes."""
@@ -286,7 +286,7 @@ class Runtime:
         self._low_pool.extend(slot for slot in self.low_slots if slot not in elsewhere)
 
     def _fill(self, slot: Slot, unit: Unit, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        for event in (slot.drained, unit.landed):
+        for event in (slot.drained, unit.written_back):
             self._wait(stream, event)
         with self._on(stream):
             slot.take(unit)
@@ -321,8 +321,8 @@ class Runtime:
         if slot is not None:
             unit.version = slot.version
         if self._down is not None:
-            unit.landed = unit.landed or torch.cuda.Event()
-            unit.landed.record(self._down)
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            unit.written_back.record(self._down)
 
     @staticmethod
     def _is_good(slot: Slot) -> bool:

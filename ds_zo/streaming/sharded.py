@@ -178,7 +178,7 @@ class ShardedRuntime(Runtime):
         self._gather(unit, slot, unit.low_buffer, unit.low_nbytes)
 
     def _gather(self, unit: Unit, slot: Slot, home: torch.Tensor, nbytes: int) -> None:
-        for event in (slot.drained, unit.landed):
+        for event in (slot.drained, unit.written_back):
             self._wait(self._up, event)
         self._wait_until_free(slot)
         own = self._store.own(home, nbytes)
@@ -226,12 +226,12 @@ class ShardedRuntime(Runtime):
                 self._record(used.saved[0], self._down)
                 used.is_saving = True
                 self.bytes_down += own.numel()
-            self._store.landed(self._number[id(unit)])
+            self._store.mark_written_back(self._number[id(unit)])
         if slot is not None:
             unit.version = slot.version
         if self._down is not None:
-            unit.landed = unit.landed or torch.cuda.Event()
-            unit.landed.record(self._down)
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            unit.written_back.record(self._down)
 
     def _meet(self, order: Sequence[int]) -> None:
         """No piece is written back before every rank has begun the pass: until then one may be reading whole blocks by

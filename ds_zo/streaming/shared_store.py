@@ -26,7 +26,7 @@ class RanksStore(HostStore):
         """This rank's piece of a buffer of so many bytes."""
         raise NotImplementedError
 
-    def landed(self, number: int) -> None:
+    def mark_written_back(self, number: int) -> None:
         """This rank's piece has been written back, as far as the current stream is concerned."""
 
     def wait(self, number: int) -> None:
@@ -45,9 +45,9 @@ class SharedStore(RanksStore):
         self._memory = memory
         self._timeout_s = waiting_time(device).total_seconds()
         header = _pages(8 * num_units * node.size)
-        self._landed = memory.tensor[: 8 * num_units * node.size].view(torch.int64).view(num_units, node.size)
+        self._num_written_back = memory.tensor[: 8 * num_units * node.size].view(torch.int64).view(num_units, node.size)
         """How often each rank's piece of each unit was written back."""
-        self._sent = [0] * num_units
+        self._num_requested = [0] * num_units
         """How often that was asked for here, which is as often as anywhere."""
         self._marks = torch.zeros(num_units, dtype=torch.int64, device=device)
         self._whole: set[int] = set()
@@ -104,15 +104,15 @@ class SharedStore(RanksStore):
             self._pieces[home.data_ptr()] = piece
         return False
 
-    def landed(self, number: int) -> None:
-        self._sent[number] += 1
+    def mark_written_back(self, number: int) -> None:
+        self._num_requested[number] += 1
         mark = self._marks[number : number + 1]
-        mark.fill_(self._sent[number])
-        self._landed[number, self.share.index : self.share.index + 1].copy_(mark, non_blocking=True)
+        mark.fill_(self._num_requested[number])
+        self._num_written_back[number, self.share.index : self.share.index + 1].copy_(mark, non_blocking=True)
 
     def wait(self, number: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while int(self._landed[number].min()) < self._sent[number]:
+        while int(self._num_written_back[number].min()) < self._num_requested[number]:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"ds_zo: a rank of this machine has not written back its piece of block {number} within "

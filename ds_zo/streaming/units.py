@@ -154,7 +154,7 @@ class Unit:
         """The same for its low plane."""
         self.version = 0
         """How many updates the stored bytes include."""
-        self.landed: torch.cuda.Event | None = None
+        self.written_back: torch.cuda.Event | None = None
         """Recorded when the last download to `home` is done."""
         self.is_cut = False
         """`home` is this rank's piece alone ([Note: device shards])."""

@@ -186,7 +186,7 @@ class _OneRank(SharedStore):
         self.node: Any = SimpleNamespace(streams=[], meet=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
         self._pieces = {}
 
-    def landed(self, number: int) -> None:
+    def mark_written_back(self, number: int) -> None:
         pass
 
     def wait(self, number: int) -> None:

@@ -174,8 +174,8 @@ class RecomputedBlockStore:
             if unit.streamed:
                 with torch.inference_mode(False), torch.no_grad():
                     slot = self.runtime.arrive(unit)
-                    if unit.landed is not None:  # an update must not overtake the last one on its way home
-                        torch.cuda.current_stream(self.device).wait_event(unit.landed)
+                    if unit.written_back is not None:  # an update must not overtake the last one on its way home
+                        torch.cuda.current_stream(self.device).wait_event(unit.written_back)
                     unit.bind(self._views_in(unit, slot))
             yield visit
         except BaseException:
