@@ -159,7 +159,7 @@ class Unit:
         self.is_cut = False
         """`home` is this rank's piece alone ([Note: device shards])."""
         self._home_views: list[torch.Tensor] | None = None
-        self.is_visited = False
+        self.is_materialised = False
         """Its parameters are working copies now."""
         self._lent: dict[int, torch.Tensor] = {}
         """What parameters show between visits instead of what is stored, by id."""
@@ -250,7 +250,7 @@ class Unit:
     def bind(self, views: Iterable[torch.Tensor]) -> None:
         """Points the parameters at `views` (in `placed` order)."""
         self._look_after_lent()
-        self.is_visited = True
+        self.is_materialised = True
         self.shown_step = None
         if self.is_watched:
             unwatch(self._parameters)
@@ -271,7 +271,7 @@ class Unit:
                         hollow = torch.zeros((), dtype=part.dtype, device=self.store_buffer.device)
                         self._home_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._home_views)
-        self.is_visited = False
+        self.is_materialised = False
         for placed in self.placed if self._lent else ():
             if id(placed.parameter) in self._lent:
                 placed.parameter.data = self._lent[id(placed.parameter)]
@@ -281,7 +281,7 @@ class Unit:
     def watch(self) -> None:
         """Until `unwatch`, whenever no visit has bound them."""
         self.is_watched = True
-        if not self.is_visited:
+        if not self.is_materialised:
             self._watch()
 
     def unwatch(self) -> None:
@@ -312,7 +312,7 @@ class Unit:
 
     def _look_after_lent(self) -> None:
         """Somebody may have pointed a parameter elsewhere."""
-        for placed in self.placed if self._lent and not self.is_visited else ():
+        for placed in self.placed if self._lent and not self.is_materialised else ():
             lent = self._lent.get(id(placed.parameter))
             if lent is not None and lent.data_ptr() != placed.parameter.data_ptr():
                 self._lent[id(placed.parameter)] = placed.parameter.data

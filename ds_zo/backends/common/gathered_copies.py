@@ -84,7 +84,7 @@ class GatheredCopies:
 
     def _check(self, copy: _Copy, *hooked: Any) -> None:
         unit = copy.unit
-        if unit is None or unit.is_visited or torch.equal(_sample(copy.value), copy.sample):
+        if unit is None or unit.is_materialised or torch.equal(_sample(copy.value), copy.sample):
             return
         name = next(placed.name for placed in unit.placed if placed.parameter is copy.parameter)
         raise RuntimeError(

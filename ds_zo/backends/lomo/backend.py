@@ -561,7 +561,7 @@ class LOMOBackend(Backend):
 
     def hold_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
         block = bucket.block
-        if block is None or self._block_store is None or self._block_store.is_visited(block.unit):
+        if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
             return nullcontext()
         if self._phase is BackwardPhase.MEASURE and not self._block_store.is_sharded:
             return nullcontext()
@@ -622,7 +622,7 @@ class LOMOBackend(Backend):
 
     def _check_visited(self, slot: ParameterState) -> None:
         assert slot.block is not None and self._block_store is not None
-        if not self._block_store.is_visited(slot.block.unit):
+        if not self._block_store.is_materialised(slot.block.unit):
             slot.parameter.grad = None
             raise used_outside(slot.name)
 

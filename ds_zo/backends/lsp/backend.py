@@ -402,7 +402,7 @@ class LSPBackend(Backend):
 
     def _check_visited(self, slot: MatrixState) -> None:
         assert self._streamed is not None
-        if not self._streamed.block_store.is_visited(self._streamed.unit_of[id(slot.parameter)]):
+        if not self._streamed.block_store.is_materialised(self._streamed.unit_of[id(slot.parameter)]):
             slot.parameter.grad = None
             raise used_outside(slot.name)
 

@@ -201,7 +201,7 @@ class RecomputedBlockStore:
         with torch.inference_mode(False), torch.no_grad(), self.runtime.updating(unit) as piece:
             yield piece
 
-    def is_visited(self, unit: Unit) -> bool:
+    def is_materialised(self, unit: Unit) -> bool:
         return id(unit) in self._visited
 
     def watched(self) -> AbstractContextManager[None]:
