@@ -35,7 +35,7 @@ def num_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
 
 
-class Room:
+class AllocatorRetryCheck:
     """Whether blocks that were chosen to stay leave a step its memory. One that waits for some goes on doing so: slow,
     and nothing else tells why."""
 
@@ -44,13 +44,13 @@ class Room:
         self._retries: int | None = None
         """The allocator's count when the step began that is watched."""
 
-    def watch(self) -> None:
+    def start(self) -> None:
         self._retries = num_retries(self._device)
 
-    def watch_afresh(self) -> None:
+    def restart(self) -> None:
         """What making buffers anew has taken is no step's."""
         if self._retries is not None:
-            self.watch()
+            self.start()
 
     def check(self) -> None:
         """After every step; the first since `watch` counts."""

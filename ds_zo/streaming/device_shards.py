@@ -137,7 +137,7 @@ class DeviceShardRuntime(ShardedRuntime):
         self._wait_until_free(slot)
         assert slot.unit is not None
         nbytes = slot.unit.nbytes
-        self._store.gather(slot.buffer[: self._room(nbytes)], slot.unit)
+        self._store.gather(slot.buffer[: self._slot_nbytes(nbytes)], slot.unit)
         self.bytes_wire += self._share.piece_nbytes(nbytes) * (self._share.size - 1)
 
     def _meet(self, order: Sequence[int]) -> None:

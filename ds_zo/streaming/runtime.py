@@ -58,7 +58,7 @@ class Runtime:
         low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
         nbytes = max((u.nbytes for u in streamed), default=0)
         self._overlap = overlap
-        nbytes, low_nbytes = self._room(nbytes), self._room(low_nbytes)
+        nbytes, low_nbytes = self._slot_nbytes(nbytes), self._slot_nbytes(low_nbytes)
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
         self._low_pool = deque(self.low_slots)
@@ -79,7 +79,7 @@ class Runtime:
         self.bytes_down = 0
         self.finish()
 
-    def _room(self, nbytes: int) -> int:
+    def _slot_nbytes(self, nbytes: int) -> int:
         """What a slot for so many bytes takes."""
         return nbytes
 

@@ -55,7 +55,7 @@ class ShardedRuntime(Runtime):
         self._met = torch.cuda.Event() if device.type == "cuda" else None
         store.node.streams += [s for s in (self._own_up, self._own_down, self._own_gathered) if s is not None]
 
-    def _room(self, nbytes: int) -> int:
+    def _slot_nbytes(self, nbytes: int) -> int:
         return self._share.padded_nbytes(nbytes)
 
     def join(self, *, ahead: bool) -> None:
@@ -187,7 +187,7 @@ class ShardedRuntime(Runtime):
             slot.take(unit)
             slot.buffer[begin : begin + own.numel()].copy_(own, non_blocking=True)
             with one_may_be_gone(self.device):
-                gathering = self._store.node.gather(slot.buffer[: self._room(nbytes)])
+                gathering = self._store.node.gather(slot.buffer[: self._slot_nbytes(nbytes)])
         with self._on(self._gathered), one_may_be_gone(self.device):
             for work in gathering:
                 work.wait()

@@ -27,7 +27,7 @@ from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.config import ConfigError, Resolved
-from ds_zo.streaming.allocator import Room
+from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import check_fits, device_bytes, give_back_unused, measure_from_here
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
@@ -102,7 +102,7 @@ class RecomputedBlockStore:
         self.runtime = self._make_runtime()
         self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
-        self._room = Room(device)
+        self._retry_check = AllocatorRetryCheck(device)
         if self._may_fill:
             measure_from_here(device)
 
@@ -227,7 +227,7 @@ class RecomputedBlockStore:
     def fill_device(self) -> None:
         """After the first step: what its activations and gradients leave of the budget is filled with blocks that never
         leave again."""
-        self._room.check()
+        self._retry_check.check()
         if not self._may_fill:
             return
         self._may_fill = False
@@ -242,7 +242,7 @@ class RecomputedBlockStore:
             buffers=DeviceBuffers(self._let_go, self._make_buffers),
         )
         if filled:
-            self._room.watch()
+            self._retry_check.start()
 
     def _make_buffers(self) -> None:
         self.runtime = self._make_runtime()

@@ -27,7 +27,7 @@ from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
-from ds_zo.streaming.allocator import Room
+from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
@@ -123,7 +123,7 @@ class ZOBlockStore:
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
         if self.may_fill_device or self.measures:
             measure_from_here(device)
-        self._room = Room(device)
+        self._retry_check = AllocatorRetryCheck(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         return zo_sizes(
@@ -246,12 +246,12 @@ class ZOBlockStore:
         self.interval = interval
         self._let_go()
         self._make_materialiser()
-        self._room.watch_afresh()
+        self._retry_check.restart()
 
     def fill_device(self) -> None:
         """After the first step: what the activations leave of the budget is filled with blocks that never leave
         again."""
-        self._room.check()
+        self._retry_check.check()
         if not self.may_fill_device:
             return
         self.may_fill_device = False
@@ -267,7 +267,7 @@ class ZOBlockStore:
             buffers=DeviceBuffers(self._let_go, self._make_materialiser),
         )
         if filled:
-            self._room.watch()
+            self._retry_check.start()
 
     def _let_go(self) -> None:
         self.runtime.forget()
