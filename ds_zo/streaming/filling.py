@@ -21,7 +21,7 @@ from ds_zo.streaming.units import Unit
 class DeviceBuffers:
     """What blocks share on the device."""
 
-    let_go: Callable[[], None]
+    free_buffers: Callable[[], None]
     """Frees them, also those of a `make` that broke off. What they held has come home before."""
     make: Callable[[], None]
     """For the blocks that stream now."""
@@ -64,7 +64,7 @@ def _keep(
     """Moves so many, or as many as there turns out to be memory for beside the buffers; how many that is. Host memory
     goes when all of it stands, so that blocks can return to it."""
     while True:
-        buffers.let_go()
+        buffers.free_buffers()
         torch.cuda.empty_cache()  # blocks that stay are not to stand among pieces that activations fitted in
         moved: list[tuple[Unit, torch.Tensor, torch.Tensor | None]] = []
         low = num_resident == len(blocks) or isinstance(store, SharedStore)
@@ -85,7 +85,7 @@ def _keep(
             reached = min(len(moved), num_resident - max(1, num_resident // 8))
         if reached < num_resident:  # here, where the error no longer holds on to what it met
             _put_back(moved)
-            buffers.let_go()
+            buffers.free_buffers()
         agreed = store.node.smallest(reached) if isinstance(store, SharedStore) else reached
         if agreed == num_resident:
             break

@@ -209,7 +209,7 @@ class Runtime:
             self._actions = deque()  # the next visit plans anew
             self._take_back_lows(keep=self._low_of)
 
-    def let_go(self) -> None:
+    def free_buffers(self) -> None:
         """Frees what slots hold, now: who asks a runtime and whom it asks know each other, and would keep it until
         Python looks for such rings."""
         for slot in self._all_slots():

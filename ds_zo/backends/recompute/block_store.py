@@ -249,7 +249,7 @@ class RecomputedBlockStore:
 
     def _let_go(self) -> None:
         self._views.clear()
-        self.runtime.let_go()
+        self.runtime.free_buffers()
 
     # Reading and writing
 

@@ -272,7 +272,7 @@ class ZOBlockStore:
     def _let_go(self) -> None:
         self.runtime.forget()
         self.materialiser.close()
-        self.runtime.let_go()  # also one that has no visits yet
+        self.runtime.free_buffers()  # also one that has no visits yet
 
     def describe(self) -> str:
         gib = 2**30

@@ -121,7 +121,7 @@ class Materialiser:
         """Lets go of device buffers."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.scratch, self._replay_slot.buffer, self._pair = empty, empty, None
-        self.runtime.let_go()
+        self.runtime.free_buffers()
         for kept in (self._kept_planes, self._kept_outs, self._kept_views):
             kept.clear()  # type: ignore[attr-defined]
 
