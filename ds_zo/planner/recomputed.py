@@ -13,7 +13,7 @@ from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
 from ds_zo.streaming.budget import device_bytes, most_resident
-from ds_zo.streaming.placement import Placement, plan_units, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
 
 OFFLOADED = {"device": "cpu", "pin_memory": True}
@@ -60,7 +60,7 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
         found = most_resident(placement, budget_nbytes=budget, activations_nbytes=others, sizes=lambda _: sizes)
         num_resident = max(0, found)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
-    stays = spread(num_blocks, num_resident)
+    stays = evenly_spaced(num_blocks, num_resident)
     blocks = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in blocks)
     # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.

@@ -16,7 +16,7 @@ from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
 from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
 from ds_zo.streaming.fold_schedule import turn
-from ds_zo.streaming.placement import Placement, plan_units, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
 from ds_zo.streaming.units import Unit
 
@@ -85,7 +85,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
     beside += recordings
     num_resident = _num_resident(placement, limits, stream, buffers.sizes, beside=beside) if offload else num_blocks
-    stays = spread(num_blocks, num_resident)
+    stays = evenly_spaced(num_blocks, num_resident)
     streamed = [i for i in range(num_blocks) if i not in stays]
     if fixed is None:
         buffers = replace(buffers, interval=_best_interval(model, placement, streamed, buffers, params))

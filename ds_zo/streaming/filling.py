@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from ds_zo.logs import show
 from ds_zo.streaming.budget import residents_after_a_step
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.placement import Placement, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
 
@@ -70,7 +70,7 @@ def _keep(
         low = num_resident == len(blocks) or isinstance(store, SharedStore)
         reached = num_resident
         try:
-            for index in sorted(spread(len(blocks), num_resident)):
+            for index in sorted(evenly_spaced(len(blocks), num_resident)):
                 before = (blocks[index], blocks[index].store_buffer, blocks[index].low_buffer)
                 _move(blocks[index], store, device, low=low)
                 moved.append(before)

@@ -223,7 +223,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 m._buffers[name] = buffer.to(device)
 
 
-def spread(num_blocks: int, num_resident: int) -> set[int]:
+def evenly_spaced(num_blocks: int, num_resident: int) -> set[int]:
     """Which blocks stay on the device: spaced evenly, so that the link never idles while a run of residents
     computes."""
     return {(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)}

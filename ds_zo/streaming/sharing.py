@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import logger
 
 from ds_zo.streaming.node import Node
-from ds_zo.streaming.placement import Placement, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.shared_store import SharedStore
 
 
@@ -21,7 +21,7 @@ def share_store(
     node = Node(process_group, device=device)
     if node.size == 1:
         return None
-    stays = spread(len(blocks), num_resident)
+    stays = evenly_spaced(len(blocks), num_resident)
     sizes = [n for i, unit in enumerate(blocks) if i not in stays for n in (unit.nbytes, unit.low_nbytes)]
     memory = node.map_shared(SharedStore.capacity_nbytes(sizes, num_units=len(blocks), num_ranks=node.size))
     if memory is None:

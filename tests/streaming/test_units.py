@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.streaming.host_store import PAGE, HostStore
-from ds_zo.streaming.placement import Placement, plan_units, settle, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units, settle
 from ds_zo.streaming.units import Part, Placed, Unit
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ def test_a_parameter_of_a_module_with_children_is_ambient() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 24])
 def test_residents_are_spread_evenly(num_blocks: int) -> None:
     for num_resident in range(num_blocks + 1):
-        chosen = sorted(spread(num_blocks, num_resident))
+        chosen = sorted(evenly_spaced(num_blocks, num_resident))
         assert len(chosen) == num_resident and all(0 <= i < num_blocks for i in chosen)
         runs = [b - a for a, b in zip([-1, *chosen], [*chosen, num_blocks], strict=True)]
         assert not num_resident or max(runs) <= -(-num_blocks // num_resident) + 1

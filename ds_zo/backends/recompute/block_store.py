@@ -34,7 +34,7 @@ from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, Share
-from ds_zo.streaming.placement import move_buffers, plan_units, settle, spread
+from ds_zo.streaming.placement import evenly_spaced, move_buffers, plan_units, settle
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -70,7 +70,7 @@ class RecomputedBlockStore:
         self.placement.scratch_nbytes = 0  # updates are made in place
         blocks = self.placement.blocks
         num_resident = min(len(blocks), self._stream.resident_blocks or 0)
-        stays = {id(blocks[i]) for i in spread(len(blocks), num_resident)}
+        stays = {id(blocks[i]) for i in evenly_spaced(len(blocks), num_resident)}
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         needed = device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident))
         if config.shards_device:
