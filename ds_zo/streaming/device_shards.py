@@ -21,7 +21,7 @@ from ds_zo.streaming.node import Node, Share, one_may_be_gone
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DeviceShards(RanksStore):
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
         return segments_of(unit, self.share)
 
-    def write(self, unit: Unit, placed: Placed, value: torch.Tensor) -> None:
+    def write(self, unit: Unit, placed: PlacedParameter, value: torch.Tensor) -> None:
         """This rank's part of a parameter's new value, which all ranks have."""
         if value.shape != placed.parameter.shape:
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ds_zo.streaming.units import Placed
+from ds_zo.streaming.units import PlacedParameter
 
 _SOURCE = "_ds_zo_source"
 Source = Callable[[str], torch.Tensor]
@@ -36,11 +36,11 @@ def read_all(module: nn.Module) -> None:
             torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
 
 
-def reader_of(module: nn.Module) -> Callable[[Placed], torch.Tensor]:
+def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor]:
     """How to get each parameter's value: from memory, or from the attached source where it is on the meta device."""
     source: Source | None = getattr(module, _SOURCE, None)
 
-    def read(placed: Placed) -> torch.Tensor:
+    def read(placed: PlacedParameter) -> torch.Tensor:
         if not placed.parameter.is_meta:
             return placed.parameter.data
         if source is None:

@@ -12,9 +12,9 @@ from torch import nn
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.shared_store import SharedStore
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
-ReadParameter = Callable[[Placed], torch.Tensor]
+ReadParameter = Callable[[PlacedParameter], torch.Tensor]
 
 
 @dataclass
@@ -86,12 +86,12 @@ def plan_units(
         for index, group in enumerate(param_groups)
         for p in group["params"]  # type: ignore[attr-defined]
     }
-    in_block: dict[str, list[Placed]] = {name: [] for name in blocks}
-    at_edge: dict[nn.Module, list[Placed]] = {}
+    in_block: dict[str, list[PlacedParameter]] = {name: [] for name in blocks}
+    at_edge: dict[nn.Module, list[PlacedParameter]] = {}
     offset = 0
     for name, p in module.named_parameters():
         trainable = p.requires_grad and id(p) in group_of
-        placed = Placed(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
+        placed = PlacedParameter(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
         offset += p.numel()
         homes = {block_of.get(id(m)) for m in owners[id(p)]}
         block = homes.pop() if len(homes) == 1 else None
@@ -110,7 +110,7 @@ def plan_units(
             in_block[name] = frozen
 
     def make(
-        name: str, m: nn.Module, placed: list[Placed], wire: torch.dtype | None, index: int, is_block: bool
+        name: str, m: nn.Module, placed: list[PlacedParameter], wire: torch.dtype | None, index: int, is_block: bool
     ) -> Unit:
         return Unit(name, m, _parts(placed, wire=wire, split=split), index=index, is_block=is_block)
 
@@ -164,9 +164,9 @@ def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
     return (0, 0) if row is None else (row * p.shape[-1], (row + 1) * p.shape[-1])
 
 
-def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -> list[Part]:
+def _parts(placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, split: bool) -> list[Part]:
     """Trainable floating parameters by dtype, then frozen ones by dtype, which are stored as they are."""
-    by_kind: dict[tuple[bool, torch.dtype], list[Placed]] = {}
+    by_kind: dict[tuple[bool, torch.dtype], list[PlacedParameter]] = {}
     for p in placed:
         by_kind.setdefault((p.trainable, p.parameter.dtype), []).append(p)
     parts = []

@@ -24,7 +24,7 @@ ALIGN = ops.SEGMENT_ALIGNMENT
 
 
 @dataclass
-class Placed:
+class PlacedParameter:
     """One parameter and where it stands."""
 
     name: str
@@ -59,7 +59,7 @@ class Planes:
 class Part:
     """The parameters of a unit that share a dtype and a way of being stored."""
 
-    placed: list[Placed]
+    placed: list[PlacedParameter]
     dtype: torch.dtype
     wire: torch.dtype
     split: bool
@@ -78,7 +78,7 @@ class Part:
         """None for bytes that no kernel reads: frozen ones may be of any dtype."""
         return None if self.direct else FORMATS.get(self.wire)
 
-    def scales_of(self, placed: Placed) -> slice:
+    def scales_of(self, placed: PlacedParameter) -> slice:
         """A parameter's part of the plane of scales."""
         assert self._format is not None
         return self._format.scales_of(placed.start, placed.start + placed.numel)
@@ -169,7 +169,7 @@ class Unit:
         """Whose weights copies hold that somebody's bare read made the parameters show; None: there are none."""
 
     @property
-    def placed(self) -> Iterator[Placed]:
+    def placed(self) -> Iterator[PlacedParameter]:
         return (placed for part in self.parts for placed in part.placed)
 
     @property
@@ -191,7 +191,7 @@ class Unit:
         self.streamed, self.low_streamed = streamed, low_streamed and low_buffer is not None
         self._home_views = None
 
-    def spans(self) -> Iterator[tuple[Placed, int, int]]:
+    def spans(self) -> Iterator[tuple[PlacedParameter, int, int]]:
         """Where each parameter begins and ends in a buffer laid out like `home`, in bytes."""
         at = 0
         for part in self.parts:
@@ -317,7 +317,7 @@ class Unit:
             if lent is not None and lent.data_ptr() != placed.parameter.data_ptr():
                 self._lent[id(placed.parameter)] = placed.parameter.data
 
-    def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device | None = None) -> None:
+    def store(self, read: Callable[[PlacedParameter], torch.Tensor], *, via: torch.device | None = None) -> None:
         """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if
         given."""
         via = via or self.store_buffer.device
@@ -325,12 +325,14 @@ class Unit:
             for placed in part.placed:
                 self._store(part, planes, placed, read(placed), via=via)
 
-    def store_one(self, placed: Placed, value: torch.Tensor) -> None:
+    def store_one(self, placed: PlacedParameter, value: torch.Tensor) -> None:
         for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             if any(p is placed for p in part.placed):
                 self._store(part, planes, placed, value, via=value.device)
 
-    def _store(self, part: Part, planes: Planes, placed: Placed, value: torch.Tensor, *, via: torch.device) -> None:
+    def _store(
+        self, part: Part, planes: Planes, placed: PlacedParameter, value: torch.Tensor, *, via: torch.device
+    ) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         value = value.detach()

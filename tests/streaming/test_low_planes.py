@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
 NUMEL = 1024
@@ -28,7 +28,7 @@ def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
     store = HostStore(CPU, pin=False)
     units = []
     for i in range(num_units):
-        placed = Placed(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
+        placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
         part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         unit.settle(store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True)

@@ -11,7 +11,7 @@ from torch import nn
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def make_units(num_units: int, *, wire: torch.dtype = torch.float32, resident: t
     store = HostStore(CPU, pin=False)
     units = []
     for i in range(num_units):
-        placed = Placed(f"p{i}", nn.Parameter(torch.zeros(300 + 100 * i, dtype=wire)), 0, 0, True)
+        placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(300 + 100 * i, dtype=wire)), 0, 0, True)
         part = Part([placed], wire, wire, split=wire.itemsize < 4, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         low = store.take(unit.low_nbytes) if unit.low_nbytes else None

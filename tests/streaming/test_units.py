@@ -10,7 +10,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units, settle
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
 ALIGNMENT_NBYTES = 256
@@ -24,7 +24,7 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
     placed, offset = [], 0
     for i, value in enumerate(values):
         parameter = nn.Parameter(torch.zeros(value.shape, dtype=dtype), requires_grad=i % 3 != 2)
-        placed.append(Placed(f"p{i}", parameter, offset, 0, parameter.requires_grad))
+        placed.append(PlacedParameter(f"p{i}", parameter, offset, 0, parameter.requires_grad))
         offset += value.numel()
     parts = [
         Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, direct=False),

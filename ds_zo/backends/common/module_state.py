@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_zo.backends.common.gathered_copies import GatheredCopies
 from ds_zo.backends.common.plain_copies import Hook, StandIn
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 from ds_zo.streaming.watched import plain_class, unwatch, watch
 
 
@@ -31,7 +31,9 @@ class ModuleState(ABC):
     def __init__(self, units: Iterable[Unit], module: nn.Module, *, device: torch.device) -> None:
         self.device = device
         self._units = list(units)
-        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in self._units for p in u.placed}
+        self._where: dict[int, tuple[Unit, PlacedParameter]] = {
+            id(p.parameter): (u, p) for u in self._units for p in u.placed
+        }
         names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
@@ -153,7 +155,7 @@ class ModuleState(ABC):
         """Stores a weight, in whatever form."""
 
     @abstractmethod
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         """A copy of the current weights in float32."""
 
     @abstractmethod

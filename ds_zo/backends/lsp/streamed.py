@@ -33,7 +33,7 @@ from ds_zo.backends.recompute.blocks import (
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 from ds_zo.streaming.watched import told_to_nobody
 
 
@@ -89,7 +89,7 @@ class SettledHomesState(RecomputedModuleState):
         self._settle()
         super().write(parameter, value)
 
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         self._settle()
         return super()._full_fp32(unit, placed)
 

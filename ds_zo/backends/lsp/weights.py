@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 from ds_zo.streaming.watched import unwatch, watch
 
 
@@ -64,7 +64,7 @@ class SettledState(ModuleState):
         self._settle()
         return parameter.detach().to(torch.float32, copy=True)
 
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         return self._full(placed.parameter)
 
     def _before_load(self, unit: Unit) -> None:

@@ -40,7 +40,7 @@ from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.sharing import share_store
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class Visit:
@@ -258,7 +258,7 @@ class RecomputedBlockStore:
         for unit in self.placement.blocks:
             self.runtime.host_wait(unit)
 
-    def collect(self, keep: Callable[[Placed, torch.Tensor], None]) -> None:
+    def collect(self, keep: Callable[[PlacedParameter, torch.Tensor], None]) -> None:
         """Shows every parameter's weights on the device, a unit's at a time. By all ranks."""
         for unit in self.placement.units:
             views = [placed.parameter.detach() for placed in unit.placed]
@@ -386,7 +386,7 @@ class RecomputedModuleState(ModuleState):
     def collecting(self, *, keeps: bool) -> Iterator[None]:
         """Entered by all ranks; inside, one that `keeps` reads weights without the others."""
 
-        def keep(placed: Placed, view: torch.Tensor) -> None:
+        def keep(placed: PlacedParameter, view: torch.Tensor) -> None:
             if keeps:
                 self.collected[id(placed.parameter)] = view.to("cpu", copy=True)
 
@@ -410,7 +410,7 @@ class RecomputedModuleState(ModuleState):
         self._block_store.runtime.forget()
 
     @torch.no_grad()
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         if unit.is_cut:
             return self._read_cut(unit, placed.parameter).to(self.device, torch.float32)
         # A copy first: CUDA does not read memory that is pinned in part, as shared memory is.
@@ -422,7 +422,7 @@ class RecomputedModuleState(ModuleState):
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
         return unit.streamed
 
-    def _stored(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _stored(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         self._block_store.runtime.host_wait(unit)
         planes = unit.planes(unit.store_buffer)
         index = next(i for i, part in enumerate(unit.parts) if any(p is placed for p in part.placed))

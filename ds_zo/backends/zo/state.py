@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.zo.block_store import ZOBlockStore
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class ReplayedState(ModuleState):
@@ -99,7 +99,7 @@ class ReplayedState(ModuleState):
         self._block_store.materialiser.fold_now(unit)
 
     @torch.no_grad()
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         views = self._block_store.materialiser.master(unit)
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
         self._block_store.materialiser.leave_clean(unit)
