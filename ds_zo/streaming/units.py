@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.ops.formats import FORMATS
-from ds_zo.streaming.watched import unwatch, watch
+from ds_zo.streaming.intercepted import intercept, stop_intercepting
 
 ALIGN = ops.SEGMENT_ALIGNMENT
 """Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
@@ -163,8 +163,8 @@ class Unit:
         """Its parameters are working copies now."""
         self._lent: dict[int, torch.Tensor] = {}
         """What parameters show between visits instead of what is stored, by id."""
-        self.is_watched = False
-        """Between visits its parameters tell who reads them ([Note: bare reads])."""
+        self.is_intercepted = False
+        """Between visits its parameters tell who reads them ([Note: direct access to parameters])."""
         self.shown_step: int | None = None
         """Whose weights copies hold that somebody's bare read made the parameters show; None: there are none."""
 
@@ -252,8 +252,8 @@ class Unit:
         self._look_after_lent()
         self.is_materialised = True
         self.shown_step = None
-        if self.is_watched:
-            unwatch(self._parameters)
+        if self.is_intercepted:
+            stop_intercepting(self._parameters)
         for placed, view in zip(self.placed, views, strict=True):
             placed.parameter.data = view
 
@@ -275,21 +275,21 @@ class Unit:
         for placed in self.placed if self._lent else ():
             if id(placed.parameter) in self._lent:
                 placed.parameter.data = self._lent[id(placed.parameter)]
-        if self.is_watched:
-            self._watch()
+        if self.is_intercepted:
+            self._intercept()
 
-    def watch(self) -> None:
-        """Until `unwatch`, whenever no visit has bound them."""
-        self.is_watched = True
+    def intercept(self) -> None:
+        """Until `stop_intercepting`, whenever no visit has bound them."""
+        self.is_intercepted = True
         if not self.is_materialised:
-            self._watch()
+            self._intercept()
 
-    def unwatch(self) -> None:
-        self.is_watched = False
-        unwatch(self._parameters)
+    def stop_intercepting(self) -> None:
+        self.is_intercepted = False
+        stop_intercepting(self._parameters)
 
-    def _watch(self) -> None:
-        watch([p for p in self._parameters if id(p) not in self._lent] if self._lent else self._parameters)
+    def _intercept(self) -> None:
+        intercept([p for p in self._parameters if id(p) not in self._lent] if self._lent else self._parameters)
 
     def show(self, values: Iterable[torch.Tensor], *, step: int) -> None:
         """Parameters show copies of the weights of `step` (in `placed` order) until the next visit."""
@@ -300,7 +300,7 @@ class Unit:
 
     def lend(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """`parameter` shows `value` between visits, or whatever it is pointed at then, until `take_back`."""
-        unwatch([parameter])
+        stop_intercepting([parameter])
         self._lent[id(parameter)] = parameter.data = value
 
     def lent(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -21,8 +21,8 @@ from torch import nn
 
 from ds_zo.backends.common.gathered_copies import GatheredCopies
 from ds_zo.backends.common.plain_copies import Hook, StandIn
+from ds_zo.streaming.intercepted import intercept, plain_class, stop_intercepting
 from ds_zo.streaming.units import PlacedParameter, Unit
-from ds_zo.streaming.watched import plain_class, unwatch, watch
 
 
 class ModuleState(ABC):
@@ -53,35 +53,35 @@ class ModuleState(ABC):
         self._apply = StandIn(self._stay, module._apply) if self._where else None
         if self._apply is not None:
             object.__setattr__(module, "_apply", self._apply)
-        self.watch()
+        self.intercept()
 
-    # Reads and writes that ask nobody: [Note: bare reads]
+    # Reads and writes that ask nobody: [Note: direct access to parameters]
 
-    def watch(self) -> None:
-        """From now on parameters tell who reads them, until `unwatch`."""
+    def intercept(self) -> None:
+        """From now on parameters tell who reads them, until `stop_intercepting`."""
         for unit in self._units:
             if self._is_watched(unit):
-                unit.watch()
+                unit.intercept()
 
-    def unwatch(self) -> None:
+    def stop_intercepting(self) -> None:
         for unit in self._units:
-            if unit.is_watched:
-                unit.unwatch()
+            if unit.is_intercepted:
+                unit.stop_intercepting()
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Around the engine's own work: parameters are plain."""
         try:
-            self.unwatch()
+            self.stop_intercepting()
             yield
         finally:
-            self.watch()
+            self.intercept()
 
     def _is_watched(self, unit: Unit) -> bool:
         return self._is_materialised_in_forward(unit)
 
     @abstractmethod
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         """Makes it show the weights of the current step. A read inside a forward finds what visits have left."""
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
@@ -165,7 +165,7 @@ class ModuleState(ABC):
     def close(self) -> None:
         self.gathered_copies.close(comes_home=self.owns_module() and not sys.is_finalizing())
         if self.owns_module():
-            self.unwatch()
+            self.stop_intercepting()
         self._units = []
         for handle in self._handles:
             handle.remove()
@@ -176,7 +176,7 @@ class ModuleState(ABC):
 
     def _read_stored(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """`state_dict` takes what parameters show, which `_fold_into` replaces."""
-        unwatch(p for p in module._parameters.values() if p is not None)
+        stop_intercepting(p for p in module._parameters.values() if p is not None)
 
     def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
@@ -184,8 +184,8 @@ class ModuleState(ABC):
                 continue
             if prefix + name in state_dict:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
-            if self._where[id(p)][0].is_watched:
-                watch([p])
+            if self._where[id(p)][0].is_intercepted:
+                intercept([p])
 
     def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
         """A tied weight is one tensor under all its names there, as in any `state_dict`."""
@@ -210,7 +210,7 @@ class ModuleState(ABC):
             self._before_load(self._where[id(p)][0])
         # Read first: a read binds the whole unit to its home again.
         values = [torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p)) for p in staged]
-        unwatch(staged)
+        stop_intercepting(staged)
         for p, value in zip(staged, values, strict=True):
             p.data = value
         self._staged += staged

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from ds_zo.streaming.intercepted import is_harmless, parameters_in
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import is_harmless, parameters_in
 
 
 class StrayWeightDetector(TorchFunctionMode):

@@ -77,8 +77,8 @@ from ds_zo.optim import (
 from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import ParameterShard
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.node import wait_as_long_as_the_world
-from ds_zo.streaming.watched import told_to_nobody
 
 _NORM_FLOOR = 1e-6
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
@@ -848,7 +848,7 @@ class LOMOBackend(Backend):
         self._block_store.wait()
         collected = {} if self._state is None else self._state.collected
         named = self.module.named_parameters(remove_duplicate=False)
-        with told_to_nobody():
+        with without_interception():
             weights = {name: collected.get(id(p), p.detach()) for name, p in named}
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
         return weights | (held(buffers) if collected else buffers)

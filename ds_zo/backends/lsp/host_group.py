@@ -38,8 +38,8 @@ from ds_zo.optim.subspace_adam import (
     take_back_,
 )
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import told_to_nobody
 
 NUM_LANDINGS = 3
 _PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -393,7 +393,7 @@ class HostGroup:
             return
         assert self.job is not None
         self.job.wait()
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.whole(), without_interception():
             self._settle(self.job)
 
     def _settle(self, job: Job) -> None:

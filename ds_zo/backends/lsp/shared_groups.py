@@ -21,7 +21,7 @@ from ds_zo.backends.lsp.ranks import CollectiveCall, CollectiveThread
 from ds_zo.backends.lsp.scheduler import Job, ToldJob
 from ds_zo.config import LSPParams
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
 
 _UNUSED = -1.0
 """In the place of a gradient's norm: no rank had one."""
@@ -197,7 +197,7 @@ class SharedHostGroup(HostGroup):
         norms = self.job.wait()
         self._shared.wait()
         is_finite = bool(norms.isfinite().all())
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.whole(), without_interception():
             if is_finite:
                 self._apply(self.sent)
             if self._device.type == "cuda":

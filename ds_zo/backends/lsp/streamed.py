@@ -33,8 +33,8 @@ from ds_zo.backends.recompute.blocks import (
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import PlacedParameter, Unit
-from ds_zo.streaming.watched import told_to_nobody
 
 
 class SettlingHomes(RecomputedBlockStore):
@@ -76,10 +76,10 @@ class SettledHomesState(RecomputedModuleState):
     def _is_watched(self, unit: Unit) -> bool:
         return True
 
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         if not self._is_busy():
             self._settle()
-            super().bring_up(parameter)
+            super().refresh(parameter)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         self._settle()
@@ -185,7 +185,7 @@ class StreamedBlocks:
 
     def stored(self) -> dict[str, torch.Tensor]:
         self.block_store.wait()
-        with told_to_nobody():
+        with without_interception():
             weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
         return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
 

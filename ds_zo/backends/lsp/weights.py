@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
+from ds_zo.streaming.intercepted import intercept, stop_intercepting
 from ds_zo.streaming.units import PlacedParameter, Unit
-from ds_zo.streaming.watched import unwatch, watch
 
 
 class SettledState(ModuleState):
@@ -29,16 +29,16 @@ class SettledState(ModuleState):
         for p in self._parameters:
             self._answer_for(p, partial(self._full, p))
 
-    def watch(self) -> None:
+    def intercept(self) -> None:
         """Where weights lag, which nothing but the engine's own work makes them do."""
         if self._lags():
-            watch(p for p in self._parameters if p not in self.gathered_copies)
+            intercept(p for p in self._parameters if p not in self.gathered_copies)
 
-    def unwatch(self) -> None:
-        unwatch(self._parameters)
+    def stop_intercepting(self) -> None:
+        stop_intercepting(self._parameters)
 
     @torch.no_grad()
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         self._settle()
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:

@@ -340,7 +340,7 @@ class RecomputedModuleState(ModuleState):
         """Parameters of which this rank has a piece at most ([Note: device shards])."""
 
     @torch.no_grad()
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         """Updates come home by themselves: all there is to do is to wait. Where no rank has more than a piece, a
         parameter stays a placeholder, as under DeepSpeed's own stage 3."""
         unit, _ = self._where[id(parameter)]

@@ -47,9 +47,9 @@ from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
 from ds_zo.checkpoint.stock import Weights, check_weights
 from ds_zo.config import Resolved
 from ds_zo.logs import show
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import told_to_nobody
 
 _MOST_WATCHED = 20
 """Training forwards that are watched while some weights have not been used: a later one may use them. It takes a few
@@ -507,7 +507,7 @@ class ZOBackend(Backend):
     @torch.no_grad()
     def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         aliases = self.aliases()
-        with told_to_nobody():
+        with without_interception():
             here = {p.name: p.parameter.data for unit in self.block_store.placement.units for p in unit.placed}
         here |= dict(persistent_buffers(self.module))
         every = {**here, **{alias: here[name] for alias, name in aliases.items()}}
@@ -586,7 +586,7 @@ class ZOBackend(Backend):
             # finalizer. Where it fails, for lack of memory say, the weights stay where they are stored, and it may be
             # tried again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
-                self.state.unwatch()
+                self.state.stop_intercepting()
                 self.state.gathered_copies.close(comes_home=True)
                 self._leave_module_whole()
             self._closed = True

@@ -26,7 +26,7 @@ class ReplayedState(ModuleState):
         super().__init__(block_store.placement.units, module, device=block_store.device)
 
     @torch.no_grad()
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         """A fold that the next forward would make is made now: the bits are the same. So is one that rounds nothing.
         Any other would round out of turn, and training would depend on who looks: a copy is shown instead."""
         unit, _ = self._where[id(parameter)]

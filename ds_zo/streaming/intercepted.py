@@ -1,6 +1,6 @@
 """Parameters that tell when somebody reads or writes them between steps.
 
-[Note: bare reads] Between visits stored weights may lag, be on their way, or have another form than the parameter's.
+[Note: direct access to parameters] Between visits stored weights may lag, be on their way, or have another form than the parameter's.
 `state_dict()` and `GatheredParameters` know that. `p.data`, an average of weights and PEFT's merge do not ask. So a
 parameter that no visit has bound is of a class whose `__torch_function__` brings its weights up to date before torch
 uses them. While an engine works, parameters are plain: a forward's operations take the way they always take.
@@ -28,22 +28,22 @@ _CONTENTS = frozenset("data T mT H mH real imag".split())
 class Owner(Protocol):
     """What keeps a parameter's weights. The parameter has it as `_hp_mapping`."""
 
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         """Makes the parameter show the weights of the current step: somebody is about to use them."""
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
         """Stores what somebody assigns to `parameter.data`. False: it is for torch to point the parameter there."""
 
 
-class WatchedParameter(nn.Parameter):
-    """See [Note: bare reads]."""
+class InterceptedParameter(nn.Parameter):
+    """See [Note: direct access to parameters]."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with told_to_nobody():
+        with without_interception():
             if not _asks_nothing(func) and _tell(func, args, kwargs):
                 return None
             return func(*args, **kwargs)
@@ -63,36 +63,36 @@ def _tell(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     for parameter in parameters_in((*args, *kwargs.values())):
         owner = _owner_of(parameter)
         if owner is not None:
-            owner.bring_up(parameter)
+            owner.refresh(parameter)
     return False
 
 
 def _owner_of(parameter: Any) -> Owner | None:
-    return vars(parameter).get("_hp_mapping") if type(parameter) is WatchedParameter else None
+    return vars(parameter).get("_hp_mapping") if type(parameter) is InterceptedParameter else None
 
 
-def told_to_nobody() -> AbstractContextManager[None]:
+def without_interception() -> AbstractContextManager[None]:
     """Around work on parameters as they are."""
     found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return found
 
 
-def watch(parameters: Iterable[nn.Parameter]) -> None:
+def intercept(parameters: Iterable[nn.Parameter]) -> None:
     """Subclasses of other libraries stay what they are."""
     for p in parameters:
         if type(p) is nn.Parameter:
-            p.__class__ = WatchedParameter  # the object stays the same, and so does its memory
+            p.__class__ = InterceptedParameter  # the object stays the same, and so does its memory
 
 
-def unwatch(parameters: Iterable[nn.Parameter]) -> None:
+def stop_intercepting(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
-        if type(p) is WatchedParameter:
+        if type(p) is InterceptedParameter:
             p.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def plain_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     found = type(parameter)
-    return nn.Parameter if found is WatchedParameter else found
+    return nn.Parameter if found is InterceptedParameter else found
 
 
 def is_harmless(func: Any) -> bool:
