@@ -88,7 +88,7 @@ class Claims:
                 claim.orphans.append(unit.low_buffer)
                 new_low = self._spare(unit.low_buffer.numel())
         if new_home is not unit.store_buffer or new_low is not unit.low_buffer:
-            unit.settle(new_home, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
+            unit.assign_buffers(new_home, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
 
     def wait(self) -> None:
         """Until every claim is written: before homes are rewritten by anything but a fold."""

@@ -138,7 +138,9 @@ def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
 
 def give_buffers(unit: Unit, device: torch.device) -> None:
     low = torch.zeros(unit.low_nbytes, dtype=torch.uint8, device=device) if unit.low_nbytes else None
-    unit.settle(torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False)
+    unit.assign_buffers(
+        torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False
+    )
 
 
 def shapes_of(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:

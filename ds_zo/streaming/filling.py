@@ -105,7 +105,7 @@ def _move(unit: Unit, store: HostStore, device: torch.device, *, low: bool) -> N
     low_moves = low and low_buffer is not None
     if low_buffer is not None and low_moves:
         low_buffer = _copy(low_buffer, store, device)
-    unit.settle(home, low_buffer, streamed=False, low_streamed=not low_moves)
+    unit.assign_buffers(home, low_buffer, streamed=False, low_streamed=not low_moves)
     unit.bind_stored()
 
 
@@ -120,5 +120,5 @@ def _copy(buffer: torch.Tensor, store: HostStore, device: torch.device) -> torch
 
 def _put_back(moved: Sequence[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:
     for unit, home, low_buffer in moved:
-        unit.settle(home, low_buffer, streamed=True, low_streamed=True)
+        unit.assign_buffers(home, low_buffer, streamed=True, low_streamed=True)
         unit.bind_stored()

@@ -178,7 +178,7 @@ def _parts(placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, split
     return parts
 
 
-def settle(
+def place_units(
     placement: Placement,
     store: HostStore,
     device: torch.device,
@@ -204,7 +204,7 @@ def settle(
                 if low_stays
                 else store.take(unit.low_nbytes)
             )
-        unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
+        unit.assign_buffers(home, low, streamed=not stays, low_streamed=not low_stays)
         if stays or shared is None or shared.writes(number):
             unit.store(read, via=device)
         unit.leave_meta()

@@ -176,7 +176,7 @@ class Unit:
     def trainable(self) -> bool:
         return any(placed.trainable for placed in self.placed)
 
-    def settle(
+    def assign_buffers(
         self,
         home: torch.Tensor,
         low_buffer: torch.Tensor | None,

@@ -31,7 +31,9 @@ def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
         placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
         part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
-        unit.settle(store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True)
+        unit.assign_buffers(
+            store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True
+        )
         unit.store_buffer.fill_(i)
         low_of(unit).fill_(i)
         units.append(unit)

@@ -25,7 +25,7 @@ def make_units(num_units: int, *, wire: torch.dtype = torch.float32, resident: t
         part = Part([placed], wire, wire, split=wire.itemsize < 4, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         low = store.take(unit.low_nbytes) if unit.low_nbytes else None
-        unit.settle(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)
+        unit.assign_buffers(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)
         unit.store_buffer.fill_(i)
         if low is not None:
             low.fill_(i)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.streaming.host_store import PAGE, HostStore
-from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units, settle
+from ds_zo.streaming.placement import Placement, evenly_spaced, place_units, plan_units
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
     ]
     unit = Unit("u", nn.Module(), parts, index=0, is_block=True)
     low = torch.empty(unit.low_nbytes, dtype=torch.uint8) if unit.low_nbytes else None
-    unit.settle(HostStore(CPU, pin=False).take(unit.nbytes), low, streamed=True, low_streamed=True)
+    unit.assign_buffers(HostStore(CPU, pin=False).take(unit.nbytes), low, streamed=True, low_streamed=True)
     unit.store(lambda p: values[int(p.name[1:])])
     return unit, [values[int(p.name[1:])] for p in unit.placed]
 
@@ -206,7 +206,9 @@ def test_settling_keeps_every_value_and_frees_the_originals() -> None:
     placement = planned(model)
     store = HostStore(CPU, pin=True)
     stays = {id(placement.blocks[1])}
-    settle(placement, store, CPU, resident=lambda unit: id(unit) in stays, read=lambda placed: placed.parameter.data)
+    place_units(
+        placement, store, CPU, resident=lambda unit: id(unit) in stays, read=lambda placed: placed.parameter.data
+    )
     assert [u.streamed for u in placement.blocks] == [True, False, True]
     assert store.nbytes == placement.blocks[0].nbytes + placement.blocks[2].nbytes
     for name, p in model.named_parameters():

@@ -34,7 +34,7 @@ from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, Share
-from ds_zo.streaming.placement import evenly_spaced, move_buffers, plan_units, settle
+from ds_zo.streaming.placement import evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -94,7 +94,7 @@ class RecomputedBlockStore:
             )
         self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
         give_back_unused(device)
-        settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
+        place_units(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """Slices of slots by unit and slot, with the buffer that they are of."""
@@ -318,7 +318,9 @@ class RecomputedBlockStore:
         if self.shared is not None and leave_whole:
             for unit in self.placement.blocks:
                 if unit.streamed:
-                    unit.settle(self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False)
+                    unit.assign_buffers(
+                        self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False
+                    )
                     unit.bind_stored()
         self.runtime.end_copies()
         self._let_go()

@@ -566,7 +566,7 @@ class ZOBackend(Backend):
         elif not pending or store.has_room_for(unit.nbytes * store.share.size):
             self.block_store.runtime.host_wait(unit)
             values = [self.state.read(placed.parameter) for placed in unit.placed] if pending else None
-            unit.settle(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
+            unit.assign_buffers(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
             unit.bind_stored()
             for placed, value in zip(unit.placed, values or (), strict=False):
                 placed.parameter.data.copy_(value)

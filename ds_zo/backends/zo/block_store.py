@@ -39,7 +39,7 @@ from ds_zo.streaming.budget import (
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, plan_units, settle
+from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -115,7 +115,7 @@ class ZOBlockStore:
         self.claims = Claims(spares, swaps=self.shared is None)
         stays = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
         give_back_unused(device)
-        settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
+        place_units(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
         self._make_materialiser()
