@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.node import Node, Share, one_may_be_gone
+from ds_zo.streaming.node import Node, RankPartition, one_may_be_gone
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.slots import Slot
@@ -39,9 +39,9 @@ class ParameterShard:
         return piece[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
 
 
-def segments_of(unit: Unit, share: Share) -> dict[int, list[ParameterShard]]:
+def segments_of(unit: Unit, partition: RankPartition) -> dict[int, list[ParameterShard]]:
     """By the parameter's id."""
-    length = share.piece_nbytes(unit.nbytes)
+    length = partition.piece_nbytes(unit.nbytes)
     found: dict[int, list[ParameterShard]] = {}
     for placed, begin, end in unit.spans():
         itemsize = placed.parameter.element_size()
@@ -62,10 +62,10 @@ class DeviceShards(RanksStore):
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Room for a whole unit, until it is `filled`."""
-        return torch.zeros(self.share.padded_nbytes(nbytes), dtype=torch.uint8, device=self.device)
+        return torch.zeros(self.partition.padded_nbytes(nbytes), dtype=torch.uint8, device=self.device)
 
     def filled(self, unit: Unit) -> None:
-        piece = unit.store_buffer.chunk(self.share.size)[self.share.index].clone()
+        piece = unit.store_buffer.chunk(self.partition.size)[self.partition.index].clone()
         unit.assign_buffers(piece, None, streamed=True, low_streamed=False, is_cut=True)
         self.nbytes += piece.numel()
 
@@ -73,7 +73,7 @@ class DeviceShards(RanksStore):
         return home
 
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
-        return segments_of(unit, self.share)
+        return segments_of(unit, self.partition)
 
     def write(self, unit: Unit, placed: PlacedParameter, value: torch.Tensor) -> None:
         """This rank's part of a parameter's new value, which all ranks have."""
@@ -81,7 +81,7 @@ class DeviceShards(RanksStore):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         flat = value.detach().reshape(-1)
         for segment in self.segments(unit)[id(placed.parameter)]:
-            if segment.rank == self.share.index:
+            if segment.rank == self.partition.index:
                 part = flat[segment.begin : segment.begin + segment.numel]
                 segment.view(unit.store_buffer, placed.parameter.dtype).copy_(part)
         if self.device.type == "cuda":  # the next gather, on another stream, waits for it
@@ -92,14 +92,14 @@ class DeviceShards(RanksStore):
         """Its parameters on the device, in `placed` order. By all ranks."""
         if unit.written_back is not None:
             torch.cuda.current_stream(self.device).wait_event(unit.written_back)
-        buffer = torch.empty(self.share.padded_nbytes(unit.nbytes), dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(self.partition.padded_nbytes(unit.nbytes), dtype=torch.uint8, device=self.device)
         self.gather(buffer, unit)
         return unit.views(unit.planes(buffer), [None] * len(unit.parts))
 
     def gather(self, buffer: torch.Tensor, unit: Unit) -> None:
         """Into a buffer with room for equal pieces, by the current stream; ranks that are elsewhere are found out."""
         self.node.agree(unit.index, f"ask for the weights of {unit.name}")
-        buffer.chunk(self.share.size)[self.share.index].copy_(unit.store_buffer)
+        buffer.chunk(self.partition.size)[self.partition.index].copy_(unit.store_buffer)
         with one_may_be_gone(self.device):
             for work in self.node.gather(buffer):
                 work.wait()
@@ -138,7 +138,7 @@ class DeviceShardRuntime(ShardedRuntime):
         assert slot.unit is not None
         nbytes = slot.unit.nbytes
         self._store.gather(slot.buffer[: self._slot_nbytes(nbytes)], slot.unit)
-        self.bytes_wire += self._share.piece_nbytes(nbytes) * (self._share.size - 1)
+        self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
     def _meet(self, order: Sequence[int]) -> None:
         self._alike = False

@@ -27,7 +27,7 @@ ALIGN = 256
 _MADV_REMOVE = 9
 
 
-class Share:
+class RankPartition:
     """One rank's part among `size`: an equal piece of any buffer."""
 
     def __init__(self, index: int, size: int) -> None:
@@ -72,7 +72,7 @@ class Node:
             if dist.get_rank() in members:
                 self.group, self.ranks = group, members
         self._on_host = dist.new_group(self.ranks, backend="gloo", timeout=timeout) if everywhere else None
-        self.share = Share(self.ranks.index(dist.get_rank()), len(self.ranks))
+        self.partition = RankPartition(self.ranks.index(dist.get_rank()), len(self.ranks))
         self._token = torch.zeros(1, device=device)
         backend = dist.get_backend(self.group)
         self._by_broadcast = device.type == "cuda" and "gloo" in str(backend)
@@ -80,7 +80,7 @@ class Node:
 
     @property
     def size(self) -> int:
-        return self.share.size
+        return self.partition.size
 
     def host_wait(self) -> None:
         """Until what this rank's streams were given is done."""
@@ -123,7 +123,7 @@ class Node:
                 dist.broadcast(piece, src, group=self.group, async_op=True)
                 for piece, src in zip(pieces, self.ranks, strict=True)
             ]
-        mine = buffer.chunk(self.size)[self.share.index]
+        mine = buffer.chunk(self.size)[self.partition.index]
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [gather(buffer, mine, group=self.group, async_op=True)]
 
@@ -136,7 +136,7 @@ class Node:
 
     def map_shared(self, nbytes: int) -> SharedMemory | None:
         """Memory that all ranks of the machine map; None, on all of them, where one can't."""
-        memory = SharedMemory.create(nbytes) if self.share.index == 0 else None
+        memory = SharedMemory.create(nbytes) if self.partition.index == 0 else None
         address: list[Any] = [None if memory is None else memory.address]
         dist.broadcast_object_list(address, src=self.ranks[0], group=self.group, device=self.device)
         if memory is None and address[0] is not None:

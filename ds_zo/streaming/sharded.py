@@ -37,7 +37,7 @@ class ShardedRuntime(Runtime):
 
     def __init__(self, units: Sequence[Unit], device: torch.device, *, store: RanksStore, **settings: Any) -> None:
         self._store = store
-        self._share = store.share
+        self._partition = store.partition
         self._joined: bool | None = None
         """Whether the next pass is made by all ranks, and if so, whether another like it follows."""
         self._together = False
@@ -56,7 +56,7 @@ class ShardedRuntime(Runtime):
         store.node.streams += [s for s in (self._own_up, self._own_down, self._own_gathered) if s is not None]
 
     def _slot_nbytes(self, nbytes: int) -> int:
-        return self._share.padded_nbytes(nbytes)
+        return self._partition.padded_nbytes(nbytes)
 
     def join(self, *, ahead: bool) -> None:
         self._joined = ahead
@@ -182,7 +182,7 @@ class ShardedRuntime(Runtime):
             self._wait(self._up, event)
         self._wait_until_free(slot)
         own = self._store.own(home, nbytes)
-        begin = self._share.begin(nbytes)
+        begin = self._partition.begin(nbytes)
         with self._on(self._up):
             slot.take(unit)
             slot.buffer[begin : begin + own.numel()].copy_(own, non_blocking=True)
@@ -194,7 +194,7 @@ class ShardedRuntime(Runtime):
         self._record(slot.filled, self._gathered)
         slot.version = unit.version
         self.bytes_up += own.numel()
-        self.bytes_wire += self._share.piece_nbytes(nbytes) * (self._share.size - 1)
+        self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
     def _fold_if_owed(self, slot: Slot) -> None:
         """A unit that was gathered and not visited leaves its slot."""
@@ -221,7 +221,7 @@ class ShardedRuntime(Runtime):
                     continue
                 self._wait(self._down, used.drained)
                 own = self._store.own(home, nbytes)
-                begin = self._share.begin(nbytes)
+                begin = self._partition.begin(nbytes)
                 own.copy_(used.buffer[begin : begin + own.numel()], non_blocking=True)
                 self._record(used.saved[0], self._down)
                 used.is_saving = True

@@ -19,7 +19,7 @@ class RanksStore(HostStore):
     def __init__(self, node: Node, device: torch.device, *, pin: bool) -> None:
         super().__init__(device, pin=pin)
         self.node = node
-        self.share = node.share
+        self.partition = node.partition
         self.device = device
 
     def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ class SharedStore(RanksStore):
             return torch.empty(0, dtype=torch.uint8)
         begin, self._end = self._end, self._end + _pages(nbytes)
         buffer = self._memory.tensor[begin : begin + nbytes]
-        piece = self.share.piece(nbytes)
+        piece = self.partition.piece(nbytes)
         self.nbytes += piece.stop - piece.start
         if self._pin:
             if piece.stop > piece.start:
@@ -79,11 +79,11 @@ class SharedStore(RanksStore):
         return buffer
 
     def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:
-        return home[self.share.piece(nbytes)]
+        return home[self.partition.piece(nbytes)]
 
     def writes(self, number: int) -> bool:
         """Whether this rank stores whole values of a unit, where one must."""
-        return number % self.share.size == self.share.index
+        return number % self.partition.size == self.partition.index
 
     def copy_whole(self, target: torch.Tensor, home: torch.Tensor) -> None:
         """A whole buffer to the device by this rank alone. Memory that is pinned in part can't be copied from in one
@@ -108,7 +108,7 @@ class SharedStore(RanksStore):
         self._num_requested[number] += 1
         mark = self._marks[number : number + 1]
         mark.fill_(self._num_requested[number])
-        self._num_written_back[number, self.share.index : self.share.index + 1].copy_(mark, non_blocking=True)
+        self._num_written_back[number, self.partition.index : self.partition.index + 1].copy_(mark, non_blocking=True)
 
     def wait(self, number: int) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -124,7 +124,7 @@ class SharedStore(RanksStore):
     def give_back(self, buffer: torch.Tensor) -> None:
         """By all ranks; each frees its own piece, once none reads it any more."""
         self.node.barrier()
-        piece = self.share.piece(buffer.numel())
+        piece = self.partition.piece(buffer.numel())
         self.nbytes -= piece.stop - piece.start
         pinned = self._pieces.pop(buffer.data_ptr(), None)
         if pinned is not None:

@@ -21,7 +21,7 @@ from ds_zo import ops
 from ds_zo.backends.lsp import host_group as lsp_jobs
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job
-from ds_zo.streaming.node import Share
+from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -182,7 +182,7 @@ class _OneRank(SharedStore):
     """A store that is shared with nobody: its only piece is all of it, but comes by the same way."""
 
     def __init__(self) -> None:
-        self.share = Share(0, 1)
+        self.partition = RankPartition(0, 1)
         self.node: Any = SimpleNamespace(streams=[], meet=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
         self._pieces = {}
 

@@ -33,7 +33,7 @@ from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.node import Node, Share
+from ds_zo.streaming.node import Node, RankPartition
 from ds_zo.streaming.placement import evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -74,7 +74,7 @@ class RecomputedBlockStore:
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         needed = device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident))
         if config.shards_device:
-            pieces = sum(Share(0, num_ranks).piece_nbytes(u.nbytes) for u in blocks if id(u) not in stays)
+            pieces = sum(RankPartition(0, num_ranks).piece_nbytes(u.nbytes) for u in blocks if id(u) not in stays)
             needed = replace(needed, blocks=needed.blocks + pieces)
         check_fits(needed, budget_gb=self._stream.device_memory_gb, remedy="raise it or keep fewer blocks resident")
         self.shared: SharedStore | None = None
@@ -290,8 +290,8 @@ class RecomputedBlockStore:
         num_streamed = sum(u.streamed for u in blocks)
         weights = sum(u.nbytes for u in units if not u.streamed)
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
-        together = "" if self.shared is None else f" (one of {self.shared.share.size} ranks' parts)"
-        how = "stream" if self.shards is None else f"are sharded over {self.shards.share.size} ranks' devices"
+        together = "" if self.shared is None else f" (one of {self.shared.partition.size} ranks' parts)"
+        how = "stream" if self.shards is None else f"are sharded over {self.shards.partition.size} ranks' devices"
         host = (
             f"host: {self.store.nbytes / gib:.2f} GiB{together}, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
             if self.shards is None

@@ -563,7 +563,7 @@ class ZOBackend(Backend):
         pending = self.block_store.materialiser.pending(unit)
         if not all(part.viewable for part in unit.parts):
             unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
-        elif not pending or store.has_room_for(unit.nbytes * store.share.size):
+        elif not pending or store.has_room_for(unit.nbytes * store.partition.size):
             self.block_store.runtime.host_wait(unit)
             values = [self.state.read(placed.parameter) for placed in unit.placed] if pending else None
             unit.assign_buffers(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)

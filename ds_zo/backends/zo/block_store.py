@@ -294,7 +294,7 @@ class ZOBlockStore:
         ]
         if self.shared is not None:
             lines.append(
-                f"ds_zo: the {self.shared.share.size} ranks of this machine keep the streamed blocks together: the "
+                f"ds_zo: the {self.shared.partition.size} ranks of this machine keep the streamed blocks together: the "
                 "host memory above is one rank's part, which it uploads"
             )
         if bound := self.rounding_bound(1000):
