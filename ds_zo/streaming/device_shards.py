@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.node import Node, RankPartition, one_may_be_gone
+from ds_zo.streaming.node import Node, RankPartition, explain_lost_rank
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.slots import Slot
@@ -100,7 +100,7 @@ class DeviceShards(RanksStore):
         """Into a buffer with room for equal pieces, by the current stream; ranks that are elsewhere are found out."""
         self.node.agree(unit.index, f"ask for the weights of {unit.name}")
         buffer.chunk(self.partition.size)[self.partition.index].copy_(unit.store_buffer)
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             for work in self.node.gather(buffer):
                 work.wait()
 

@@ -61,7 +61,7 @@ class Node:
         places: list[Any] = [None] * len(ranks)
         if not everywhere:
             dist.all_gather_object(places, _place(), group=process_group)
-        timeout = waiting_time(device)
+        timeout = world_timeout(device)
         by_place: dict[Any, list[int]] = {}
         for rank, place in zip(ranks, places, strict=True):
             by_place.setdefault(place, []).append(rank)
@@ -92,19 +92,19 @@ class Node:
         """Until every rank of the machine, and what its streams were given before, is here."""
         self.host_wait()
         self.meet()
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             self._token.item()
 
     def meet(self) -> None:
         """What follows on the current stream follows what every rank's stream held before."""
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             dist.all_reduce(self._token, group=self.group)
 
     def agree(self, place: int, doing: str) -> None:
         """Raises, on all ranks, where they are not at the same place. On the host: no stream waits."""
         assert self._on_host is not None
         places = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             dist.all_gather(places, torch.tensor([place]), group=self._on_host)
         elsewhere = [rank for rank, other in zip(self.ranks, places, strict=True) if int(other) != place]
         if elsewhere:
@@ -130,7 +130,7 @@ class Node:
     def smallest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
         shared = torch.tensor([number], dtype=torch.int64, device=self.device)
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group)
             return int(shared.item())
 
@@ -210,7 +210,7 @@ def _place() -> tuple[str, ...]:
     return tuple(facts)
 
 
-def waiting_time(device: torch.device) -> timedelta:
+def world_timeout(device: torch.device) -> timedelta:
     """How long ranks wait for one another: what the process group was made with. Groups made from it would take
     torch's default, half an hour, unless they are told."""
     group: Any = dist.group.WORLD
@@ -221,15 +221,15 @@ def waiting_time(device: torch.device) -> timedelta:
         return dist.default_pg_timeout
 
 
-def wait_as_long_as_the_world(group: Any, device: torch.device) -> None:
+def use_world_timeout(group: Any, device: torch.device) -> None:
     """Gives a group that somebody else made (DeepSpeed's data-parallel one) the waiting time that the user chose."""
     if group is not None and group is not dist.group.WORLD:
         with contextlib.suppress(AttributeError, RuntimeError):
-            group._get_backend(device)._set_default_timeout(waiting_time(device))
+            group._get_backend(device)._set_default_timeout(world_timeout(device))
 
 
 @contextlib.contextmanager
-def one_may_be_gone(device: torch.device) -> Iterator[None]:
+def explain_lost_rank(device: torch.device) -> Iterator[None]:
     """Around waiting for other ranks: says what it means when that fails, and what to do."""
     try:
         yield
@@ -238,6 +238,6 @@ def one_may_be_gone(device: torch.device) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"ds_zo: rank {dist.get_rank()} of {dist.get_world_size()} waited for another that died or stopped (ranks "
-            f"wait {waiting_time(device).total_seconds():.0f} s at most: timeout of deepspeed.init_distributed): start "
+            f"wait {world_timeout(device).total_seconds():.0f} s at most: timeout of deepspeed.init_distributed): start "
             "the job again and load_checkpoint the last checkpoint, which no rank's death harms"
         ) from error

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.node import one_may_be_gone
+from ds_zo.streaming.node import explain_lost_rank
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.shared_store import RanksStore, SharedStore
 from ds_zo.streaming.slots import Slot
@@ -186,9 +186,9 @@ class ShardedRuntime(Runtime):
         with self._on(self._up):
             slot.take(unit)
             slot.buffer[begin : begin + own.numel()].copy_(own, non_blocking=True)
-            with one_may_be_gone(self.device):
+            with explain_lost_rank(self.device):
                 gathering = self._store.node.gather(slot.buffer[: self._slot_nbytes(nbytes)])
-        with self._on(self._gathered), one_may_be_gone(self.device):
+        with self._on(self._gathered), explain_lost_rank(self.device):
             for work in gathering:
                 work.wait()
         self._record(slot.filled, self._gathered)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from ds_zo.streaming.host_store import PAGE, HostStore
-from ds_zo.streaming.node import Node, SharedMemory, waiting_time
+from ds_zo.streaming.node import Node, SharedMemory, world_timeout
 
 _POLL_S = 0.0005
 
@@ -43,7 +43,7 @@ class SharedStore(RanksStore):
     def __init__(self, node: Node, memory: SharedMemory, *, num_units: int, device: torch.device, pin: bool) -> None:
         super().__init__(node, device, pin=pin)
         self._memory = memory
-        self._timeout_s = waiting_time(device).total_seconds()
+        self._timeout_s = world_timeout(device).total_seconds()
         header = _pages(8 * num_units * node.size)
         self._num_written_back = memory.tensor[: 8 * num_units * node.size].view(torch.int64).view(num_units, node.size)
         """How often each rank's piece of each unit was written back."""

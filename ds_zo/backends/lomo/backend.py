@@ -78,7 +78,7 @@ from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import ParameterShard
 from ds_zo.streaming.intercepted import without_interception
-from ds_zo.streaming.node import wait_as_long_as_the_world
+from ds_zo.streaming.node import use_world_timeout
 
 _NORM_FLOOR = 1e-6
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
@@ -226,7 +226,7 @@ class LOMOBackend(Backend):
     def _make_reducer(self) -> GradientReducer | None:
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return None
-        wait_as_long_as_the_world(self.process_group, self.device)
+        use_world_timeout(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
         in_pieces = self.updates_pieces and not self._by_layer
         shards = self._block_store.shards if self._block_store is not None and in_pieces else None

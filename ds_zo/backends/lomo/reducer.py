@@ -37,7 +37,7 @@ from ds_zo.backends.lomo.gradients import ParameterState
 from ds_zo.backends.recompute.blocks import RecomputedBlock, shared_parameters
 from ds_zo.optim import gradient_guard
 from ds_zo.streaming.device_shards import DeviceShards, ParameterShard
-from ds_zo.streaming.node import one_may_be_gone, waiting_time
+from ds_zo.streaming.node import explain_lost_rank, world_timeout
 
 _ALIGN = 16
 """Bytes: where a gradient begins in its bucket, which kernels like."""
@@ -378,7 +378,7 @@ class GradientReducer:
             squares += torch.stack(norms).double().square().sum()
         if self._loss_guard is not None:
             squares += self._loss_guard
-        with one_may_be_gone(self._device):
+        with explain_lost_rank(self._device):
             dist.all_reduce(squares, group=self._group)
             return float(squares.sqrt().item()) / self._num_ranks
 
@@ -386,7 +386,7 @@ class GradientReducer:
         nbytes = sum(s.parameter.numel() * s.parameter.element_size() for b in self._buckets for s in b.slots)
         return (
             f"ds_zo: {self._num_ranks} ranks average gradients in {len(self._buckets)} buckets, {nbytes / 2**30:.2f} "
-            f"GiB a backward pass; a rank waits {waiting_time(self._device).total_seconds():.0f} s at most for another"
+            f"GiB a backward pass; a rank waits {world_timeout(self._device).total_seconds():.0f} s at most for another"
         )
 
     # Buckets on their way
@@ -413,7 +413,7 @@ class GradientReducer:
         if not self._measures:
             bucket.mark(self._loss_guard)
         bucket.stage = Stage.REDUCING
-        with one_may_be_gone(self._device):
+        with explain_lost_rank(self._device):
             for buffer in bucket.buffers:
                 self.bytes_reduced += buffer.numel() * buffer.element_size()
                 if (self._measures or bucket.in_pieces) and self._scatters:
@@ -429,7 +429,7 @@ class GradientReducer:
         """Consumes what has been sent, but for the last so many."""
         while len(self._on_their_way) > leaving:
             bucket = self._on_their_way.pop(0)
-            with one_may_be_gone(self._device):
+            with explain_lost_rank(self._device):
                 for work in bucket.works:
                     work.wait()
             rank = dist.get_rank(self._group)
@@ -464,7 +464,7 @@ class GradientReducer:
         seen = [number[id(bucket)] for bucket in self._completed]
         rest = [i for i in reversed(range(len(self._buckets))) if i not in set(seen)]
         order = torch.tensor(seen + rest, dtype=torch.int64, device=self._device)
-        with one_may_be_gone(self._device):
+        with explain_lost_rank(self._device):
             dist.broadcast(order, group=self._group, group_src=0)
         self._set_order([self._buckets[i] for i in order.tolist()])
         self._order_is_known = True
