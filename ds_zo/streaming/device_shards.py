@@ -115,11 +115,11 @@ class DeviceShardRuntime(ShardedRuntime):
         """Slots hold the same on all ranks, whatever each has visited."""
         super().__init__(*args, **settings)
 
-    def arrive(self, unit: Unit) -> Slot:
+    def acquire(self, unit: Unit) -> Slot:
         if not self._together and not self._alike:
             self.forget()
             self._alike = True
-        return super().arrive(unit)
+        return super().acquire(unit)
 
     @contextmanager
     def updating(self, unit: Unit) -> Iterator[torch.Tensor]:

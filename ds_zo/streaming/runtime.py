@@ -109,7 +109,7 @@ class Runtime:
         self._issue_uploads()
         self._upload_lows()
 
-    def arrive(self, unit: Unit) -> Slot:
+    def acquire(self, unit: Unit) -> Slot:
         """The slot that holds `unit`; the compute stream waits for its upload. A unit that the plan did not expect next
         (skipped, repeated or reordered blocks) is fetched at once and the plan made anew from there."""
         number = self._number[id(unit)]
@@ -124,7 +124,7 @@ class Runtime:
         self._wait(self._compute, slot.filled)
         return slot
 
-    def arrive_low(self, unit: Unit) -> torch.Tensor | None:
+    def acquire_low(self, unit: Unit) -> torch.Tensor | None:
         """The unit's low plane on the device (None where it has none); uploaded ahead when the plan knew, else now."""
         if not unit.low_streamed:
             return unit.low_buffer
@@ -159,7 +159,7 @@ class Runtime:
             self._low_pool.append(low)
             self._upload_lows()
 
-    def depart(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
+    def release(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
         """The last kernel that touches the unit's slots has been issued: it is `written`, if that was not said before,
         and uploads that waited go."""
         self.written(unit, slot, send_back=send_back)

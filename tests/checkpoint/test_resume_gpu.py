@@ -56,7 +56,7 @@ def deterministic() -> Iterator[None]:
 def delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads and computing are held up at random: a writer that does not wait reads old bytes, and a fold that does
     not mind the writer overwrites what it reads."""
-    send_back, arrive = Runtime._send_back, Runtime.arrive
+    send_back, arrive = Runtime._send_back, Runtime.acquire
     rng = random.Random(0)
 
     def late(self: Runtime, *args: Any) -> None:
@@ -70,7 +70,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> None:
         return slot
 
     monkeypatch.setattr(Runtime, "_send_back", late)
-    monkeypatch.setattr(Runtime, "arrive", slow)
+    monkeypatch.setattr(Runtime, "acquire", slow)
 
 
 def model() -> nn.Module:

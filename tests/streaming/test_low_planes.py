@@ -131,13 +131,13 @@ def test_folds_wait_for_no_low_plane(
             now, then = folding(units, step, interval), folding(units, step + 1, interval)
             runtime.start(units, downloads=now, lows=[*now, *then])
             for unit in units:
-                slot = runtime.arrive(unit) if unit.streamed else None
+                slot = runtime.acquire(unit) if unit.streamed else None
                 if unit in now:
-                    runtime.arrive_low(unit)
+                    runtime.acquire_low(unit)
                     runtime.written(unit, slot)
                 runtime.computing.now_s += COMPUTE_S
                 if slot is not None:
-                    runtime.depart(unit, slot)
+                    runtime.release(unit, slot)
             runtime.computing.now_s += EDGE_S
             runtime.finish()
             seconds.append(runtime.computing.now_s - begin)
@@ -167,16 +167,16 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
         due = [u.index for u in (*now, *then)]
         runtime.start(units, downloads=now, lows=[*now, *then])
         for unit in units:
-            slot = runtime.arrive(unit) if unit.streamed else None
+            slot = runtime.acquire(unit) if unit.streamed else None
             if unit in now:
                 assert ahead() == due[:num_low_slots], "before their visits"
-                low = runtime.arrive_low(unit)
+                low = runtime.acquire_low(unit)
                 assert low is not None and low[: unit.low_nbytes].tolist() == low_of(unit).tolist()
                 runtime.written(unit, slot)
                 folded.append(due.pop(0))
                 assert ahead() == due[:num_low_slots], "as soon as there is room"
             if slot is not None:
-                runtime.depart(unit, slot)
+                runtime.release(unit, slot)
         runtime.finish()
         assert came == [*folded, *ahead()] and len(ahead()) == num_low_slots
 
@@ -198,10 +198,10 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
             guessed = [u for u in units if rng.random() < 0.3]
             runtime.start(units, downloads=due, lows=[*(u for u in due if rng.random() < 0.9), *guessed])
         for unit in rng.choice([units, units[::-1], rng.sample(units, 4)]):
-            slot = runtime.arrive(unit) if unit.streamed else None
+            slot = runtime.acquire(unit) if unit.streamed else None
             folds = in_pass and unit in due
             if folds or rng.random() < 0.3:
-                low = runtime.arrive_low(unit)
+                low = runtime.acquire_low(unit)
                 assert low is not None and set(low[: unit.low_nbytes].tolist()) == {value[unit.index]}
                 if folds:
                     low[: unit.low_nbytes] = new = rng.randint(0, 255)
@@ -217,7 +217,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                     num_folds += 1
                 elif rng.random() < 0.2:
                     break
-            runtime.depart(unit, slot)
+            runtime.release(unit, slot)
         if in_pass:
             runtime.finish()
         if rng.random() < 0.05:

@@ -43,12 +43,12 @@ def assert_holds(slot: Slot, unit: Unit) -> None:
 
 
 def visit(runtime: Runtime, unit: Unit, *, update: bool = False) -> None:
-    slot = runtime.arrive(unit)
+    slot = runtime.acquire(unit)
     assert_holds(slot, unit)
     if update:
         slot.buffer[: unit.nbytes] += 1
         slot.version += 1
-    runtime.depart(unit, slot)
+    runtime.release(unit, slot)
 
 
 @pytest.mark.parametrize("reuse_buffers", [True, False])
@@ -126,7 +126,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
             runtime.start(rng.choice([units, units[::-1], units[1:4]]), downloads=downloads)
         for unit in rng.choices(units, k=rng.randint(0, 8)):
             sent_back = unit in downloads
-            slot = runtime.arrive(unit)
+            slot = runtime.acquire(unit)
             assert_holds(slot, unit)
             assert int(slot.buffer[0]) == value[id(unit)] == int(slot.buffer[unit.nbytes - 1])
             if sent_back or rng.random() < 0.5:
@@ -135,7 +135,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
                 if sent_back:
                     value[id(unit)] = new
                     downloads.remove(unit)
-            runtime.depart(unit, slot)
+            runtime.release(unit, slot)
         if announced or rng.random() < 0.5:
             runtime.finish()
     assert [int(u.store_buffer[0]) for u in units] == [value[id(u)] for u in units]
@@ -169,7 +169,7 @@ def test_a_pass_that_breaks_off_leaves_a_runtime_that_works() -> None:
     units = make_units(4)
     runtime = make_runtime(units)
     runtime.start(units, downloads=units)
-    runtime.arrive(units[0])
+    runtime.acquire(units[0])
     runtime.finish()
     runtime.start(units, downloads=units)
     for unit in units:
@@ -189,12 +189,12 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
         lows=[u for u in units if id(u) in folding],
     )
     for i, unit in enumerate(units):
-        slot = runtime.arrive(unit) if unit.streamed else None
+        slot = runtime.acquire(unit) if unit.streamed else None
         if id(unit) in folding:
-            low = runtime.arrive_low(unit)
+            low = runtime.acquire_low(unit)
             assert low is not None and bool((low[: unit.low_nbytes] == i).all())
             low[: unit.low_nbytes] += 10
-        runtime.depart(unit, slot)
+        runtime.release(unit, slot)
     runtime.finish()
     found = [int(u.low_buffer[0]) for u in units if u.low_buffer is not None]
     assert found == [0, 11, 12, 3, 14]

@@ -173,7 +173,7 @@ class RecomputedBlockStore:
         try:
             if unit.streamed:
                 with torch.inference_mode(False), torch.no_grad():
-                    slot = self.runtime.arrive(unit)
+                    slot = self.runtime.acquire(unit)
                     if unit.written_back is not None:  # an update must not overtake the last one on its way home
                         torch.cuda.current_stream(self.device).wait_event(unit.written_back)
                     unit.bind(self._views_in(unit, slot))
@@ -188,7 +188,7 @@ class RecomputedBlockStore:
                 with torch.inference_mode(False), torch.no_grad():
                     if visit.changed:
                         slot.version = unit.version + 1
-                    self.runtime.depart(unit, slot, send_back=visit.changed)
+                    self.runtime.release(unit, slot, send_back=visit.changed)
         finally:
             self._visited.discard(id(unit))
             if unit.streamed:

@@ -182,7 +182,7 @@ class Materialiser:
         first = self._open is None or self._open[0] is not unit
         if first:
             with nullcontext() if self.rehearsal is None else self.rehearsal.waiting():
-                self._open = (unit, self.runtime.arrive(unit) if unit.streamed else None)
+                self._open = (unit, self.runtime.acquire(unit) if unit.streamed else None)
         assert self._open is not None
         slot = self._open[1]
         pair = None if first and last else self._pair
@@ -240,7 +240,7 @@ class Materialiser:
             self._apply(unit, self._planes(unit, source), outs=outs, pair=pair, index=index, pending=pending)
             return
         step = self.log.length
-        low = self.runtime.arrive_low(unit) if fold and unit.low_nbytes else None
+        low = self.runtime.acquire_low(unit) if fold and unit.low_nbytes else None
         target = source
         if slot is None and not fold:
             self._replay_slot.unit, self._replay_slot.version = unit, step
@@ -265,7 +265,7 @@ class Materialiser:
         slot = self._open[1]
         self._open = (unit, None)
         if slot is not None:
-            self.runtime.depart(unit, slot, send_back=send_back)
+            self.runtime.release(unit, slot, send_back=send_back)
 
     def _depart(self, unit: Unit, *, send_back: bool | None = None) -> None:
         self._release(unit, send_back=send_back)
@@ -287,7 +287,7 @@ class Materialiser:
 
     def _read(self, unit: Unit, outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         source = self._open_clean(unit)
-        planes = unit.planes(source, self.runtime.arrive_low(unit) if unit.low_nbytes else None)
+        planes = unit.planes(source, self.runtime.acquire_low(unit) if unit.low_nbytes else None)
         self._apply(unit, planes, outs=outs, pending=self.pending(unit))
         return unit.views(planes, outs)
 
@@ -295,7 +295,7 @@ class Materialiser:
         if not unit.streamed:
             return unit.store_buffer
         self._break_off()
-        slot = self.runtime.arrive(unit)
+        slot = self.runtime.acquire(unit)
         self._open = (unit, slot)
         return slot.buffer
 
@@ -310,7 +310,7 @@ class Materialiser:
         if self._open is not None and self._open[0] is unit:
             self._depart(unit, send_back=False)
         elif unit.low_streamed:
-            self.runtime.depart(unit, None, send_back=False)
+            self.runtime.release(unit, None, send_back=False)
         unit.bind_stored()
 
     @torch.no_grad()
@@ -336,7 +336,7 @@ class Materialiser:
         try:
             self.runtime.start(blocks, downloads=blocks, lows=blocks)
             for unit in behind:
-                slot = self.runtime.arrive(unit) if unit.streamed else None
+                slot = self.runtime.acquire(unit) if unit.streamed else None
                 self._open = (unit, slot)
                 self._bring_up_to_date(unit, slot)
                 self._depart(unit)
