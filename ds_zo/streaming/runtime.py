@@ -141,28 +141,28 @@ class Runtime:
             for saved in slot.saved:
                 self._wait(self._compute, saved)
 
-    def written(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
+    def written(self, unit: Unit, slot: Slot | None, *, download: bool | None = None) -> None:
         """The last kernel that writes to the unit's slots has been issued: what the plan sends back goes, while others
-        may still read it. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where
+        may still read it. A resident unit has no slot, but may have a low plane to send back. `download` decides where
         the plan cannot know: a block that is visited again before it is changed."""
         number = self._number[id(unit)]
         low = self._low_used.pop(number, None)
         for used in (slot, low):
             if used is not None:
                 self._record(used.drained, self._compute)
-        if number in self._downloads if send_back is None else send_back:
-            self._send_back(unit, slot, low)
+        if number in self._downloads if download is None else download:
+            self._download(unit, slot, low)
             self._downloads.discard(number)
-        if low is not None and send_back is False and number in self._downloads:  # it was read before its fold
+        if low is not None and download is False and number in self._downloads:  # it was read before its fold
             self._low_of[number] = low
         elif low is not None:
             self._low_pool.append(low)
             self._upload_lows()
 
-    def release(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
+    def release(self, unit: Unit, slot: Slot | None, *, download: bool | None = None) -> None:
         """The last kernel that touches the unit's slots has been issued: it is `written`, if that was not said before,
         and uploads that waited go."""
-        self.written(unit, slot, send_back=send_back)
+        self.written(unit, slot, download=download)
         if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
             self._actions.popleft()
         if slot is not None and slot.version != unit.version:
@@ -305,7 +305,7 @@ class Runtime:
             slot.buffer[piece].copy_(home[piece], non_blocking=True)
         slot.is_saving = len(pieces) < len(slot.saved)  # a larger unit's last ones are still to be awaited
 
-    def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
+    def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:
             self._before_overwrite(unit, home=slot is not None, low=low is not None)
         with self._on(self._down):

@@ -214,7 +214,7 @@ class ShardedRuntime(Runtime):
 
     # Downloads
 
-    def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
+    def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         with self._on(self._down):
             for used, home, nbytes in ((slot, unit.store_buffer, unit.nbytes), (low, unit.low_buffer, unit.low_nbytes)):
                 if used is None or home is None:

@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
         streamed("ZO", lr=1e-3, stream={"resident_blocks": 1, "writeback_interval": 1}, bf16={"enabled": True}),
         {
             *("_bring_up_to_date", "_apply", "append", "step", "_take_model_step"),
-            *("acquire_low", "written", "_send_back", "_upload_lows", "_upload_low"),
+            *("acquire_low", "written", "_download", "_upload_lows", "_upload_low"),
         },
     ),
     "lomo": (config_for("LOMO"), {"backward", "_settle", "_update", "_consume", "step", "_take_model_step"}),

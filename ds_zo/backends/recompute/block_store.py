@@ -188,7 +188,7 @@ class RecomputedBlockStore:
                 with torch.inference_mode(False), torch.no_grad():
                     if visit.changed:
                         slot.version = unit.version + 1
-                    self.runtime.release(unit, slot, send_back=visit.changed)
+                    self.runtime.release(unit, slot, download=visit.changed)
         finally:
             self._visited.discard(id(unit))
             if unit.streamed:

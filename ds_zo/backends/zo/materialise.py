@@ -259,16 +259,16 @@ class Materialiser:
                 if unit.low_streamed:
                     self.runtime.written(unit, None)
 
-    def _release(self, unit: Unit, *, send_back: bool | None = None) -> None:
+    def _release(self, unit: Unit, *, download: bool | None = None) -> None:
         """Nothing that is issued from here on reads the slot."""
         assert self._open is not None
         slot = self._open[1]
         self._open = (unit, None)
         if slot is not None:
-            self.runtime.release(unit, slot, send_back=send_back)
+            self.runtime.release(unit, slot, download=download)
 
-    def _depart(self, unit: Unit, *, send_back: bool | None = None) -> None:
-        self._release(unit, send_back=send_back)
+    def _depart(self, unit: Unit, *, download: bool | None = None) -> None:
+        self._release(unit, download=download)
         self._open = None
 
     # Materialiser that change nothing: evaluation, saving
@@ -308,9 +308,9 @@ class Materialiser:
     def leave_clean(self, unit: Unit) -> None:
         """The unit's working copy is no longer read."""
         if self._open is not None and self._open[0] is unit:
-            self._depart(unit, send_back=False)
+            self._depart(unit, download=False)
         elif unit.low_streamed:
-            self.runtime.release(unit, None, send_back=False)
+            self.runtime.release(unit, None, download=False)
         unit.bind_stored()
 
     @torch.no_grad()

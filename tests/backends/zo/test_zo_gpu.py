@@ -171,7 +171,7 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
         elif slow == "everything at random":
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
-    upload, send_back, arrive = Runtime._upload, Runtime._send_back, Runtime.acquire
+    upload, send_back, arrive = Runtime._upload, Runtime._download, Runtime.acquire
     upload_low = Runtime._upload_low
 
     def slow_upload(self: Runtime, *args: Any) -> None:
@@ -196,7 +196,7 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
 
     monkeypatch.setattr(Runtime, "_upload", slow_upload)
     monkeypatch.setattr(Runtime, "_upload_low", slow_upload_low)
-    monkeypatch.setattr(Runtime, "_send_back", slow_send_back)
+    monkeypatch.setattr(Runtime, "_download", slow_send_back)
     monkeypatch.setattr(Runtime, "acquire", slow_arrive)
     for num_slots, interval, num_resident in ((2, 2, 0), (3, 2, 0), (2, 2, 3), (2, 3, 3)):
         stream = {"device_slots": num_slots, "writeback_interval": interval, "resident_blocks": num_resident}
