@@ -66,7 +66,7 @@ class DeviceShards(RanksStore):
 
     def filled(self, unit: Unit) -> None:
         piece = unit.store_buffer.chunk(self.partition.size)[self.partition.index].clone()
-        unit.assign_buffers(piece, None, streamed=True, low_streamed=False, is_cut=True)
+        unit.assign_buffers(piece, None, streamed=True, low_streamed=False, is_sharded=True)
         self.nbytes += piece.numel()
 
     def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -156,7 +156,7 @@ class Unit:
         """How many updates the stored bytes include."""
         self.written_back: torch.cuda.Event | None = None
         """Recorded when the last download to `home` is done."""
-        self.is_cut = False
+        self.is_sharded = False
         """`home` is this rank's piece alone ([Note: device shards])."""
         self._home_views: list[torch.Tensor] | None = None
         self.is_materialised = False
@@ -183,11 +183,11 @@ class Unit:
         *,
         streamed: bool,
         low_streamed: bool,
-        is_cut: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         """Gives the unit its buffers; what they hold is the caller's business."""
         self.store_buffer, self.low_buffer = home, low_buffer
-        self.is_cut = is_cut
+        self.is_sharded = is_sharded
         self.streamed, self.low_streamed = streamed, low_streamed and low_buffer is not None
         self._home_views = None
 
@@ -262,7 +262,7 @@ class Unit:
         lent where something was."""
         if self._home_views is None:
             self._home_views = []
-            whole = [None] * len(self.parts) if self.is_cut else self.planes(self.store_buffer)
+            whole = [None] * len(self.parts) if self.is_sharded else self.planes(self.store_buffer)
             for part, planes in zip(self.parts, whole, strict=True):
                 for placed in part.placed:
                     if part.viewable and planes is not None:

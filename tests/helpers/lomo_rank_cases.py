@@ -60,7 +60,7 @@ def stored_nbytes(engine: Any) -> dict[str, int]:
     block_store = engine.backend._block_store
     if block_store is None:
         return {"kept": 0, "blocks": 0}
-    cut = [p for block in block_store.placement.blocks if block.is_cut for p in block.module.parameters()]
+    cut = [p for block in block_store.placement.blocks if block.is_sharded for p in block.module.parameters()]
     assert all(p.untyped_storage().nbytes() <= 8 for p in cut), "parameters take memory beside the pieces"
     return {
         "kept": block_store.store.nbytes,

@@ -516,7 +516,7 @@ def _buckets_for(members: Sequence[ParameterState], shards: DeviceShards | None)
     as soon as it is full, and two are alive at once. Vectors, such as the norm that a block begins with, would keep
     matrices waiting."""
     block = members[0].block
-    if shards is None or block is None or not block.unit.is_cut:
+    if shards is None or block is None or not block.unit.is_sharded:
         return [Bucket(members, block)]
     segments = shards.segments(block.unit)
     if any(id(slot.parameter) not in segments or slot.is_adapter for slot in members):

@@ -262,7 +262,7 @@ class RecomputedBlockStore:
         """Shows every parameter's weights on the device, a unit's at a time. By all ranks."""
         for unit in self.placement.units:
             views = [placed.parameter.detach() for placed in unit.placed]
-            if self.shards is not None and unit.is_cut:
+            if self.shards is not None and unit.is_sharded:
                 views = self.shards.whole(unit)
             for placed, view in zip(unit.placed, views, strict=True):
                 keep(placed, view)
@@ -311,7 +311,7 @@ class RecomputedBlockStore:
         self.wait()
         if self.shards is not None and leave_whole:
             for unit in self.placement.blocks:
-                if unit.is_cut:
+                if unit.is_sharded:
                     unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
                     for placed in unit.placed:
                         placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
@@ -338,7 +338,7 @@ class RecomputedModuleState(ModuleState):
         """The last sharded unit read, and its version: a block's parameters are asked for one at a time."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
         named = module.named_parameters(remove_duplicate=False)
-        self.cut = {name: p for name, p in named if self._where[id(p)][0].is_cut}
+        self.cut = {name: p for name, p in named if self._where[id(p)][0].is_sharded}
         """Parameters of which this rank has a piece at most ([Note: device shards])."""
 
     @torch.no_grad()
@@ -346,7 +346,7 @@ class RecomputedModuleState(ModuleState):
         """Updates come home by themselves: all there is to do is to wait. Where no rank has more than a piece, a
         parameter stays a placeholder, as under DeepSpeed's own stage 3."""
         unit, _ = self._where[id(parameter)]
-        if self._is_busy() or unit.is_cut:
+        if self._is_busy() or unit.is_sharded:
             return
         with torch.inference_mode(False):
             if self._is_shared(unit):
@@ -358,14 +358,14 @@ class RecomputedModuleState(ModuleState):
         return self._block_store.is_visiting
 
     def _is_shared(self, unit: Unit) -> bool:
-        return unit.is_cut or (self._block_store.shared is not None and unit.streamed)
+        return unit.is_sharded or (self._block_store.shared is not None and unit.streamed)
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, placed = self._where[id(parameter)]
         if id(parameter) in self.collected:
             return self.collected[id(parameter)]
-        if unit.is_cut:
+        if unit.is_sharded:
             return self._read_cut(unit, parameter)
         if not unit.streamed:
             return parameter.detach()
@@ -404,7 +404,7 @@ class RecomputedModuleState(ModuleState):
         unit, placed = self._where[id(parameter)]
         self._gathered = None
         with self._block_store.rewriting(unit) as writes:
-            if self._block_store.shards is not None and unit.is_cut:
+            if self._block_store.shards is not None and unit.is_sharded:
                 self._block_store.shards.write(unit, placed, value)
             elif writes:
                 unit.store_one(placed, value)
@@ -413,7 +413,7 @@ class RecomputedModuleState(ModuleState):
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        if unit.is_cut:
+        if unit.is_sharded:
             return self._read_cut(unit, placed.parameter).to(self.device, torch.float32)
         # A copy first: CUDA does not read memory that is pinned in part, as shared memory is.
         return self._stored(unit, placed).clone().to(self.device, torch.float32)
