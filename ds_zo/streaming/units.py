@@ -161,11 +161,11 @@ class Unit:
         self._home_views: list[torch.Tensor] | None = None
         self.is_materialised = False
         """Its parameters are working copies now."""
-        self._lent: dict[int, torch.Tensor] = {}
+        self._gathered_copies: dict[int, torch.Tensor] = {}
         """What parameters show between visits instead of what is stored, by id."""
         self.is_intercepted = False
         """Between visits its parameters tell who reads them ([Note: direct access to parameters])."""
-        self.shown_step: int | None = None
+        self.copies_step: int | None = None
         """Whose weights copies hold that somebody's bare read made the parameters show; None: there are none."""
 
     @property
@@ -249,9 +249,9 @@ class Unit:
 
     def bind(self, views: Iterable[torch.Tensor]) -> None:
         """Points the parameters at `views` (in `placed` order)."""
-        self._look_after_lent()
+        self._adopt_replaced_copies()
         self.is_materialised = True
-        self.shown_step = None
+        self.copies_step = None
         if self.is_intercepted:
             stop_intercepting(self._parameters)
         for placed, view in zip(self.placed, views, strict=True):
@@ -272,9 +272,9 @@ class Unit:
                         self._home_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._home_views)
         self.is_materialised = False
-        for placed in self.placed if self._lent else ():
-            if id(placed.parameter) in self._lent:
-                placed.parameter.data = self._lent[id(placed.parameter)]
+        for placed in self.placed if self._gathered_copies else ():
+            if id(placed.parameter) in self._gathered_copies:
+                placed.parameter.data = self._gathered_copies[id(placed.parameter)]
         if self.is_intercepted:
             self._intercept()
 
@@ -289,33 +289,37 @@ class Unit:
         stop_intercepting(self._parameters)
 
     def _intercept(self) -> None:
-        intercept([p for p in self._parameters if id(p) not in self._lent] if self._lent else self._parameters)
+        intercept(
+            [p for p in self._parameters if id(p) not in self._gathered_copies]
+            if self._gathered_copies
+            else self._parameters
+        )
 
-    def show(self, values: Iterable[torch.Tensor], *, step: int) -> None:
+    def show_copies(self, values: Iterable[torch.Tensor], *, step: int) -> None:
         """Parameters show copies of the weights of `step` (in `placed` order) until the next visit."""
         for placed, value in zip(self.placed, values, strict=True):
-            if id(placed.parameter) not in self._lent:
+            if id(placed.parameter) not in self._gathered_copies:
                 placed.parameter.data = value
-        self.shown_step = step
+        self.copies_step = step
 
-    def lend(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def show_gathered_copy(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """`parameter` shows `value` between visits, or whatever it is pointed at then, until `take_back`."""
         stop_intercepting([parameter])
-        self._lent[id(parameter)] = parameter.data = value
+        self._gathered_copies[id(parameter)] = parameter.data = value
 
-    def lent(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._look_after_lent()
-        return self._lent[id(parameter)]
+    def gathered_copy(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._adopt_replaced_copies()
+        return self._gathered_copies[id(parameter)]
 
-    def take_back(self, parameter: nn.Parameter) -> None:
-        del self._lent[id(parameter)]
+    def drop_gathered_copy(self, parameter: nn.Parameter) -> None:
+        del self._gathered_copies[id(parameter)]
 
-    def _look_after_lent(self) -> None:
+    def _adopt_replaced_copies(self) -> None:
         """Somebody may have pointed a parameter elsewhere."""
-        for placed in self.placed if self._lent and not self.is_materialised else ():
-            lent = self._lent.get(id(placed.parameter))
+        for placed in self.placed if self._gathered_copies and not self.is_materialised else ():
+            lent = self._gathered_copies.get(id(placed.parameter))
             if lent is not None and lent.data_ptr() != placed.parameter.data_ptr():
-                self._lent[id(placed.parameter)] = placed.parameter.data
+                self._gathered_copies[id(placed.parameter)] = placed.parameter.data
 
     def store(self, read: Callable[[PlacedParameter], torch.Tensor], *, via: torch.device | None = None) -> None:
         """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if

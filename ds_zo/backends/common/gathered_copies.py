@@ -32,7 +32,7 @@ class _Copy:
 
     @property
     def value(self) -> torch.Tensor:
-        return self.parameter.data if self.unit is None else self.unit.lent(self.parameter)
+        return self.parameter.data if self.unit is None else self.unit.gathered_copy(self.parameter)
 
 
 class GatheredCopies:
@@ -50,7 +50,7 @@ class GatheredCopies:
         if unit is None:
             parameter.data = value
         else:
-            unit.lend(parameter, value)
+            unit.show_gathered_copy(parameter, value)
         check = Hook(torch.compiler.disable(partial(self._check, copy)))
         copy.handles += [module.register_forward_pre_hook(check, prepend=True) for module in visitors]
 
@@ -65,7 +65,7 @@ class GatheredCopies:
             handle.remove()
         value = copy.value
         if copy.unit is not None:
-            copy.unit.take_back(parameter)
+            copy.unit.drop_gathered_copy(parameter)
         return value
 
     def stored(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

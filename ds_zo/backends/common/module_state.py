@@ -106,10 +106,10 @@ class ModuleState(ABC):
 
     def _show_copies(self, unit: Unit, *, step: int) -> None:
         """Where what is stored is not for others to see."""
-        if unit.shown_step != step:
+        if unit.copies_step != step:
             self._warn_of_copies(unit)
             values = [self.read(placed.parameter).to(placed.parameter.device, copy=True) for placed in unit.placed]
-            unit.show(values, step=step)
+            unit.show_copies(values, step=step)
 
     def _warn_of_copies(self, unit: Unit) -> None:
         if self._has_warned_of_copies:

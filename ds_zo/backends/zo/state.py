@@ -43,7 +43,7 @@ class ReplayedState(ModuleState):
                 return
             if pending:
                 visits.fold_now(unit)
-            elif unit.shown_step is not None:
+            elif unit.copies_step is not None:
                 unit.bind_stored()
             visits.runtime.expose(unit)
 
