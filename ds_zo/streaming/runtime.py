@@ -83,7 +83,7 @@ class Runtime:
         """What a slot for so many bytes takes."""
         return nbytes
 
-    def join(self, *, ahead: bool) -> None:
+    def announce_collective_pass(self, *, ahead: bool) -> None:
         """The next pass is made by every rank of a host store that is sharded. `ahead`: another like it follows."""
 
     def start(
@@ -166,7 +166,7 @@ class Runtime:
         if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
             self._actions.popleft()
         if slot is not None and slot.version != unit.version:
-            slot.give_up()
+            slot.invalidate()
         self._issue_uploads()
 
     def abandon(self, slot: Slot) -> None:
@@ -183,7 +183,7 @@ class Runtime:
         self._actions = deque()
         for slot in self.slots:
             if not self._is_good(slot):
-                slot.give_up()
+                slot.invalidate()
         self._low_order = deque()
         self._take_back_lows(keep=self._low_of)
 
@@ -193,10 +193,10 @@ class Runtime:
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 self._wait(self._compute, event)
-            slot.give_up()
+            slot.invalidate()
         self.finish()
 
-    def expose(self, unit: Unit) -> None:
+    def prepare_host_write(self, unit: Unit) -> None:
         """A caller is about to write to `unit.store_buffer`. Waits until the unit's last download has arrived, and
         forgets the unit's copies in slots."""
         self.host_wait(unit)
@@ -204,7 +204,7 @@ class Runtime:
         for slot in held:
             if slot.filled is not None:
                 slot.filled.synchronize()
-            slot.give_up()
+            slot.invalidate()
         if held:
             self._actions = deque()  # the next visit plans anew
             self._take_back_lows(keep=self._low_of)
@@ -223,7 +223,7 @@ class Runtime:
         if unit.written_back is not None:
             unit.written_back.synchronize()
 
-    def end_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         """Blocks the host until none is under way, before memory at either end goes."""
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):

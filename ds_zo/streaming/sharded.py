@@ -45,7 +45,7 @@ class ShardedRuntime(Runtime):
         self._to_gather_ahead: deque[int] = deque()
         self._ahead: set[int] = set()
         """What the last pass has gathered for the next."""
-        self.fold_unvisited: Callable[[Unit, Slot], None] = lambda unit, slot: None
+        self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
         """Folds a unit that was gathered but that no pass visits."""
         self.bytes_wire = 0
         """Sent to other ranks."""
@@ -58,7 +58,7 @@ class ShardedRuntime(Runtime):
     def _slot_nbytes(self, nbytes: int) -> int:
         return self._partition.padded_nbytes(nbytes)
 
-    def join(self, *, ahead: bool) -> None:
+    def announce_collective_pass(self, *, ahead: bool) -> None:
         self._joined = ahead
 
     def start(
@@ -81,7 +81,7 @@ class ShardedRuntime(Runtime):
         self._take_back_lows(keep=())
         for slot in self.slots:  # what this rank alone may have kept would let it gather later than the others
             if slot.unit is not None and self._number[id(slot.unit)] not in gathered:
-                slot.give_up()
+                slot.invalidate()
         self._to_gather = deque(_Gather(n, n in folding) for n in numbers if n not in gathered)
         if joined:
             self._ahead = set()
@@ -114,7 +114,7 @@ class ShardedRuntime(Runtime):
         if unit.streamed:
             self._store.wait(self._number[id(unit)])
 
-    def end_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         """Not here: a gather whose other ranks are gone never ends. What the current stream does next follows them."""
         self.forget()
 
@@ -202,8 +202,8 @@ class ShardedRuntime(Runtime):
         if unit is None or not self._is_good(slot) or self._number[id(unit)] not in self._downloads:
             return
         self._wait(self._compute, slot.filled)
-        self.fold_unvisited(unit, slot)
-        slot.give_up()
+        self.fold_skipped(unit, slot)
+        slot.invalidate()
 
     def _wait_until_free(self, slot: Slot) -> None:
         """Of a download out of it, and of a gather into it that nobody waited for."""

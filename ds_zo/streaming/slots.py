@@ -49,7 +49,7 @@ class Slot:
         if not self._reuse:
             self._reallocate()
 
-    def give_up(self) -> None:
+    def invalidate(self) -> None:
         """What it holds is no longer what a unit's home holds."""
         self.unit, self.version = None, -1
 

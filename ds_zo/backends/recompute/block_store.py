@@ -152,7 +152,7 @@ class RecomputedBlockStore:
     # Visits
 
     def start_forward(self) -> None:
-        self.runtime.join(ahead=False)
+        self.runtime.announce_collective_pass(ahead=False)
         self.runtime.start(self.placement.blocks, then=())
 
     def start_backward(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), again: bool) -> None:
@@ -160,7 +160,7 @@ class RecomputedBlockStore:
         one expects to visit."""
         if self.is_sharded:
             order = self.placement.blocks[::-1]
-        self.runtime.join(ahead=False)
+        self.runtime.announce_collective_pass(ahead=False)
         self.runtime.start(order, downloads=downloads, then=None if again else ())
 
     @contextmanager
@@ -181,7 +181,7 @@ class RecomputedBlockStore:
         except BaseException:
             if slot is not None:
                 self.runtime.abandon(slot)
-                slot.give_up()
+                slot.invalidate()
             raise
         else:
             if slot is not None:
@@ -322,7 +322,7 @@ class RecomputedBlockStore:
                         self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False
                     )
                     unit.bind_stored()
-        self.runtime.end_copies()
+        self.runtime.wait_for_copies()
         self._let_go()
         self.store.close()
 
@@ -352,7 +352,7 @@ class RecomputedModuleState(ModuleState):
             if self._is_shared(unit):
                 self._show_copies(unit, step=unit.version)
             else:
-                self._block_store.runtime.expose(unit)
+                self._block_store.runtime.prepare_host_write(unit)
 
     def _is_busy(self) -> bool:
         return self._block_store.is_visiting

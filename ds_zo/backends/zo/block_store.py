@@ -315,7 +315,7 @@ class ZOBlockStore:
         if self.store.pinned_nbytes:
             for unit in self.placement.units:
                 self.runtime.host_wait(unit)
-            self.runtime.end_copies()
+            self.runtime.wait_for_copies()
         self.store.close()
 
 

@@ -93,7 +93,7 @@ class Materialiser:
         self._kept_views: dict[Any, list[torch.Tensor]] = {}
         runtime.wants_low = lambda unit: self.pending(unit) > 0
         if isinstance(runtime, ShardedRuntime):
-            runtime.fold_unvisited = self._bring_up_to_date
+            runtime.fold_skipped = self._bring_up_to_date
         self._forward_begins = False
 
     @property
@@ -148,7 +148,7 @@ class Materialiser:
         """A training pass starts."""
         self._break_off()
         if self._forward_begins:
-            self.runtime.join(ahead=True)
+            self.runtime.announce_collective_pass(ahead=True)
             self._forward_begins = False
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
@@ -233,7 +233,7 @@ class Materialiser:
         source = unit.store_buffer if slot is None else slot.buffer
         outs = None if scratch is None else self._outs(unit, scratch)
         if slot is None and unit.is_block:  # an edge may come between two passes' visits of the block on the bench
-            self._replay_slot.give_up()
+            self._replay_slot.invalidate()
         fold = id(unit) in self._folding if unit.is_block else True
         alone = index is not None and (self._one_launch or last)
         if not pending or (alone and not fold):
@@ -332,7 +332,7 @@ class Materialiser:
         self._folding = {id(unit) for unit in behind}
         blocks = [unit for unit in behind if unit.is_block]
         if any(unit.streamed for unit in blocks):
-            self.runtime.join(ahead=False)
+            self.runtime.announce_collective_pass(ahead=False)
         try:
             self.runtime.start(blocks, downloads=blocks, lows=blocks)
             for unit in behind:

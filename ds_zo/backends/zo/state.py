@@ -45,7 +45,7 @@ class ReplayedState(ModuleState):
                 visits.fold_now(unit)
             elif unit.copies_step is not None:
                 unit.bind_stored()
-            visits.runtime.expose(unit)
+            visits.runtime.prepare_host_write(unit)
 
     def _is_busy(self) -> bool:
         return self.in_forward()
