@@ -115,18 +115,18 @@ def most_resident(
     return -1
 
 
-def give_back_unused(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Before buffers are made that last: one cut from a large segment that a freed tensor left would keep all of it
     from being given back, and what the allocator holds counts as a step's."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def measure_from_here(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """The first step's peak is to be its own: neither what loading left nor an earlier engine's. PyTorch keeps one peak
     for all of a process."""
     if device.type == "cuda":
-        give_back_unused(device)
+        release_cached_memory(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 

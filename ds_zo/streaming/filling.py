@@ -93,9 +93,9 @@ def _keep(
             _put_back(moved)
         num_resident = agreed
     for unit, home, low_buffer in moved:
-        store.give_back(home)
+        store.free(home)
         if low_buffer is not None and not unit.low_streamed:
-            store.give_back(low_buffer)
+            store.free(low_buffer)
     return num_resident
 
 

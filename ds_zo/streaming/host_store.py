@@ -68,7 +68,7 @@ class HostStore:
             )
         return False
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def free(self, buffer: torch.Tensor) -> None:
         """One buffer is no longer needed. Only after its last copy has finished."""
         self.nbytes -= buffer.numel()
         if self._unregister(buffer):

@@ -121,7 +121,7 @@ class SharedStore(RanksStore):
                 )
             time.sleep(_POLL_S)
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def free(self, buffer: torch.Tensor) -> None:
         """By all ranks; each frees its own piece, once none reads it any more."""
         self.node.barrier()
         piece = self.partition.piece(buffer.numel())

@@ -28,7 +28,7 @@ from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.allocator import AllocatorRetryCheck
-from ds_zo.streaming.budget import check_fits, device_bytes, give_back_unused, measure_from_here
+from ds_zo.streaming.budget import check_fits, device_bytes, release_cached_memory, reset_peak_memory
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
@@ -93,7 +93,7 @@ class RecomputedBlockStore:
                 pin=config.pin_memory,
             )
         self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
-        give_back_unused(device)
+        release_cached_memory(device)
         place_units(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -104,7 +104,7 @@ class RecomputedBlockStore:
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
         self._retry_check = AllocatorRetryCheck(device)
         if self._may_fill:
-            measure_from_here(device)
+            reset_peak_memory(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         return {

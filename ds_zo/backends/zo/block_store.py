@@ -31,8 +31,8 @@ from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
-    give_back_unused,
-    measure_from_here,
+    release_cached_memory,
+    reset_peak_memory,
     usable_nbytes,
     zo_sizes,
 )
@@ -114,7 +114,7 @@ class ZOBlockStore:
         spares = self.store if self.shared is None else HostStore(device, pin=False)
         self.claims = Claims(spares, swaps=self.shared is None)
         stays = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
-        give_back_unused(device)
+        release_cached_memory(device)
         place_units(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
         move_buffers(module, device)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
@@ -122,7 +122,7 @@ class ZOBlockStore:
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
         if self.may_fill_device or self.measures:
-            measure_from_here(device)
+            reset_peak_memory(device)
         self._retry_check = AllocatorRetryCheck(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
