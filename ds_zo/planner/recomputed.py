@@ -71,7 +71,7 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
         placement=placement,
         blocks=blocks,
         num_slots=num_slots,
-        weights_nbytes=there.edges + there.blocks,
+        weights_nbytes=there.non_blocks + there.blocks,
         slots_nbytes=there.slots,
         store_nbytes=store,
         filling_nbytes=sum(u.nbytes for u in placement.blocks) - store if stay_later else 0,

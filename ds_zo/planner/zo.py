@@ -119,7 +119,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
             else f"all on the device, master {stream.master}"
         ),
         device=parts(
-            weights=there.edges + there.blocks,
+            weights=there.non_blocks + there.blocks,
             slots=there.slots + there.low_slots,
             scratch=placement.scratch_nbytes,
             second_copy=second_copy if sizes["pairs"] else 0,

@@ -19,7 +19,7 @@ MARGIN_NBYTES = 256 * 2**20
 class DeviceBytes:
     """What stands on the device besides activations, by part."""
 
-    edges: int
+    non_blocks: int
     scratch: int
     slots: int
     low_slots: int
@@ -27,7 +27,7 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        return self.edges + self.scratch + self.slots + self.low_slots + self.blocks
+        return self.non_blocks + self.scratch + self.slots + self.low_slots + self.blocks
 
 
 def device_bytes(
@@ -43,8 +43,8 @@ def device_bytes(
 ) -> DeviceBytes:
     """Before anything is allocated. `num_replay_slots`: resident blocks that do not fold every step need a working slot
     more; `pairs`: copies of both signs are made at once; `low_stays`: a resident block's low plane is with it."""
-    edges = sum(u.nbytes + u.low_nbytes for u in (*placement.edges, *placement.ambient))
-    edges += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
+    non_blocks = sum(u.nbytes + u.low_nbytes for u in (*placement.leaf_units, *placement.ambient))
+    non_blocks += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
     largest = max((u.nbytes for u in placement.blocks), default=0)
     largest_low = max((u.low_nbytes for u in placement.blocks), default=0)
     all_stay = num_resident == len(placement.blocks)
@@ -52,7 +52,7 @@ def device_bytes(
     sizes = sorted((u.nbytes + (u.low_nbytes if low_too else 0) for u in placement.blocks), reverse=True)
     blocks = sum(sizes[:num_resident])
     return DeviceBytes(
-        edges=edges,
+        non_blocks=non_blocks,
         scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,
@@ -89,8 +89,8 @@ def check_fits(needed: DeviceBytes, *, budget_gb: float | None, remedy: str) -> 
     """Refuses a model that can't run within `device_memory_gb` before memory is taken."""
     if budget_gb is not None and needed.total > budget_gb * 1e9:
         raise ValueError(
-            f"this model needs at least {needed.total / 1e9:.3g} GB on the device besides activations (edges "
-            f"{needed.edges / 1e9:.3g}, slots {(needed.slots + needed.low_slots) / 1e9:.3g}, scratch "
+            f"this model needs at least {needed.total / 1e9:.3g} GB on the device besides activations (non_blocks "
+            f"{needed.non_blocks / 1e9:.3g}, slots {(needed.slots + needed.low_slots) / 1e9:.3g}, scratch "
             f"{needed.scratch / 1e9:.3g}, resident blocks {needed.blocks / 1e9:.3g}), got {budget_gb:g}: {remedy} "
             "(ds_zo.stream.device_memory_gb)"
         )

@@ -23,7 +23,7 @@ class Placement:
 
     blocks: list[Unit]
     """In the order the model lists them."""
-    edges: list[Unit]
+    leaf_units: list[Unit]
     """Entered through the modules that own them; always resident."""
     ambient: list[Unit]
     """Resident parameters of modules that contain other modules: alive through the whole forward, so each twin needs
@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def units(self) -> list[Unit]:
-        return [*self.blocks, *self.edges, *self.ambient]
+        return [*self.blocks, *self.leaf_units, *self.ambient]
 
     @property
     def narrow(self) -> bool:
@@ -117,16 +117,16 @@ def plan_units(
     block_units = [
         make(n, blocks[n], placed, wire, i, True) for i, (n, placed) in enumerate(in_block.items()) if placed
     ]
-    edges: list[Unit] = []
+    leaf_units: list[Unit] = []
     ambient: list[Unit] = []
     unit_of: dict[int, Unit] = {}
     for m, placed_list in at_edge.items():
         leaf = all(next(child.parameters(), None) is None for child in m.children())
         unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, None, 0, False)
-        (edges if leaf else ambient).append(unit)
+        (leaf_units if leaf else ambient).append(unit)
         for placed in placed_list:
             unit_of[id(placed.parameter)] = unit
-    edge_set = {id(u) for u in edges}
+    edge_set = {id(u) for u in leaf_units}
     entered_by: dict[nn.Module, list[Unit]] = {}
     for m in module.modules():
         mine = {
@@ -147,7 +147,7 @@ def plan_units(
             in_blocks = max(in_blocks, nested_at[id(m)] + nbytes)
     return Placement(
         block_units,
-        edges,
+        leaf_units,
         ambient,
         entered_by,
         scratch_nbytes=max(largest_edge, in_blocks),

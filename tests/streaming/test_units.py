@@ -159,7 +159,7 @@ def test_offsets_count_every_parameter_once_in_the_models_order(tied: bool) -> N
 def test_a_tied_weight_is_one_unit_that_two_modules_enter() -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     placement = planned(model)
-    (unit,) = (u for u in placement.edges if any(p.name == "model.embed_tokens.weight" for p in u.placed))
+    (unit,) = (u for u in placement.leaf_units if any(p.name == "model.embed_tokens.weight" for p in u.placed))
     assert placement.entered_by[model.model.embed_tokens] == placement.entered_by[model.lm_head] == [unit]
 
 
@@ -169,7 +169,7 @@ def test_adapters_in_a_frozen_block_stay_on_the_device() -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.requires_grad_(True)
     placement = planned(model)
-    resident = {p.name for unit in (*placement.edges, *placement.ambient) for p in unit.placed}
+    resident = {p.name for unit in (*placement.leaf_units, *placement.ambient) for p in unit.placed}
     adapters = {n for n, p in model.named_parameters() if p.requires_grad}
     assert adapters <= resident
     assert all(not p.trainable for unit in placement.blocks for p in unit.placed)
@@ -188,7 +188,7 @@ def test_a_parameter_of_a_module_with_children_is_ambient() -> None:
 
     placement = planned(Root())
     assert [[p.name for p in u.placed] for u in placement.ambient] == [["scale"]]
-    assert [[p.name for p in u.placed] for u in placement.edges] == [["inner.weight", "inner.bias"]]
+    assert [[p.name for p in u.placed] for u in placement.leaf_units] == [["inner.weight", "inner.bias"]]
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 24])

@@ -68,7 +68,7 @@ class WorkingCopies:
         for unit in self._placement.blocks:
             enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
             self._block_hooks[id(unit)] = self._hook(unit.module, enter, leave)
-        self._unvisited |= {id(u): [] for u in (*self._placement.blocks, *self._placement.edges) if u.trainable}
+        self._unvisited |= {id(u): [] for u in (*self._placement.blocks, *self._placement.leaf_units) if u.trainable}
         for edge in self._placement.entered_by:
             self._hook(edge, self._enter_edge, self._leave_edge)
         for unit in self._placement.ambient:
@@ -101,7 +101,7 @@ class WorkingCopies:
         their modules: all that are not blocks' are brought up to date, as that forward would."""
         if not self._training:
             with torch.inference_mode(False), torch.no_grad():
-                self._block_store.materialiser.fold_now(*self._placement.edges, *self._placement.ambient)
+                self._block_store.materialiser.fold_now(*self._placement.leaf_units, *self._placement.ambient)
 
     def close(self) -> None:
         self.end_probation()
@@ -339,7 +339,7 @@ class WorkingCopies:
                 _remove(self._block_hooks.pop(id(unit)))
                 visitors |= _owners(unit)
             else:
-                self._placement.edges.remove(unit)
+                self._placement.leaf_units.remove(unit)
             self._placement.ambient.append(unit)
             self._kept.add(id(unit))
             unit.module = self._module

@@ -286,6 +286,6 @@ def test_peak_memory_is_a_few_blocks() -> None:
         taken = torch.cuda.max_memory_allocated() - before
         planned = engine.backend.block_store.placement
         largest = max(unit.nbytes for unit in planned.blocks)
-    edges = sum(unit.nbytes for unit in (*planned.edges, *planned.ambient))
+    edges = sum(unit.nbytes for unit in (*planned.leaf_units, *planned.ambient))
     assert taken < 3 * largest + 2 * edges + 32 * 2**20
     assert taken < whole / 5
