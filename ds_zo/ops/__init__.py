@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_zo.ops.codecs import bring_, decode, encode_
+from ds_zo.ops.codecs import copy_staged_, decode, encode_
 from ds_zo.ops.formats import Format, rounding_std, storage_format
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
@@ -25,8 +25,8 @@ __all__ = [
     "Rounding",
     "Segment",
     "SegmentTable",
-    "bring_",
     "build_table",
+    "copy_staged_",
     "decode",
     "encode_",
     "noise",

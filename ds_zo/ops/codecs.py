@@ -75,7 +75,7 @@ def encode_(
         exponents.copy_(staged_scales)
 
 
-def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
+def copy_staged_(target: torch.Tensor, values: torch.Tensor) -> None:
     """`copy_`; from a device to the host a piece at a time through a pinned buffer. Of a buffer that ranks share each
     has pinned its piece, and CUDA refuses to copy to what is pinned in part (`is_pinned` can't tell: of a view it
     answers for the first byte of the storage); through fresh pageable memory 13 GB took 15 s on an H200."""
@@ -102,12 +102,12 @@ def encode_on_device_(
         fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
         if not fmt.has_lanes:
-            bring_(exponents, fitted)
+            copy_staged_(exponents, fitted)
         scales = ((127 - fitted) << 23).view(torch.float32)  # 2**-fitted, exact on every device
         x = (x.view(-1, SEGMENT_ALIGNMENT) * scales[:, None]).view(-1)
     if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
         largest = fmt.largest if fmt.scaled else float("inf")
-        bring_(storage, _narrow(fmt, x.clamp(-largest, largest), no_number))
+        copy_staged_(storage, _narrow(fmt, x.clamp(-largest, largest), no_number))
         return
     magnitude = x.abs()
     lift = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0)
@@ -124,14 +124,14 @@ def encode_on_device_(
             exponent = high.clamp(min=fmt.tiny).view(torch.int32) >> 23
             scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
             residual = ((magnitude - high) * scale).round()
-        bring_(low, residual.masked_fill(~finite, 0.0).clamp(-32768, 32767).to(torch.int16))
+        copy_staged_(low, residual.masked_fill(~finite, 0.0).clamp(-32768, 32767).to(torch.int16))
     if exponents is not None and fmt.has_lanes:
         code = (high * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
         code = code.masked_fill(no_number, int(nan_code(fmt)))
-        bring_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
-        bring_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
+        copy_staged_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
+        copy_staged_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:
-        bring_(storage, _narrow(fmt, torch.copysign(high, x), no_number))
+        copy_staged_(storage, _narrow(fmt, torch.copysign(high, x), no_number))
 
 
 def _narrow(fmt: Format, x: torch.Tensor, no_number: torch.Tensor) -> torch.Tensor:

@@ -341,7 +341,7 @@ class Unit:
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         value = value.detach()
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
-            ops.bring_(placed.view(planes.storage), value)
+            ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:
                 placed.view(planes.low).zero_()
             return
