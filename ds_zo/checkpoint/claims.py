@@ -74,14 +74,14 @@ class Claims:
             claim.tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)), written=lambda: self._finish(claim)
         )
 
-    def before_overwrite(self, unit: Unit, *, home: bool, low: bool) -> None:
+    def before_overwrite(self, unit: Unit, *, weights: bool, low: bool) -> None:
         """A fold is about to be sent back to the unit's home, its low plane or both. See [Note: swap on fold]."""
         with self._lock:
             claim = self._open.get(id(unit))
             if claim is None:
                 return
             new_home, new_low = unit.store_buffer, unit.low_buffer
-            if home and claim.store_buffer is unit.store_buffer:
+            if weights and claim.store_buffer is unit.store_buffer:
                 claim.orphans.append(unit.store_buffer)
                 new_home = self._spare(unit.store_buffer.numel())
             if low and unit.low_buffer is not None and claim.low is unit.low_buffer:

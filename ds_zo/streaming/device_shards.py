@@ -111,14 +111,14 @@ class DeviceShardRuntime(ShardedRuntime):
     _store: DeviceShards
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self._alike = True
+        self._slots_agree = True
         """Slots hold the same on all ranks, whatever each has visited."""
         super().__init__(*args, **settings)
 
     def acquire(self, unit: Unit) -> Slot:
-        if not self._together and not self._alike:
+        if not self._is_collective and not self._slots_agree:
             self.forget()
-            self._alike = True
+            self._slots_agree = True
         return super().acquire(unit)
 
     @contextmanager
@@ -141,5 +141,5 @@ class DeviceShardRuntime(ShardedRuntime):
         self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
     def _meet(self, order: Sequence[int]) -> None:
-        self._alike = False
+        self._slots_agree = False
         self._store.node.agree(-1 - next(iter(order), 0), f"start a pass at block {next(iter(order), None)}")

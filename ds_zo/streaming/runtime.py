@@ -29,7 +29,7 @@ WantsLow = Callable[[Unit], bool]
 class BeforeOverwrite(Protocol):
     """Told that a download is about to replace a unit's home, its low plane or both; it may give the unit others."""
 
-    def __call__(self, unit: Unit, *, home: bool, low: bool) -> None: ...
+    def __call__(self, unit: Unit, *, weights: bool, low: bool) -> None: ...
 
 
 class Runtime:
@@ -62,9 +62,9 @@ class Runtime:
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
         self._low_pool = deque(self.low_slots)
-        self._low_of: dict[int, Slot] = {}
+        self._low_ahead: dict[int, Slot] = {}
         """Filled ahead, for visits to come."""
-        self._low_used: dict[int, Slot] = {}
+        self._low_in_use: dict[int, Slot] = {}
         """What a visit reads and changes."""
         self._low_order: deque[int] = deque()
         """Whose low planes are to come, in the order of their folds."""
@@ -102,8 +102,8 @@ class Runtime:
         self._downloads = {self._number[id(unit)] for unit in downloads}
         self._in_pass = True
         self._low_order = deque(self._number[id(unit)] for unit in lows if unit.low_streamed and self._overlap)
-        self._take_back_lows(keep=self._low_order)
-        for number in self._low_of:
+        self._reclaim_low_slots(keep=self._low_order)
+        for number in self._low_ahead:
             self._low_order.remove(number)
         self._plan(self._order)
         self._issue_uploads()
@@ -129,8 +129,8 @@ class Runtime:
         if not unit.low_streamed:
             return unit.low_buffer
         number = self._number[id(unit)]
-        slot = self._low_used.get(number) or self._low_of.pop(number, None) or self._upload_low(unit)
-        self._low_used[number] = slot
+        slot = self._low_in_use.get(number) or self._low_ahead.pop(number, None) or self._upload_low(unit)
+        self._low_in_use[number] = slot
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
@@ -146,7 +146,7 @@ class Runtime:
         may still read it. A resident unit has no slot, but may have a low plane to send back. `download` decides where
         the plan cannot know: a block that is visited again before it is changed."""
         number = self._number[id(unit)]
-        low = self._low_used.pop(number, None)
+        low = self._low_in_use.pop(number, None)
         for used in (slot, low):
             if used is not None:
                 self._record(used.drained, self._compute)
@@ -154,7 +154,7 @@ class Runtime:
             self._download(unit, slot, low)
             self._downloads.discard(number)
         if low is not None and download is False and number in self._downloads:  # it was read before its fold
-            self._low_of[number] = low
+            self._low_ahead[number] = low
         elif low is not None:
             self._low_pool.append(low)
             self._upload_lows()
@@ -182,10 +182,10 @@ class Runtime:
         self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
-            if not self._is_good(slot):
+            if not self._is_current(slot):
                 slot.invalidate()
         self._low_order = deque()
-        self._take_back_lows(keep=self._low_of)
+        self._reclaim_low_slots(keep=self._low_ahead)
 
     def forget(self) -> None:
         """Homes were rewritten behind the slots' back: nothing that was brought up counts any more. Copies under way
@@ -207,7 +207,7 @@ class Runtime:
             slot.invalidate()
         if held:
             self._actions = deque()  # the next visit plans anew
-            self._take_back_lows(keep=self._low_of)
+            self._reclaim_low_slots(keep=self._low_ahead)
 
     def free_buffers(self) -> None:
         """Frees what slots hold, now: who asks a runtime and whom it asks know each other, and would keep it until
@@ -234,7 +234,7 @@ class Runtime:
         loaded = {
             self._number[id(slot.unit)]: i
             for i, slot in enumerate(self.slots)
-            if slot.unit is not None and self._is_good(slot)
+            if slot.unit is not None and self._is_current(slot)
         }
         ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
@@ -254,14 +254,14 @@ class Runtime:
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
         wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._low_pool and number not in self._low_of:
-            self._low_of[number] = self._upload_low(unit)
+        if wanted and self._low_pool and number not in self._low_ahead:
+            self._low_ahead[number] = self._upload_low(unit)
 
     def _upload_lows(self) -> None:
         """As many as there is room for. One that is still to be folded comes again when it has been."""
-        while self._low_pool and self._low_order and self._low_order[0] not in self._low_of:
+        while self._low_pool and self._low_order and self._low_order[0] not in self._low_ahead:
             number = self._low_order[0]
-            self._low_of[number] = self._upload_low(self.units[number])
+            self._low_ahead[number] = self._upload_low(self.units[number])
 
     def _upload_low(self, unit: Unit) -> Slot:
         assert unit.low_buffer is not None
@@ -269,20 +269,20 @@ class Runtime:
         if number in self._low_order:
             self._low_order.remove(number)
         if not self._low_pool:  # all were filled ahead for units that come later: the one that is here goes first
-            self._take_back_lows(keep=list(self._low_of)[:-1])
+            self._reclaim_low_slots(keep=list(self._low_ahead)[:-1])
         slot = self._low_pool.popleft()
         self._fill(slot, unit, unit.low_buffer, self._up_low)
         self.bytes_up += unit.low_nbytes
         return slot
 
-    def _take_back_lows(self, *, keep: Collection[int]) -> None:
+    def _reclaim_low_slots(self, *, keep: Collection[int]) -> None:
         """All low planes' slots but those that are filled ahead for `keep`. What was issued for a visit that broke off
         may still be using its own."""
-        for slot in self._low_used.values():
+        for slot in self._low_in_use.values():
             self._record(slot.drained, self._compute)
-        self._low_used = {}
-        self._low_of = {n: slot for n, slot in self._low_of.items() if n in keep and self._is_good(slot)}
-        elsewhere = [*self._low_pool, *self._low_of.values()]
+        self._low_in_use = {}
+        self._low_ahead = {n: slot for n, slot in self._low_ahead.items() if n in keep and self._is_current(slot)}
+        elsewhere = [*self._low_pool, *self._low_ahead.values()]
         self._low_pool.extend(slot for slot in self.low_slots if slot not in elsewhere)
 
     def _fill(self, slot: Slot, unit: Unit, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -307,7 +307,7 @@ class Runtime:
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:
-            self._before_overwrite(unit, home=slot is not None, low=low is not None)
+            self._before_overwrite(unit, weights=slot is not None, low=low is not None)
         with self._on(self._down):
             for used, home in ((slot, unit.store_buffer), (low, unit.low_buffer)):
                 if used is None or home is None:
@@ -325,7 +325,7 @@ class Runtime:
             unit.written_back.record(self._down)
 
     @staticmethod
-    def _is_good(slot: Slot) -> bool:
+    def _is_current(slot: Slot) -> bool:
         """It holds, or awaits, what its unit's home holds."""
         return slot.unit is not None and slot.version == slot.unit.version
 

@@ -40,7 +40,7 @@ class ShardedRuntime(Runtime):
         self._partition = store.partition
         self._joined: bool | None = None
         """Whether the next pass is made by all ranks, and if so, whether another like it follows."""
-        self._together = False
+        self._is_collective = False
         self._to_gather: deque[_Gather] = deque()
         self._to_gather_ahead: deque[int] = deque()
         self._ahead: set[int] = set()
@@ -77,8 +77,8 @@ class ShardedRuntime(Runtime):
         folding = {self._number[id(unit)] for unit in downloads if unit.low_streamed}
         gathered = self._ahead if joined else set()
         for number in sorted(gathered):
-            self._bring_again(number)
-        self._take_back_lows(keep=())
+            self._upload_evicted(number)
+        self._reclaim_low_slots(keep=())
         for slot in self.slots:  # what this rank alone may have kept would let it gather later than the others
             if slot.unit is not None and self._number[id(slot.unit)] not in gathered:
                 slot.invalidate()
@@ -87,7 +87,7 @@ class ShardedRuntime(Runtime):
             self._ahead = set()
             self._to_gather_ahead = deque(numbers[: len(self.slots)] if self._overlap else ())
         self._meet(numbers)
-        self._together = True
+        self._is_collective = True
         lows = [self.units[number] for number in numbers if number in gathered and number in folding]
         for unit in lows:
             self._gather_low(unit)
@@ -95,16 +95,16 @@ class ShardedRuntime(Runtime):
 
     def finish(self) -> None:
         try:
-            if self._together:
+            if self._is_collective:
                 for slot in self.slots:
-                    self._fold_if_owed(slot)
+                    self._fold_if_due(slot)
                 while self._to_gather:
                     self._gather_next(self.slots[0])
-                    self._fold_if_owed(self.slots[0])
+                    self._fold_if_due(self.slots[0])
                 while self._to_gather_ahead:
                     self._gather_one_ahead(self._slot_for(self._to_gather_ahead[0]))
         finally:
-            self._together = False
+            self._is_collective = False
             self._to_gather.clear()
             self._to_gather_ahead.clear()
             super().finish()
@@ -121,12 +121,12 @@ class ShardedRuntime(Runtime):
     # Uploads
 
     def _upload(self, number: int, slot: Slot) -> None:
-        if self._together:
-            self._fold_if_owed(slot)
+        if self._is_collective:
+            self._fold_if_due(slot)
             if any(gather.number == number for gather in self._to_gather):
                 while self._to_gather[0].number != number:
                     self._gather_next(slot)
-                    self._fold_if_owed(slot)
+                    self._fold_if_due(slot)
                 self._gather_next(slot)
                 return
             if not self._to_gather and self._to_gather_ahead and self._to_gather_ahead[0] == number:
@@ -156,11 +156,11 @@ class ShardedRuntime(Runtime):
         self._ahead.add(number)
         self._gather(self.units[number], slot, self.units[number].store_buffer, self.units[number].nbytes)
 
-    def _bring_again(self, number: int) -> None:
+    def _upload_evicted(self, number: int) -> None:
         """What was gathered ahead and has left its slot since, as this rank read other blocks. Before `_meet`: after
         it, the others may be writing back the block that this one reads."""
         slot = self._slot_for(number)
-        if slot.unit is not self.units[number] or not self._is_good(slot):
+        if slot.unit is not self.units[number] or not self._is_current(slot):
             self._store.wait(number)
             super()._upload(number, slot)
 
@@ -174,7 +174,7 @@ class ShardedRuntime(Runtime):
     def _gather_low(self, unit: Unit) -> None:
         assert unit.low_buffer is not None
         slot = self._low_pool.popleft()  # there are as many as slots for units in flight
-        self._low_of[self._number[id(unit)]] = slot
+        self._low_ahead[self._number[id(unit)]] = slot
         self._gather(unit, slot, unit.low_buffer, unit.low_nbytes)
 
     def _gather(self, unit: Unit, slot: Slot, home: torch.Tensor, nbytes: int) -> None:
@@ -196,10 +196,10 @@ class ShardedRuntime(Runtime):
         self.bytes_up += own.numel()
         self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
-    def _fold_if_owed(self, slot: Slot) -> None:
+    def _fold_if_due(self, slot: Slot) -> None:
         """A unit that was gathered and not visited leaves its slot."""
         unit = slot.unit
-        if unit is None or not self._is_good(slot) or self._number[id(unit)] not in self._downloads:
+        if unit is None or not self._is_current(slot) or self._number[id(unit)] not in self._downloads:
             return
         self._wait(self._compute, slot.filled)
         self.fold_skipped(unit, slot)

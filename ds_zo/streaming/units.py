@@ -158,7 +158,7 @@ class Unit:
         """Recorded when the last download to `home` is done."""
         self.is_sharded = False
         """`home` is this rank's piece alone ([Note: device shards])."""
-        self._home_views: list[torch.Tensor] | None = None
+        self._stored_views: list[torch.Tensor] | None = None
         self.is_materialised = False
         """Its parameters are working copies now."""
         self._gathered_copies: dict[int, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class Unit:
         self.store_buffer, self.low_buffer = home, low_buffer
         self.is_sharded = is_sharded
         self.streamed, self.low_streamed = streamed, low_streamed and low_buffer is not None
-        self._home_views = None
+        self._stored_views = None
 
     def spans(self) -> Iterator[tuple[PlacedParameter, int, int]]:
         """Where each parameter begins and ends in a buffer laid out like `home`, in bytes."""
@@ -260,17 +260,17 @@ class Unit:
     def bind_stored(self) -> None:
         """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory; what was
         lent where something was."""
-        if self._home_views is None:
-            self._home_views = []
+        if self._stored_views is None:
+            self._stored_views = []
             whole = [None] * len(self.parts) if self.is_sharded else self.planes(self.store_buffer)
             for part, planes in zip(self.parts, whole, strict=True):
                 for placed in part.placed:
                     if part.viewable and planes is not None:
-                        self._home_views.append(placed.view(planes.storage))
+                        self._stored_views.append(placed.view(planes.storage))
                     else:
                         hollow = torch.zeros((), dtype=part.dtype, device=self.store_buffer.device)
-                        self._home_views.append(hollow.expand(placed.parameter.shape))
-        self.bind(self._home_views)
+                        self._stored_views.append(hollow.expand(placed.parameter.shape))
+        self.bind(self._stored_views)
         self.is_materialised = False
         for placed in self.placed if self._gathered_copies else ():
             if id(placed.parameter) in self._gathered_copies:

@@ -201,7 +201,7 @@ class ClockedShardedRuntime(ClockedRuntime, ShardedRuntime):
         self._met = Event()  # type: ignore[assignment]
 
     def _upload_low(self, unit: Unit) -> Slot:
-        assert not self._together, "other ranks may be writing it back: it is gathered with them"
+        assert not self._is_collective, "other ranks may be writing it back: it is gathered with them"
         return super()._upload_low(unit)
 
 

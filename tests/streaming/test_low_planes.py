@@ -160,7 +160,7 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
     folded: list[int] = []
 
     def ahead() -> list[int]:
-        return list(runtime._low_of)
+        return list(runtime._low_ahead)
 
     for step in range(6):
         now, then = folding(units, step, 3), folding(units, step + 1, 3)
@@ -225,7 +225,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                 low_of(unit).fill_(rng.randint(0, 255))
                 value[unit.index] = int(low_of(unit)[0])
             runtime.forget()
-        held = [*runtime._low_pool, *runtime._low_of.values(), *runtime._low_used.values()]
+        held = [*runtime._low_pool, *runtime._low_ahead.values(), *runtime._low_in_use.values()]
         assert sorted(map(id, held)) == sorted(map(id, runtime.low_slots))
     assert num_folds > 100
     assert [set(low_of(u).tolist()) for u in units] == [{v} for v in value]
