@@ -1,9 +1,15 @@
-"""Units: parameters that come and go together, laid out flat.
+"""A unit is a set of parameters that are copied to the device together, stored in one flat buffer.
 
-A block is a unit, and so is each module outside the blocks that owns parameters (the edge). A unit's bytes stand in one
-buffer, its home, on the host (streamed) or on the device (resident): for each storage dtype a flat plane, every
-parameter starting at a multiple of `ALIGN` elements. Between visits a unit's parameters are views of its home, or
-placeholders where the storage cannot be viewed in the parameter's dtype.
+Each block is a unit. So is each module outside the blocks that owns parameters. A unit's stored bytes are in one
+buffer, `store_buffer`: on the host if the unit is streamed, on the device if it is resident. The buffer has one flat
+plane for each pair of dtype and storage format. Every parameter starts at a multiple of `ALIGN` elements of its plane.
+
+A unit is materialised while its parameters are bound to working copies on the device. At other times they are views of
+the `store_buffer`, or placeholders without memory where the stored bytes cannot be viewed in the parameter's dtype.
+
+With split masters ([Note: split masters] in `ops.formats`) a second buffer, `low_buffer`, holds the low plane: the bits
+of the float32 weights that the storage format drops. Only a fold, which applies pending updates to stored weights, and
+exact reads need it.
 """
 
 from __future__ import annotations
@@ -20,24 +26,25 @@ from ds_zo.ops.formats import FORMATS
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
 
 ALIGN = ops.SEGMENT_ALIGNMENT
-"""Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
+"""In elements. A parameter starts 256-byte aligned for every dtype, and no scale group spans two parameters."""
 
 
 @dataclass
 class PlacedParameter:
-    """One parameter and where it stands."""
+    """One parameter and its position in its unit's storage."""
 
     name: str
     parameter: nn.Parameter
     offset: int
-    """Of its first element among all the model's parameters: what its noise is a function of."""
+    """Index of the parameter's first element among all elements of the model. Its noise is a function of it."""
     group: int
-    """Its optimizer group (0 for a parameter of none, which is never updated)."""
+    """Index of its optimizer param group (0 for a parameter in no group, which is never updated)."""
     trainable: bool
     still: tuple[int, int] = (0, 0)
-    """Its elements [first, end) get no noise: the row of an embedding at `padding_idx`, which has no gradient."""
+    """Elements [first, end) of the parameter that get no noise: an embedding's row `padding_idx`, which never has a
+    gradient. (0, 0) if there are none."""
     start: int = 0
-    """Of its first element in its plane."""
+    """Index of the parameter's first element in its plane."""
 
     def __post_init__(self) -> None:
         self.numel, self.shape = self.parameter.numel(), self.parameter.shape
@@ -48,7 +55,8 @@ class PlacedParameter:
 
 @dataclass
 class Planes:
-    """One part's tensors inside some buffer."""
+    """One part's tensors as views of a buffer: stored elements, group scales (None for formats without scales) and low
+    plane (None without one)."""
 
     storage: torch.Tensor
     exponents: torch.Tensor | None = None
@@ -57,14 +65,15 @@ class Planes:
 
 @dataclass
 class Part:
-    """The parameters of a unit that share a dtype and a way of being stored."""
+    """The parameters of a unit that share a dtype and a storage format. `wire` is the dtype of the stored bytes;
+    `split` tells whether there is a low plane."""
 
     placed: list[PlacedParameter]
     dtype: torch.dtype
     wire: torch.dtype
     split: bool
     direct: bool
-    """Frozen and stored in their own dtype: a visit uses the stored bytes as they are."""
+    """The parameters are frozen and stored in their own dtype: the forward reads the stored bytes themselves."""
     numel: int = 0
     _tables: dict[torch.device, Any] = field(default_factory=dict)
 
@@ -75,17 +84,17 @@ class Part:
 
     @property
     def _format(self) -> ops.Format | None:
-        """None for bytes that no kernel reads: frozen ones may be of any dtype."""
+        """The storage format; None for frozen parameters, which may have any dtype and which no kernel decodes."""
         return None if self.direct else FORMATS.get(self.wire)
 
     def scales_of(self, placed: PlacedParameter) -> slice:
-        """A parameter's part of the plane of scales."""
+        """The parameter's slice of the plane of scales."""
         assert self._format is not None
         return self._format.scales_of(placed.start, placed.start + placed.numel)
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
-        """Of the plane of scales, where the format has one."""
+        """Dtype of the plane of scales; None if the format has none."""
         return None if self._format is None else self._format.scale_dtype
 
     @property
@@ -94,12 +103,12 @@ class Part:
 
     @property
     def viewable(self) -> bool:
-        """The stored bytes are the parameter's bytes."""
+        """Whether the stored bytes can be viewed as the parameter's values."""
         return self.wire is self.dtype
 
     @property
     def loses_bits(self) -> bool:
-        """A fold rounds, and nothing keeps what it drops."""
+        """Whether a fold rounds the weights and nothing keeps the bits that it drops."""
         return not self.direct and not self.split and self.wire.itemsize < 4
 
     @property
@@ -128,12 +137,12 @@ class Part:
         return self._tables[device]
 
     def forget_tables(self) -> None:
-        """Groups, trainability or still rows changed."""
+        """Drops the cached segment tables, after param groups, trainability or rows without noise have changed."""
         self._tables.clear()
 
 
 class Unit:
-    """See the module's docstring. `home` and `low_buffer` are set by whoever places it."""
+    """A set of parameters stored together; see the module's docstring. `assign_buffers` sets its buffers."""
 
     def __init__(self, name: str, module: nn.Module, parts: Sequence[Part], *, index: int, is_block: bool) -> None:
         self.name = name
@@ -141,7 +150,8 @@ class Unit:
         self.parts = list(parts)
         self._parameters = [placed.parameter for placed in self.placed]
         self.index = index
-        """Its turn in staggered folding."""
+        """Index of the block among the blocks; it determines the steps in which the block folds. 0 outside the
+        blocks."""
         self.is_block = is_block
         self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
         self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
@@ -149,24 +159,27 @@ class Unit:
         self.store_buffer: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self.low_buffer: torch.Tensor | None = None
         self.streamed = False
-        """Its home is on the host, and visits bring it to a slot."""
+        """Whether `store_buffer` is not whole on the device: each use uploads, or gathers, the unit into a slot."""
         self.low_streamed = False
-        """The same for its low plane."""
+        """Whether `low_buffer` is on the host and is uploaded to a low slot for each use."""
         self.version = 0
-        """How many updates the stored bytes include."""
+        """Number of updates that the stored bytes include."""
         self.written_back: torch.cuda.Event | None = None
-        """Recorded when the last download to `home` is done."""
+        """Recorded after the last copy into `store_buffer` and `low_buffer`. None if there was none, or without
+        CUDA."""
         self.is_sharded = False
-        """`home` is this rank's piece alone ([Note: device shards])."""
+        """Whether `store_buffer` holds only this rank's piece ([Note: device shards])."""
         self._stored_views: list[torch.Tensor] | None = None
         self.is_materialised = False
-        """Its parameters are working copies now."""
+        """Whether the unit's parameters are bound to working copies on the device."""
         self._gathered_copies: dict[int, torch.Tensor] = {}
-        """What parameters show between visits instead of what is stored, by id."""
+        """Values of `GatheredParameters` that parameters show while the unit is not materialised, by the parameter's
+        id."""
         self.is_intercepted = False
-        """Between visits its parameters tell who reads them ([Note: direct access to parameters])."""
+        """Whether access to the parameters is intercepted while the unit is not materialised
+        ([Note: direct access to parameters])."""
         self.copies_step: int | None = None
-        """Whose weights copies hold that somebody's bare read made the parameters show; None: there are none."""
+        """Step of the weights in the copies that parameters show after a direct read. None: they show no copies."""
 
     @property
     def placed(self) -> Iterator[PlacedParameter]:
@@ -178,21 +191,22 @@ class Unit:
 
     def assign_buffers(
         self,
-        home: torch.Tensor,
+        store_buffer: torch.Tensor,
         low_buffer: torch.Tensor | None,
         *,
         streamed: bool,
         low_streamed: bool,
         is_sharded: bool = False,
     ) -> None:
-        """Gives the unit its buffers; what they hold is the caller's business."""
-        self.store_buffer, self.low_buffer = home, low_buffer
+        """Sets the unit's buffers. The caller fills them."""
+        self.store_buffer, self.low_buffer = store_buffer, low_buffer
         self.is_sharded = is_sharded
         self.streamed, self.low_streamed = streamed, low_streamed and low_buffer is not None
         self._stored_views = None
 
     def spans(self) -> Iterator[tuple[PlacedParameter, int, int]]:
-        """Where each parameter begins and ends in a buffer laid out like `home`, in bytes."""
+        """Yields each parameter with the first and the end byte of its values in a buffer laid out like
+        `store_buffer`."""
         at = 0
         for part in self.parts:
             for placed in part.placed:
@@ -201,7 +215,7 @@ class Unit:
             at += _padded(part.nbytes)
 
     def planes(self, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
-        """Each part's tensors in a buffer laid out like `home` (and one like `low_buffer`)."""
+        """Each part's tensors as views of a buffer laid out like `store_buffer` and of one like `low_buffer`."""
         found, at, low_at = [], 0, 0
         for part in self.parts:
             nbytes = part.numel * part.wire.itemsize
@@ -217,7 +231,8 @@ class Unit:
         return found
 
     def outs(self, scratch: torch.Tensor) -> list[torch.Tensor | None]:
-        """Each part's plane of values in the parameters' own dtype; None where the stored bytes serve."""
+        """Each part's plane in `scratch` for values in the parameters' dtype; None where the forward reads the stored
+        bytes themselves."""
         found: list[torch.Tensor | None] = []
         at = 0
         for part in self.parts:
@@ -230,7 +245,7 @@ class Unit:
         return found
 
     def views(self, planes: Sequence[Planes], outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """A tensor a parameter, in `placed` order."""
+        """One tensor for each parameter, in `placed` order."""
         return [
             placed.view(planes[i].storage if out is None else out)
             for i, (part, out) in enumerate(zip(self.parts, outs, strict=True))
@@ -238,17 +253,17 @@ class Unit:
         ]
 
     def leave_meta(self) -> None:
-        """Gives parameters on the meta device, which cannot be pointed at real memory, a body that can. They stay the
-        same objects."""
+        """Replaces the tensors behind parameters on the meta device, whose `.data` cannot be set to real memory, by
+        placeholders that allow it. The parameters stay the same Python objects."""
         for placed in self.placed:
             p = placed.parameter
             if p.is_meta:
                 hollow = nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)
-                # torch.utils.swap_tensors without its refusal of weak references, which stay right: the object stays.
+                # torch.utils.swap_tensors without its check for weak references: they stay valid, as the object stays.
                 torch._C._swap_tensor_impl(p, hollow)
 
     def bind(self, views: Iterable[torch.Tensor]) -> None:
-        """Points the parameters at `views` (in `placed` order)."""
+        """Sets the parameters' `.data` to `views` (in `placed` order) and marks the unit as materialised."""
         self._adopt_replaced_copies()
         self.is_materialised = True
         self.copies_step = None
@@ -258,8 +273,8 @@ class Unit:
             placed.parameter.data = view
 
     def bind_stored(self) -> None:
-        """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory; what was
-        lent where something was."""
+        """Ends materialisation. The parameters show views of the stored bytes, or placeholders with shape and dtype but
+        no memory. A parameter with a gathered copy shows that copy."""
         if self._stored_views is None:
             self._stored_views = []
             whole = [None] * len(self.parts) if self.is_sharded else self.planes(self.store_buffer)
@@ -279,7 +294,7 @@ class Unit:
             self._intercept()
 
     def intercept(self) -> None:
-        """Until `stop_intercepting`, whenever no visit has bound them."""
+        """Intercepts access to the parameters whenever the unit is not materialised, until `stop_intercepting`."""
         self.is_intercepted = True
         if not self.is_materialised:
             self._intercept()
@@ -296,14 +311,16 @@ class Unit:
         )
 
     def show_copies(self, values: Iterable[torch.Tensor], *, step: int) -> None:
-        """Parameters show copies of the weights of `step` (in `placed` order) until the next visit."""
+        """Makes the parameters show copies of the weights of `step` (in `placed` order) until the unit is materialised
+        again."""
         for placed, value in zip(self.placed, values, strict=True):
             if id(placed.parameter) not in self._gathered_copies:
                 placed.parameter.data = value
         self.copies_step = step
 
     def show_gathered_copy(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter` shows `value` between visits, or whatever it is pointed at then, until `take_back`."""
+        """Makes `parameter` show `value` while the unit is not materialised, until `drop_gathered_copy`. A tensor that
+        the user assigns to `parameter.data` meanwhile takes the place of `value`."""
         stop_intercepting([parameter])
         self._gathered_copies[id(parameter)] = parameter.data = value
 
@@ -315,15 +332,15 @@ class Unit:
         del self._gathered_copies[id(parameter)]
 
     def _adopt_replaced_copies(self) -> None:
-        """Somebody may have pointed a parameter elsewhere."""
+        """Adopts tensors that the user has assigned to `.data` of parameters with gathered copies."""
         for placed in self.placed if self._gathered_copies and not self.is_materialised else ():
-            lent = self._gathered_copies.get(id(placed.parameter))
-            if lent is not None and lent.data_ptr() != placed.parameter.data_ptr():
+            copy = self._gathered_copies.get(id(placed.parameter))
+            if copy is not None and copy.data_ptr() != placed.parameter.data_ptr():
                 self._gathered_copies[id(placed.parameter)] = placed.parameter.data
 
     def store(self, read: Callable[[PlacedParameter], torch.Tensor], *, via: torch.device | None = None) -> None:
-        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if
-        given."""
+        """Fills the buffers from `read(placed)`, one parameter at a time, rounded to nearest. Encodes on the device
+        `via` (None: where `store_buffer` is)."""
         via = via or self.store_buffer.device
         for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             for placed in part.placed:
