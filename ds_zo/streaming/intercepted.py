@@ -1,9 +1,10 @@
-"""Parameters that tell when somebody reads or writes them between steps.
+"""Parameters that intercept reads and writes of their values outside a step.
 
-[Note: direct access to parameters] Between visits stored weights may lag, be on their way, or have another form than the parameter's.
-`state_dict()` and `GatheredParameters` know that. `p.data`, an average of weights and PEFT's merge do not ask. So a
-parameter that no visit has bound is of a class whose `__torch_function__` brings its weights up to date before torch
-uses them. While an engine works, parameters are plain: a forward's operations take the way they always take.
+[Note: direct access to parameters] While a unit is not materialised, its stored weights may lack pending updates, may
+be still in a copy, or may have another format than the parameter. `state_dict()` and `GatheredParameters` handle this.
+User code that reads `p.data`, averages weights or merges PEFT adapters does not. So the parameters of a unit that is
+not materialised are of a subclass whose `__torch_function__` provides the current weights before torch uses them. While
+a step runs, they are plain parameters, so that the forward's operations have no overhead.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ _HARMLESS = frozenset(
     """__set__ __len__ __hash__ size dim numel nelement element_size is_floating_point is_complex data_ptr stride
     get_device requires_grad_ register_hook register_post_accumulate_grad_hook""".split()
 )
-"""Questions about a parameter that its placeholder answers as well."""
+"""Names of methods that do not read a parameter's values: a placeholder gives the same answer."""
 _CONTENTS = frozenset("data T mT H mH real imag".split())
-"""Of its properties, those that it does not."""
+"""Names of properties that do read its values."""
 
 
 class Owner(Protocol):
-    """What keeps a parameter's weights. The parameter has it as `_hp_mapping`."""
+    """The object that stores a parameter's weights. The parameter has it as its attribute `_hp_mapping`."""
 
     def refresh(self, parameter: nn.Parameter) -> None:
-        """Makes the parameter show the weights of the current step: somebody is about to use them."""
+        """Makes the parameter show the weights of the current step, before a torch function uses them."""
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
-        """Stores what somebody assigns to `parameter.data`. False: it is for torch to point the parameter there."""
+        """Stores the value that user code assigns to `parameter.data`. Returns False if torch is to make the assignment
+        itself."""
 
 
 class InterceptedParameter(nn.Parameter):
-    """See [Note: direct access to parameters]."""
+    """A parameter whose owner is called before torch functions use its values. See [Note: direct access to
+    parameters]."""
 
     @classmethod
     def __torch_function__(
@@ -44,19 +47,22 @@ class InterceptedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with without_interception():
-            if not _asks_nothing(func) and _tell(func, args, kwargs):
+            if not _needs_no_owner(func) and _call_owners(func, args, kwargs):
                 return None
             return func(*args, **kwargs)
 
 
 @lru_cache(maxsize=1024)
-def _asks_nothing(func: Any) -> bool:
-    """Loops over parameters ask for shapes and flags at every step."""
-    return is_harmless(func) and not _sets_data(func) and getattr(func, "__name__", "") != "data_ptr"  # kernels use it
+def _needs_no_owner(func: Any) -> bool:
+    """Whether no owner needs to be called for `func`. Cached, because loops over parameters ask for shapes and flags at
+    every step."""
+    # Kernels read memory at `data_ptr`, so its owner is called.
+    return is_harmless(func) and not _sets_data(func) and getattr(func, "__name__", "") != "data_ptr"
 
 
-def _tell(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True: the parameter's owner has done what was asked for."""
+def _call_owners(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Calls the owners of the parameters in the arguments. Returns True if an owner has executed `func`, an assignment
+    to `.data`, itself."""
     if _sets_data(func):
         owner = _owner_of(args[0])
         return owner is not None and owner.replace(args[0], args[1])
@@ -72,16 +78,17 @@ def _owner_of(parameter: Any) -> Owner | None:
 
 
 def without_interception() -> AbstractContextManager[None]:
-    """Around work on parameters as they are."""
+    """Inside, torch functions use parameters as they are, and owners are not called."""
     found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return found
 
 
 def intercept(parameters: Iterable[nn.Parameter]) -> None:
-    """Subclasses of other libraries stay what they are."""
+    """Makes plain parameters intercepted ones: same object, same memory. Other subclasses of Parameter stay as they
+    are."""
     for p in parameters:
         if type(p) is nn.Parameter:
-            p.__class__ = InterceptedParameter  # the object stays the same, and so does its memory
+            p.__class__ = InterceptedParameter
 
 
 def stop_intercepting(parameters: Iterable[nn.Parameter]) -> None:
@@ -96,7 +103,7 @@ def plain_class(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 def is_harmless(func: Any) -> bool:
-    """Whether a torch function does not look at a parameter's weights."""
+    """Whether a torch function does not read the values of its arguments."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _property_of(func) not in _CONTENTS
@@ -112,7 +119,7 @@ def _property_of(func: Any) -> str:
 
 
 def parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
-    """Also of lists, as `cat` and `stack` take them."""
+    """The parameters among `values`, and in lists and tuples among them, as `cat` and `stack` take them."""
     for value in values:
         if isinstance(value, nn.Parameter):
             yield value
