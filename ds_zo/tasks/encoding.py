@@ -109,7 +109,7 @@ def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side, multiple
     return batch
 
 
-def num_answering(labels: torch.Tensor) -> int:
+def num_label_positions(labels: torch.Tensor) -> int:
     """The number of last positions of a batch that include all positions which predict a label. Earlier positions need
     no logits. Where only answers have labels, the number is small."""
     predicts = (labels[:, 1:] != IGNORED).any(dim=0).nonzero()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, num_answering, position_ids
+from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, num_label_positions, position_ids
 
 Model = Callable[..., Any]
 """A model or an engine around one: called with a batch's tensors, returns an object with `.logits`."""
@@ -48,10 +48,10 @@ class Evaluator:
             )
             labels = batch.pop("labels")
             options: dict[str, Any] = {"use_cache": False}
-            if takes(self.model, "logits_to_keep"):
-                options["logits_to_keep"] = num_answering(labels)
+            if accepts_argument(self.model, "logits_to_keep"):
+                options["logits_to_keep"] = num_label_positions(labels)
                 labels = labels[:, -options["logits_to_keep"] :]
-            log_probabilities = at_labels(self.logits(batch, **options), labels.to(self.device))
+            log_probabilities = log_probabilities_at_labels(self.logits(batch, **options), labels.to(self.device))
             owners: list[int] = []
             positions: list[int] = []
             targets: list[int] = []
@@ -89,16 +89,16 @@ class Evaluator:
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        if self.padding_side == "left" and is_told_positions(self.model):
+        if self.padding_side == "left" and needs_position_ids(self.model):
             inputs["position_ids"] = position_ids(inputs["attention_mask"])
         found: torch.Tensor = self.model(**inputs, **options).logits
         return found
 
 
-def is_told_positions(model: Model) -> bool:
+def needs_position_ids(model: Model) -> bool:
     """Whether a model needs `position_ids` for sequences with padding on the left. Some models have no such argument or
     compute positions from the mask (OPT, BLOOM). Others compute them from the token ids, after reserved positions."""
-    return takes(model, "position_ids") and not num_reserved_positions(model)
+    return accepts_argument(model, "position_ids") and not num_reserved_positions(model)
 
 
 def num_reserved_positions(model: Model) -> int:
@@ -110,14 +110,14 @@ def num_reserved_positions(model: Model) -> int:
     return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
-def takes(model: Model, argument: str) -> bool:
+def accepts_argument(model: Model, argument: str) -> bool:
     """Whether the model's forward has a parameter of this name."""
     inner: Any = getattr(model, "module", model)  # the model of an engine
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # the model in a PEFT wrapper
     return argument in inspect.signature(getattr(inner, "forward", inner)).parameters
 
 
-def at_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def log_probabilities_at_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of all tokens, in float32, at the positions that predict a label, row by row. At all positions
     they would need more memory than the logits."""
     found: torch.Tensor = torch.log_softmax(logits[:, :-1][labels[:, 1:] != IGNORED].float(), dim=-1)
