@@ -98,7 +98,7 @@ class DeviceShards(RanksStore):
     def gather(self, buffer: torch.Tensor, unit: Unit) -> None:
         """Gathers a unit into a buffer padded to equal pieces, on the current stream. Raises if ranks make different
         calls. Collective."""
-        self.node.agree(unit.index, f"ask for the weights of {unit.name}")
+        self.node.check_same_call(unit.index, f"ask for the weights of {unit.name}")
         buffer.chunk(self.partition.size)[self.partition.index].copy_(unit.store_buffer)
         with explain_lost_rank(self.device):
             for work in self.node.gather(buffer):
@@ -118,7 +118,7 @@ class DeviceShardRuntime(ShardedRuntime):
 
     def acquire(self, unit: Unit) -> Slot:
         if not self._is_collective and not self._slots_agree:
-            self.forget()
+            self.invalidate_slots()
             self._slots_agree = True
         return super().acquire(unit)
 
@@ -143,4 +143,4 @@ class DeviceShardRuntime(ShardedRuntime):
 
     def _meet(self, order: Sequence[int]) -> None:
         self._slots_agree = False
-        self._store.node.agree(-1 - next(iter(order), 0), f"start a pass at block {next(iter(order), None)}")
+        self._store.node.check_same_call(-1 - next(iter(order), 0), f"start a pass at block {next(iter(order), None)}")

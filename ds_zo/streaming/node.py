@@ -51,16 +51,16 @@ class RankPartition:
 
 
 class Node:
-    """The ranks of `process_group` that run on this machine; with `everywhere`, all ranks of the group. The constructor
+    """The ranks of `process_group` that run on this machine; with `all_machines`, all ranks of the group. The constructor
     is collective."""
 
-    def __init__(self, process_group: Any, *, device: torch.device, everywhere: bool = False) -> None:
+    def __init__(self, process_group: Any, *, device: torch.device, all_machines: bool = False) -> None:
         self.device = device
         self.streams: list[torch.cuda.Stream] = []
         """Streams, besides the current one, that copy to or from memory that ranks share."""
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         places: list[Any] = [None] * len(ranks)
-        if not everywhere:
+        if not all_machines:
             dist.all_gather_object(places, _place(), group=process_group)
         timeout = world_timeout(device)
         by_place: dict[Any, list[int]] = {}
@@ -72,7 +72,7 @@ class Node:
             group = dist.new_group(members, timeout=timeout)
             if dist.get_rank() in members:
                 self.group, self.ranks = group, members
-        self._on_host = dist.new_group(self.ranks, backend="gloo", timeout=timeout) if everywhere else None
+        self._on_host = dist.new_group(self.ranks, backend="gloo", timeout=timeout) if all_machines else None
         self.partition = RankPartition(self.ranks.index(dist.get_rank()), len(self.ranks))
         self._token = torch.zeros(1, device=device)
         backend = dist.get_backend(self.group)
@@ -92,17 +92,17 @@ class Node:
     def barrier(self) -> None:
         """Blocks the host until every rank has called it and has finished the work that it had issued before."""
         self.host_wait()
-        self.meet()
+        self.stream_barrier()
         with explain_lost_rank(self.device):
             self._token.item()
 
-    def meet(self) -> None:
+    def stream_barrier(self) -> None:
         """A barrier on the current stream: later work on it starts after the work that every rank has issued on its
         current stream before."""
         with explain_lost_rank(self.device):
             dist.all_reduce(self._token, group=self.group)
 
-    def agree(self, place: int, doing: str) -> None:
+    def check_same_call(self, place: int, doing: str) -> None:
         """Raises on all ranks if they do not all pass the same `place`. Uses a host collective: no stream waits.
         `doing` completes "rank N was to ..." in the message."""
         assert self._on_host is not None

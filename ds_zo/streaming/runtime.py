@@ -194,7 +194,7 @@ class Runtime:
         self._low_order = deque()
         self._reclaim_low_slots(keep=self._low_ahead)
 
-    def forget(self) -> None:
+    def invalidate_slots(self) -> None:
         """Invalidates all slots, after store buffers were rewritten by other code. The compute stream waits for all
         copies under way, so that the caller may then free the slots."""
         for slot in self._all_slots():

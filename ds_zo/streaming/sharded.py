@@ -121,7 +121,7 @@ class ShardedRuntime(Runtime):
     def wait_for_copies(self) -> None:
         """Makes the current stream wait for the copies. Does not block the host: a gather never ends if other ranks
         have exited."""
-        self.forget()
+        self.invalidate_slots()
 
     # Uploads
 
@@ -246,7 +246,7 @@ class ShardedRuntime(Runtime):
         """Orders every download of this pass after the start of the pass on all ranks: until a rank has started it,
         that rank may be reading whole blocks by itself."""
         with self._on(self._up):
-            self._store.node.meet()
+            self._store.node.stream_barrier()
         self._record(self._met, self._up)
         self._wait(self._down, self._met)
 

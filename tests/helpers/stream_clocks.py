@@ -183,7 +183,9 @@ class _OneRank(SharedStore):
 
     def __init__(self) -> None:
         self.partition = RankPartition(0, 1)
-        self.node: Any = SimpleNamespace(streams=[], meet=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
+        self.node: Any = SimpleNamespace(
+            streams=[], stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)]
+        )
         self._pieces = {}
 
     def mark_written_back(self, number: int) -> None:

@@ -224,7 +224,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
             for unit in units:
                 low_of(unit).fill_(rng.randint(0, 255))
                 value[unit.index] = int(low_of(unit)[0])
-            runtime.forget()
+            runtime.invalidate_slots()
         held = [*runtime._low_pool, *runtime._low_ahead.values(), *runtime._low_in_use.values()]
         assert sorted(map(id, held)) == sorted(map(id, runtime.low_slots))
     assert num_folds > 100

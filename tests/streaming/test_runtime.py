@@ -160,7 +160,7 @@ def test_rewritten_homes_are_brought_up_again_once_forgotten() -> None:
         visit(runtime, unit)
     runtime.finish()
     units[0].store_buffer.fill_(77)
-    runtime.forget()
+    runtime.invalidate_slots()
     runtime.start(units)
     visit(runtime, units[0])
 

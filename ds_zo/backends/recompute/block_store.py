@@ -83,7 +83,7 @@ class RecomputedBlockStore:
         """The weights, where all ranks' devices keep them together."""
         if num_ranks > 1 and config.shards_device:
             self._check_shards(config)
-            self.shards = DeviceShards(Node(process_group, device=device, everywhere=True), device=device)
+            self.shards = DeviceShards(Node(process_group, device=device, all_machines=True), device=device)
         elif num_ranks > 1 and config.zero_stage == 3 and num_resident < len(blocks):
             self.shared = share_store(
                 self.placement,
@@ -232,7 +232,7 @@ class RecomputedBlockStore:
             return
         self._may_fill = False
         self.wait()
-        self.runtime.forget()
+        self.runtime.invalidate_slots()
         filled = fill_device(
             self.placement,
             store=self.store,
@@ -280,7 +280,7 @@ class RecomputedBlockStore:
 
     def rewritten(self) -> None:
         """Every rank has written to block_store."""
-        self.runtime.forget()
+        self.runtime.invalidate_slots()
         if self.shared is not None:
             self.shared.node.barrier()
 
@@ -409,7 +409,7 @@ class RecomputedModuleState(ModuleState):
             elif writes:
                 unit.store_one(placed, value)
         unit.bind_stored()
-        self._block_store.runtime.forget()
+        self._block_store.runtime.invalidate_slots()
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:

@@ -200,7 +200,7 @@ class ZOBlockStore:
         finally:
             self.materialiser.rehearsal = None
             self.log.rows.zero_()
-            self.runtime.forget()
+            self.runtime.invalidate_slots()
 
     @torch.no_grad()
     def choose_interval(self, *, num_visits: int, agree: Callable[[int], int]) -> None:
@@ -270,7 +270,7 @@ class ZOBlockStore:
             self._retry_check.start()
 
     def _let_go(self) -> None:
-        self.runtime.forget()
+        self.runtime.invalidate_slots()
         self.materialiser.close()
         self.runtime.free_buffers()  # also one that has no visits yet
 

@@ -161,7 +161,7 @@ class HomesCheckpoint:
                     unit.version = self._block_store.log.length
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
-        self._block_store.runtime.forget()
+        self._block_store.runtime.invalidate_slots()
 
     def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
         """A run goes on as it began: with the same rows left alone, or none."""

@@ -91,7 +91,7 @@ class ReplayedState(ModuleState):
             if writes(unit):
                 unit.store_one(placed, value)
         unit.bind_stored()
-        self._block_store.materialiser.runtime.forget()
+        self._block_store.materialiser.runtime.invalidate_slots()
         self._cached = None
         self.on_write()
 

@@ -76,7 +76,7 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
     slots = runtime.slots[:2]
     device = runtime.device
     streams = [torch.cuda.Stream(device) for _ in slots]
-    runtime.forget()
+    runtime.invalidate_slots()
     torch.cuda.current_stream(device).synchronize()
     there = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
     for buffer, u in zip(there, (unit, other), strict=True):
@@ -99,7 +99,7 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
 
     up, down = (there[0], unit.store_buffer), (other.store_buffer, there[1])
     rates = rate(up), rate(down), rate(up, down)
-    runtime.forget()
+    runtime.invalidate_slots()
     return rates
 
 
