@@ -51,8 +51,8 @@ class RankPartition:
 
 
 class Node:
-    """The ranks of `process_group` that run on this machine; with `all_machines`, all ranks of the group. The constructor
-    is collective."""
+    """The ranks of `process_group` that run on this machine; with `all_machines`, all ranks of the group. The
+    constructor is collective."""
 
     def __init__(self, process_group: Any, *, device: torch.device, all_machines: bool = False) -> None:
         self.device = device
