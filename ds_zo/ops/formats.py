@@ -41,8 +41,8 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY_BITS = 0x7F800000
 MIN_EXPONENT, MAX_EXPONENT = -100, 100
 BIAS_SHIFT = 2.0**120
-"""Factor that changes the exponent bias of a bit pattern with 4 exponent bits, placed in a float32's upper bits, from
-float32's bias to the format's own."""
+"""Factor for a bit pattern with 4 exponent bits in a float32's upper bits. It changes float32's exponent bias to the
+format's own."""
 TOP_EXPONENT = 8
 """Exponent of the largest magnitude under a group's scale, in both scaled formats."""
 LANE_SHIFTS = np.arange(LANE_NUMEL, dtype=np.uint32) * np.uint32(4)

@@ -1,7 +1,7 @@
 """The steps in which each block folds: once in every `interval` steps, with about equally many folds in each step.
 
 Neighbouring blocks fold in steps that are far apart. In index order, the blocks beyond a multiple of the interval would
-all fold in successive steps, and blocks with many pending updates would be neighbours. Uploads would then wait for
+all fold in successive steps. Blocks with many pending updates would also be neighbours, and uploads would wait for
 them.
 """
 

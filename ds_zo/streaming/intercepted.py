@@ -1,10 +1,10 @@
 """Parameters that intercept reads and writes of their values outside a step.
 
-[Note: direct access to parameters] While a unit is not materialised, its stored weights may lack pending updates, may
-be still in a copy, or may have another format than the parameter. `state_dict()` and `GatheredParameters` handle this.
-User code that reads `p.data`, averages weights or merges PEFT adapters does not. So the parameters of a unit that is
-not materialised are of a subclass whose `__torch_function__` provides the current weights before torch uses them. While
-a step runs, they are plain parameters, so that the forward's operations have no overhead.
+[Note: direct access to parameters] While a unit is not materialised, its stored weights may lack pending updates. A
+copy of them may be under way, or their format may not be the parameter's. `state_dict()` and `GatheredParameters`
+handle this. User code that reads `p.data`, averages weights or merges PEFT adapters does not. So the parameters of a
+unit that is not materialised are of a subclass whose `__torch_function__` provides the current weights before torch
+uses them. While a step runs, they are plain parameters, so that the forward's operations have no overhead.
 """
 
 from __future__ import annotations

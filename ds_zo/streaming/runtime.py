@@ -5,9 +5,9 @@ methods of a pass never block the host. On a CPU device the same code runs in is
 
 [Note: low planes are uploaded ahead] A fold applies a unit's pending updates to its stored weights. It needs the unit's
 low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
-a low slot is free. A low slot becomes free when the fold before has used it, up to a whole fold interval of blocks
-early. Low planes have an upload stream of their own: an upload of a block may wait for its slot, and would hold up the
-low plane that the compute stream needs first.
+a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
+whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
+wait for its slot, and would hold up the low plane that the compute stream needs first.
 """
 
 from __future__ import annotations
@@ -72,13 +72,15 @@ class Runtime:
         """Numbers of the units whose low planes are still to be uploaded, in the order of their folds."""
         own = device.type == "cuda" and overlap
         self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
-        self._standing_order = [i for i, unit in enumerate(self.units) if unit.streamed]
+        self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
         self._downloads: set[int] = set()
         self._actions: deque[Action] = deque()
         self._in_pass = False
         self.wants_low: WantsLow | None = None
+        """None: uses outside a pass upload no low planes ahead."""
         self.bytes_up = 0
         self.bytes_down = 0
+        """Bytes that were uploaded and downloaded so far."""
         self.finish()
 
     def _slot_nbytes(self, nbytes: int) -> int:
@@ -86,8 +88,8 @@ class Runtime:
         return nbytes
 
     def announce_collective_pass(self, *, ahead: bool) -> None:
-        """Every rank of a sharded store makes the next pass. `ahead`: another pass like it follows, so its first blocks
-        are gathered early. Has no effect where weights are not sharded."""
+        """Declares that all ranks of a sharded store make the next pass. `ahead`: another pass like it follows, whose
+        first blocks are gathered at the end of the next one. No effect where weights are not sharded."""
 
     def start(
         self,
@@ -117,7 +119,7 @@ class Runtime:
 
     def acquire(self, unit: Unit) -> Slot:
         """Returns the slot that holds `unit`; the compute stream waits for its upload. A unit that is not next in the
-        plan (skipped, repeated or reordered blocks) is uploaded at once, and the rest of the pass is planned again."""
+        plan (skipped, repeated or reordered blocks) is uploaded at once. The rest of the pass is then planned again."""
         number = self._number[id(unit)]
         self._issue_uploads()
         if not self._actions or self._actions[0].block != number or self._actions[0].kind is not Kind.COMPUTE:
@@ -183,7 +185,7 @@ class Runtime:
     def finish(self) -> None:
         """Ends a pass, complete or interrupted; uploads ahead follow the units' own order again. Slots stay valid where
         they equal their unit's `store_buffer`."""
-        self._order = self._standing_order
+        self._order = self._default_order
         self._then = None
         self._downloads = set()
         self._in_pass = False

@@ -82,8 +82,8 @@ def sweep(
 
 
 def validate(actions: Iterable[Action], *, num_slots: int, loaded: Mapping[int, int] | None = None) -> None:
-    """Raises unless every computation finds its block in its slot, every download follows its block's computation, and
-    no upload overwrites a block that was uploaded and not yet computed."""
+    """Raises unless every computation finds its block in its slot and every download follows its block's computation.
+    Raises also if an upload overwrites a block that was uploaded and not yet computed."""
     holds: dict[int, int] = {slot: block for block, slot in (loaded or {}).items()}
     computed: dict[int, bool] = dict.fromkeys(holds, True)  # blocks that an earlier pass has left may be overwritten
     for action in actions:

@@ -1,11 +1,11 @@
 """The runtime for ranks that store the blocks together, each rank one piece of every block.
 
-[Note: one order of gathers] In a collective pass, which all ranks make, every rank uploads its own piece of a block
-over its own link, and an all-gather completes the block on each device. All ranks must gather the same blocks in the
-same order, whatever their forwards do. So the order is fixed when the pass starts, by the model and the step alone.
-A block that this rank's forward skips is gathered nevertheless, because the other ranks need this rank's piece. It is
-folded if its fold is due. A block that the forward uses again, or out of order, is read from shared memory by this rank
-alone. When the pass ends, every rank has made all gathers of the pass and those of the first blocks of the next pass.
+[Note: one order of gathers] All ranks make a collective pass together. Every rank uploads its own piece of a block over
+its own link, and an all-gather completes the block on each device. All ranks must gather the same blocks in the same
+order, whatever their forwards do. So the order is fixed when the pass starts, by the model and the step alone. A block
+that this rank's forward skips is gathered nevertheless, because the other ranks need this rank's piece. It is folded if
+its fold is due. A block that the forward uses again, or out of order, is read from shared memory by this rank alone.
+When the pass ends, every rank has made all gathers of the pass and those of the first blocks of the next pass.
 """
 
 from __future__ import annotations
