@@ -28,14 +28,22 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "zo": (
         streamed("ZO", lr=1e-3, stream={"resident_blocks": 1, "writeback_interval": 1}, bf16={"enabled": True}),
         {
-            *("_bring_up_to_date", "_apply", "append", "step", "_take_model_step"),
+            *("_replay_pending", "_apply", "append", "step", "_take_model_step"),
             *("acquire_low", "written", "_download", "_upload_lows", "_upload_low"),
         },
     ),
     "lomo": (config_for("LOMO"), {"backward", "_settle", "_update", "_consume", "step", "_take_model_step"}),
     "lsp": (
         config_for("LSP", params=LSP, lr=1e-2, zero_optimization={"offload_optimizer": {"device": "cpu"}}),
-        {"backward", "settle", "_settle", "_apply", "step", "_take_model_step"},
+        {
+            "backward",
+            "apply_pending_update",
+            "apply_pending_updates",
+            "_upload_and_apply",
+            "_apply",
+            "step",
+            "_take_model_step",
+        },
     ),
 }
 """A configuration, and the functions in which an update is made."""
