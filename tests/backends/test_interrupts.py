@@ -161,7 +161,7 @@ def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(kind: str, 
     forward()
     before = modes()
     lines = press_at(forward, None)
-    assert kind == "ZO" or {name for name, _ in lines} >= {"lomo_blocks.py", "recompute_store.py", "autocast_mode.py"}
+    assert kind == "ZO" or {name for name, _ in lines} >= {"blocks.py", "block_store.py", "autocast_mode.py"}
     num_interrupts = 0
     for number, (line, num_times) in enumerate(lines.items()):
         if number % 3 and line[0] not in ("graph.py", "grad_mode.py"):  # all of them were tried once
