@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
@@ -71,7 +72,6 @@ class Backend(ABC):
     module has the JSON's dtype, and `optimizer` is final, so `__init__` may allocate.
     """
 
-    name: ClassVar[str]
     recorder: TrajectoryRecorder | None = None
     """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
     accumulates: ClassVar[bool] = True
@@ -124,6 +124,17 @@ class Backend(ABC):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """`loss` is already divided by the accumulation steps."""
         loss.backward(retain_graph=retain_graph)
+
+    def average_gradients(self) -> None:
+        """Replaces `grad` of every trainable parameter by its mean over the data-parallel ranks. A `step` that reads
+        `grad` calls it first. A parameter without a gradient on some ranks counts as zero there."""
+        if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.process_group)
+            parameter.grad.div_(dist.get_world_size(self.process_group))
 
     @abstractmethod
     def step(self) -> StepOutcome:
@@ -244,17 +255,24 @@ class Backend(ABC):
 
     def replay_steps(self, rows: torch.Tensor) -> None:
         """Makes steps again that a trajectory recorded after the state that was restored."""
-        raise NotImplementedError(f"backend {self.name} records no trajectory")
+        raise NotImplementedError(f"backend {self.config.backend} records no trajectory")
 
     def rank_state(self) -> dict[str, Any]:
-        """What differs from rank to rank: sums of an accumulation window that is not over."""
-        return {}
+        """What differs from rank to rank: sums of an accumulation window that is not over. By default `grad` of every
+        parameter that has one, by name."""
+        return {name: p.grad.cpu() for name, p in self.module.named_parameters() if p.grad is not None}
 
-    def check_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
         """Raises where `load_rank_state` could not take it."""
+        parameters = dict(self.module.named_parameters())
+        if any(parameters[name].shape != grad.shape for name, grad in state.items()):
+            raise ValueError("a gradient has another shape than its parameter")
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Its counterpart."""
+        for name, parameter in self.module.named_parameters():
+            grad = state.get(name)
+            parameter.grad = None if grad is None else grad.to(parameter.device, parameter.dtype, copy=True)
 
     def close(self) -> None:  # noqa: B027
         """Gives back buffers and hooks when the engine is destroyed. Safe to call twice."""
