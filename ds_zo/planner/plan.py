@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ds_zo.config.optimizers import PARAMS, LSPParams, ZOParams
+from ds_zo.config.optimizers import LSPParams, ZOParams
+from ds_zo.config.registry import BACKENDS, backend_names, entry_of
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
 from ds_zo.config.stock import parse
@@ -56,7 +57,7 @@ def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Es
         model,
         _told(limits, options.stream),
         backend=backend,
-        params=parse(PARAMS[backend], options.params, at="optimizer.params").model_dump(exclude_unset=True),
+        params=parse(entry_of(backend).params, options.params, at="optimizer.params").model_dump(exclude_unset=True),
         stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
         offload=options.offload,
         checkpointing=options.checkpointing,
@@ -162,13 +163,18 @@ def plan(
     `stream` has keys that mean nothing otherwise."""
     chosen = list(dict.fromkeys(backends or CONTENDERS))
     unknown = [name for name in chosen if name not in CONTENDERS]
+    if unknown and unknown[0] in backend_names():
+        raise ValueError(
+            f"the planner has no estimate for a backend registered from outside ds_zo, got {unknown[0]!r}; it plans "
+            f"{', '.join(CONTENDERS)} (--backend)"
+        )
     if unknown:
         raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(CONTENDERS)} (--backend)")
     if params and len(chosen) != 1:
         raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
-    if params and chosen[0] not in PARAMS:
+    if params and chosen[0] not in BACKENDS:
         raise ValueError(
-            f"params are planned for {', '.join(PARAMS)}, got some of {chosen[0]}: leave them out (--params)"
+            f"params are planned for {', '.join(BACKENDS)}, got some of {chosen[0]}: leave them out (--params)"
         )
     for option, value in (("--device-memory-gb", device_memory_gb), ("--host-memory-gb", host_memory_gb)):
         if value is not None and not 0 < value < math.inf:
@@ -203,7 +209,7 @@ def plan(
 def _estimate(name: str, model: Model, limits: Limits, options: Options) -> Estimate:
     """Whose JSON would be refused has no plan."""
     found = CONTENDERS[name](model, limits, options)
-    if name in PARAMS:
+    if name in BACKENDS:
         resolve(dict(found.config), world_size=1)
     return found
 

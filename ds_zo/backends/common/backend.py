@@ -25,14 +25,7 @@ from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
-
-_WHERE: dict[str, tuple[str, str]] = {
-    "zo": ("ds_zo.backends.zo.backend", "ZOBackend"),
-    "lomo": ("ds_zo.backends.lomo.backend", "LOMOBackend"),
-    "adalomo": ("ds_zo.backends.lomo.adalomo", "AdaLOMOBackend"),
-    "lsp": ("ds_zo.backends.lsp.backend", "LSPBackend"),
-}
-"""Module and class of each backend. Imported on first use: one's kernels cost the others nothing."""
+from ds_zo.config.registry import entry_of
 
 
 @dataclass(frozen=True)
@@ -279,6 +272,14 @@ class Backend(ABC):
 
 
 def backend_class(name: str) -> type[Backend]:
-    module_name, class_name = _WHERE[name]
-    found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
+    """The class of a registered backend, imported if its entry gives its place."""
+    found: Any = entry_of(name).backend
+    if isinstance(found, str):
+        module_name, _, class_name = found.partition(":")
+        found = getattr(importlib.import_module(module_name), class_name)
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise TypeError(
+            f"a registered backend must be a subclass of ds_zo.backends.Backend, got {found!r} for {name}; correct the "
+            "call of register_backend"
+        )
     return found
