@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
@@ -24,14 +25,7 @@ from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
-
-_WHERE: dict[str, tuple[str, str]] = {
-    "zo": ("ds_zo.backends.zo.backend", "ZOBackend"),
-    "lomo": ("ds_zo.backends.lomo.backend", "LOMOBackend"),
-    "adalomo": ("ds_zo.backends.lomo.adalomo", "AdaLOMOBackend"),
-    "lsp": ("ds_zo.backends.lsp.backend", "LSPBackend"),
-}
-"""Module and class of each backend. Imported on first use: one's kernels cost the others nothing."""
+from ds_zo.config.registry import entry_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,6 @@ class Backend(ABC):
     module has the JSON's dtype, and `optimizer` is final, so `__init__` may allocate.
     """
 
-    name: ClassVar[str]
     recorder: TrajectoryRecorder | None = None
     """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
     accumulates: ClassVar[bool] = True
@@ -124,6 +117,17 @@ class Backend(ABC):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """`loss` is already divided by the accumulation steps."""
         loss.backward(retain_graph=retain_graph)
+
+    def average_gradients(self) -> None:
+        """Replaces `grad` of every trainable parameter by its mean over the data-parallel ranks. A `step` that reads
+        `grad` calls it first. A parameter without a gradient on some ranks counts as zero there."""
+        if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.process_group)
+            parameter.grad.div_(dist.get_world_size(self.process_group))
 
     @abstractmethod
     def step(self) -> StepOutcome:
@@ -244,23 +248,38 @@ class Backend(ABC):
 
     def replay_steps(self, rows: torch.Tensor) -> None:
         """Makes steps again that a trajectory recorded after the state that was restored."""
-        raise NotImplementedError(f"backend {self.name} records no trajectory")
+        raise NotImplementedError(f"backend {self.config.backend} records no trajectory")
 
     def rank_state(self) -> dict[str, Any]:
-        """What differs from rank to rank: sums of an accumulation window that is not over."""
-        return {}
+        """What differs from rank to rank: sums of an accumulation window that is not over. By default `grad` of every
+        parameter that has one, by name."""
+        return {name: p.grad.cpu() for name, p in self.module.named_parameters() if p.grad is not None}
 
-    def check_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
         """Raises where `load_rank_state` could not take it."""
+        parameters = dict(self.module.named_parameters())
+        if any(parameters[name].shape != grad.shape for name, grad in state.items()):
+            raise ValueError("a gradient has another shape than its parameter")
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Its counterpart."""
+        for name, parameter in self.module.named_parameters():
+            grad = state.get(name)
+            parameter.grad = None if grad is None else grad.to(parameter.device, parameter.dtype, copy=True)
 
     def close(self) -> None:  # noqa: B027
         """Gives back buffers and hooks when the engine is destroyed. Safe to call twice."""
 
 
 def backend_class(name: str) -> type[Backend]:
-    module_name, class_name = _WHERE[name]
-    found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
+    """The class of a registered backend, imported if its entry gives its place."""
+    found: Any = entry_of(name).backend
+    if isinstance(found, str):
+        module_name, _, class_name = found.partition(":")
+        found = getattr(importlib.import_module(module_name), class_name)
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise TypeError(
+            f"a registered backend must be a subclass of ds_zo.backends.Backend, got {found!r} for {name}; correct the "
+            "call of register_backend"
+        )
     return found
