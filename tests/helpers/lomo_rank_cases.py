@@ -131,7 +131,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
-            "most_alive": None if reducer is None else reducer.most_alive,
+            "max_live_buckets": None if reducer is None else reducer.max_live_buckets,
             "events": events,
             **stored_nbytes(engine),
         }

@@ -25,7 +25,7 @@ from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_ali
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
 
-_WHERE: dict[str, tuple[str, str]] = {
+_BACKENDS: dict[str, tuple[str, str]] = {
     "zo": ("ds_zo.backends.zo.backend", "ZOBackend"),
     "lomo": ("ds_zo.backends.lomo.backend", "LOMOBackend"),
     "adalomo": ("ds_zo.backends.lomo.adalomo", "AdaLOMOBackend"),
@@ -109,7 +109,7 @@ class Backend(ABC):
         return GroupedOptimizer(params, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
 
     @classmethod  # noqa: B027
-    def take_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
+    def prepare_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
         """The JSON's or the user's own, before a scheduler of the JSON's changes its rates."""
 
     @property
@@ -167,12 +167,12 @@ class Backend(ABC):
         target.copy_(value)
 
     @contextmanager
-    def readable_alone(self) -> Iterator[None]:
+    def readable_on_rank_0(self) -> Iterator[None]:
         """Entered by every rank; inside, the first reads weights without the others."""
         yield
 
     @property
-    def stored_is_held(self) -> bool:
+    def stored_are_copies(self) -> bool:
         """What `stored` returns now are copies that training does not change."""
         return False
 
@@ -189,7 +189,7 @@ class Backend(ABC):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the writer's threads have streams of their own
         state = {"state": held(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
-        return Snapshot(module_pieces(tensors, hold=hold and not self.stored_is_held), lambda: state)
+        return Snapshot(module_pieces(tensors, hold=hold and not self.stored_are_copies), lambda: state)
 
     @torch.no_grad()
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
@@ -261,6 +261,6 @@ class Backend(ABC):
 
 
 def backend_class(name: str) -> type[Backend]:
-    module_name, class_name = _WHERE[name]
+    module_name, class_name = _BACKENDS[name]
     found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
     return found

@@ -15,14 +15,14 @@ class DeferredScalar:
         value = value.detach()
         self._copied: torch.cuda.Event | None = None
         if value.is_cuda:
-            aside = _aside(value.device)
-            aside.wait_stream(torch.cuda.current_stream(value.device))
+            copy_stream = _copy_stream(value.device)
+            copy_stream.wait_stream(torch.cuda.current_stream(value.device))
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
-            with torch.cuda.stream(aside):
+            with torch.cuda.stream(copy_stream):
                 self._value.copy_(value, non_blocking=True)
                 self._copied = torch.cuda.Event()
                 self._copied.record()
-            value.record_stream(aside)
+            value.record_stream(copy_stream)
         else:
             self._value = value.clone()
 
@@ -33,5 +33,5 @@ class DeferredScalar:
 
 
 @cache
-def _aside(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -42,23 +42,23 @@ class GatheredCopies:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._copies
 
-    def show(
-        self, parameter: nn.Parameter, value: torch.Tensor, *, unit: Unit | None, visitors: Iterable[nn.Module]
+    def add(
+        self, parameter: nn.Parameter, value: torch.Tensor, *, unit: Unit | None, checked_modules: Iterable[nn.Module]
     ) -> None:
-        """`parameter` is at home. `visitors`: modules whose forwards run on what is stored."""
+        """`parameter` is at home. `checked_modules`: modules whose forwards run on what is stored."""
         copy = self._copies[id(parameter)] = _Copy(parameter, unit, _sample(value))
         if unit is None:
             parameter.data = value
         else:
             unit.lend(parameter, value)
         check = Hook(torch.compiler.disable(partial(self._check, copy)))
-        copy.handles += [module.register_forward_pre_hook(check, prepend=True) for module in visitors]
+        copy.handles += [module.register_forward_pre_hook(check, prepend=True) for module in checked_modules]
 
-    def shown(self, parameter: nn.Parameter) -> torch.Tensor:
+    def value_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """What it shows, or would if no visit had come between."""
         return self._copies[id(parameter)].value
 
-    def take_back(self, parameter: nn.Parameter) -> torch.Tensor:
+    def remove(self, parameter: nn.Parameter) -> torch.Tensor:
         """What it shows; whoever asks brings it home."""
         copy = self._copies.pop(id(parameter))
         for handle in copy.handles:
@@ -68,18 +68,18 @@ class GatheredCopies:
             copy.unit.take_back(parameter)
         return value
 
-    def stored(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def update(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """`value` was stored; it is shown too."""
         copy = self._copies[id(parameter)]
         if copy.value.data_ptr() != value.data_ptr():
             copy.value.copy_(value.detach())
         copy.sample = _sample(copy.value)
 
-    def close(self, *, comes_home: bool) -> None:
+    def close(self, *, rebind: bool) -> None:
         """The engine ends first: what copies show is not stored."""
         for copy in list(self._copies.values()):
-            self.take_back(copy.parameter)
-            if comes_home and copy.unit is not None:
+            self.remove(copy.parameter)
+            if rebind and copy.unit is not None:
                 copy.unit.bind_stored()
 
     def _check(self, copy: _Copy, *hooked: Any) -> None:

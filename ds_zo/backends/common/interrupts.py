@@ -42,7 +42,7 @@ class Interrupts:
     # it, and put back last.
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """What comes inside is delivered on leaving."""
         if not _in_main_thread():
             yield

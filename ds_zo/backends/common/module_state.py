@@ -31,7 +31,9 @@ class ModuleState(ABC):
     def __init__(self, units: Iterable[Unit], module: nn.Module, *, device: torch.device) -> None:
         self.device = device
         self._units = list(units)
-        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in self._units for p in u.placed}
+        self._placement_of: dict[int, tuple[Unit, Placed]] = {
+            id(p.parameter): (u, p) for u in self._units for p in u.placed
+        }
         names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """Parameters with several names, and the copy of each that was last handed out."""
@@ -40,15 +42,15 @@ class ModuleState(ABC):
         self._has_warned_of_copies = False
         self._handles = []
         for m in module.modules():
-            if any(p is not None and id(p) in self._where for p in m._parameters.values()):
-                self._handles.append(m.register_state_dict_pre_hook(Hook(self._read_stored)))
-                self._handles.append(m.register_state_dict_post_hook(Hook(self._fold_into)))
+            if any(p is not None and id(p) in self._placement_of for p in m._parameters.values()):
+                self._handles.append(m.register_state_dict_pre_hook(Hook(self._unwatch_owner)))
+                self._handles.append(m.register_state_dict_post_hook(Hook(self._put_current_weights)))
                 self._handles.append(m.register_load_state_dict_pre_hook(Hook(self._stage)))
-                self._handles.append(m.register_load_state_dict_post_hook(Hook(self._take)))
-        for unit, placed in self._where.values():
-            self._answer_for(placed.parameter, partial(self._full_fp32, unit, placed))
+                self._handles.append(m.register_load_state_dict_post_hook(Hook(self._store_staged)))
+        for unit, placed in self._placement_of.values():
+            self._attach_accessors(placed.parameter, partial(self._full_fp32, unit, placed))
         self._module = module
-        self._apply = StandIn(self._stay, module._apply) if self._where else None
+        self._apply = StandIn(self._ignore_move, module._apply) if self._placement_of else None
         if self._apply is not None:
             object.__setattr__(module, "_apply", self._apply)
         self.watch()
@@ -85,7 +87,7 @@ class ModuleState(ABC):
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
         """What somebody assigns to `parameter.data` becomes the stored weight. False: it is none of the weight's
         kind, or not this rank's alone to store."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if value.shape != parameter.shape or value.dtype is not parameter.dtype or self._is_busy():
             return False
         if self._is_shared(unit):
@@ -120,7 +122,7 @@ class ModuleState(ABC):
             "merge_and_unload(), where several ranks keep blocks together, call engine.destroy()"
         )
 
-    def _stay(self, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    def _ignore_move(self, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """What `to`, `half`, `cpu` and the like call: moved, weights would leave their homes behind."""
         logger.warning(
             "ds_zo: an engine has this module's weights, so .to(), .half(), .cpu() and Trainer's bf16_full_eval and "
@@ -128,21 +130,21 @@ class ModuleState(ABC):
         )
         return self._module
 
-    def _answer_for(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
+    def _attach_accessors(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
         # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
         parameter._hp_mapping = self
         parameter.get_full_hp_param = full
         parameter.set_full_hp_param = partial(self.store, parameter)
         parameter.__deepcopy__ = partial(self._plain_copy, parameter)
 
-    def _leave(self, parameter: nn.Parameter) -> None:
+    def _detach_accessors(self, parameter: nn.Parameter) -> None:
         if getattr(parameter, "_hp_mapping", None) is self:
             for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "__deepcopy__"):
                 delattr(parameter, name)
 
     def owns_module(self) -> bool:
         """False once another engine has been made of the same module: its weights are no longer ours to touch."""
-        return all(getattr(placed.parameter, "_hp_mapping", None) is self for _, placed in self._where.values())
+        return all(getattr(placed.parameter, "_hp_mapping", None) is self for _, placed in self._placement_of.values())
 
     @abstractmethod
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -161,7 +163,7 @@ class ModuleState(ABC):
         """Weights of `unit` are about to be written."""
 
     def close(self) -> None:
-        self.gathered_copies.close(comes_home=self.owns_module() and not sys.is_finalizing())
+        self.gathered_copies.close(rebind=self.owns_module() and not sys.is_finalizing())
         if self.owns_module():
             self.unwatch()
         self._units = []
@@ -169,20 +171,20 @@ class ModuleState(ABC):
             handle.remove()
         if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
             object.__delattr__(self._module, "_apply")
-        for _, placed in self._where.values():
-            self._leave(placed.parameter)
+        for _, placed in self._placement_of.values():
+            self._detach_accessors(placed.parameter)
 
-    def _read_stored(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """`state_dict` takes what parameters show, which `_fold_into` replaces."""
+    def _unwatch_owner(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """`state_dict` takes what parameters show, which `_put_current_weights` replaces."""
         unwatch(p for p in module._parameters.values() if p is not None)
 
-    def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _put_current_weights(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, p in module._parameters.items():
-            if p is None or id(p) not in self._where or p in self.gathered_copies:
+            if p is None or id(p) not in self._placement_of or p in self.gathered_copies:
                 continue
             if prefix + name in state_dict:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
-            if self._where[id(p)][0].is_watched:
+            if self._placement_of[id(p)][0].is_watched:
                 watch([p])
 
     def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
@@ -202,10 +204,10 @@ class ModuleState(ABC):
         staged = [
             p
             for name, p in module._parameters.items()
-            if p is not None and prefix + name in state_dict and id(p) in self._where
+            if p is not None and prefix + name in state_dict and id(p) in self._placement_of
         ]
         for p in staged:
-            self._before_load(self._where[id(p)][0])
+            self._before_load(self._placement_of[id(p)][0])
         # Read first: a read binds the whole unit to its home again.
         values = [torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p)) for p in staged]
         unwatch(staged)
@@ -213,14 +215,14 @@ class ModuleState(ABC):
             p.data = value
         self._staged += staged
 
-    def _take(self, module: nn.Module, incompatible_keys: Any) -> None:
+    def _store_staged(self, module: nn.Module, incompatible_keys: Any) -> None:
         # All values first: a write binds the whole unit to its home again.
         values = [(p, p.data) for p in self._staged]
         self._staged.clear()
         for p, value in values:
             self.store(p, value)
 
-    def lend(self, parameters: Sequence[nn.Parameter]) -> None:
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """Points parameters at copies of the current weights, which are theirs until `lending.take_back`."""
         owners: dict[int, list[nn.Module]] = {id(p): [] for p in parameters}
         for m in self._module.modules():
@@ -230,21 +232,24 @@ class ModuleState(ABC):
         # All values first: to read one may fail.
         values = [self.read(p).clone() for p in parameters]
         for p, value in zip(parameters, values, strict=True):
-            unit = self._where[id(p)][0] if id(p) in self._where else None
-            visitors: list[nn.Module] = []
+            unit = self._placement_of[id(p)][0] if id(p) in self._placement_of else None
+            checked_modules: list[nn.Module] = []
             if unit is not None and self._is_materialised_in_forward(
                 unit
             ):  # a block's as a whole, others by each module that has them
-                visitors = [unit.module, *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block)]
-            self.gathered_copies.show(p, value, unit=unit, visitors=visitors)
+                checked_modules = [
+                    unit.module,
+                    *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block),
+                ]
+            self.gathered_copies.add(p, value, unit=unit, checked_modules=checked_modules)
 
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
         """Its parameters are pointed elsewhere while its module runs."""
         return True
 
-    def return_home(self, parameter: nn.Parameter) -> None:
+    def bind_stored(self, parameter: nn.Parameter) -> None:
         """After somebody pointed it at memory of their own."""
-        self._where[id(parameter)][0].bind_stored()
+        self._placement_of[id(parameter)][0].bind_stored()
 
     def _plain_copy(self, parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         """The current weights, and nothing that refers to an engine; the device is the one that it shows."""
@@ -253,11 +258,11 @@ class ModuleState(ABC):
             value = parameter.detach().clone()
         else:
             value = self.read(parameter).to(device, copy=True)
-            self.return_home(parameter)
+            self.bind_stored(parameter)
         return plain_class(parameter)(value, parameter.requires_grad)
 
     def store(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Writes a weight, and shows it where a copy is shown."""
         self.write(parameter, value)
         if parameter in self.gathered_copies:
-            self.gathered_copies.stored(parameter, value)
+            self.gathered_copies.update(parameter, value)

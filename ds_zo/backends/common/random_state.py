@@ -22,12 +22,12 @@ class RandomState:
         self.own: list[Any] = []
         """Generators that the module keeps or the caller passed, besides the global ones."""
 
-    def cheap(self) -> tuple[Any, ...]:
+    def get_state(self) -> tuple[Any, ...]:
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         python = (random.getstate(), np.random.get_state()) if self.swap_python else None
         return torch.get_rng_state(), cuda, python, [_state_of(generator) for generator in self.own]
 
-    def set_cheap(self, state: tuple[Any, ...]) -> None:
+    def set_state(self, state: tuple[Any, ...]) -> None:
         cpu, cuda, python, own = state
         torch.set_rng_state(cpu)
         for generator, value in zip(self.own, own, strict=True):
@@ -35,19 +35,19 @@ class RandomState:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self._device)
         if python is not None:
-            self.set_python(python)
+            self.set_python_state(python)
 
     @staticmethod
-    def python() -> tuple[Any, Any]:
+    def python_state() -> tuple[Any, Any]:
         return random.getstate(), np.random.get_state()
 
     @staticmethod
-    def set_python(state: tuple[Any, Any]) -> None:
+    def set_python_state(state: tuple[Any, Any]) -> None:
         random.setstate(state[0])
         np.random.set_state(state[1])
 
     @staticmethod
-    def same_python(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    def equal_python_states(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
         return a[0] == b[0] and a[1][2] == b[1][2] and np.array_equal(a[1][1], b[1][1])
 
 

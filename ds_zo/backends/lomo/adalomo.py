@@ -20,7 +20,7 @@ class AdaLOMOBackend(LOMOBackend):
 
     def _update_weight(
         self,
-        slot: ParameterState,
+        state: ParameterState,
         grad: torch.Tensor,
         *,
         lr: float,
@@ -29,12 +29,12 @@ class AdaLOMOBackend(LOMOBackend):
         dither: Dither | None,
         guards: Sequence[torch.Tensor],
     ) -> torch.Tensor | None:
-        slot.moments = slot.moments or FactoredMoments.zeros(slot.parameter)
-        assert isinstance(slot.moments, FactoredMoments)
+        state.moments = state.moments or FactoredMoments.zeros(state.parameter)
+        assert isinstance(state.moments, FactoredMoments)
         return adalomo_update_(
-            slot.parameter,
+            state.parameter,
             grad,
-            slot.moments,
+            state.moments,
             lr=lr,
             decay=decay,
             decay_rate=self.settings.decay_rate,
@@ -43,6 +43,6 @@ class AdaLOMOBackend(LOMOBackend):
             coef=coef,
             clip_value=self.settings.clip_grad_value,
             dither=dither,
-            residue=slot.residue,
+            residue=state.residue,
             guards=guards,
         )

@@ -19,7 +19,7 @@ def adapter_parameters(module: nn.Module) -> frozenset[int]:
     return frozenset(found)
 
 
-def note_initial_lr(optimizer: torch.optim.Optimizer) -> None:
+def record_initial_lr(optimizer: torch.optim.Optimizer) -> None:
     """Notes each group's rate before a scheduler changes it, under the name that torch's schedulers give it."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

@@ -24,7 +24,7 @@ class ForeignLeaves:
         self._inputs: list[weakref.ref[torch.Tensor]] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
 
-    def saw(self, inputs: Any, outputs: Any) -> None:
+    def record_forward(self, inputs: Any, outputs: Any) -> None:
         """Of a forward of the engine's."""
         for known, found in ((self._inputs, inputs), (self._outputs, outputs)):
             leaves = tree_flatten(found)[0]
@@ -32,7 +32,7 @@ class ForeignLeaves:
             known += [weakref.ref(t) for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
 
     @contextmanager
-    def kept(self, loss: torch.Tensor) -> Iterator[None]:
+    def gradients_restored(self, loss: torch.Tensor) -> Iterator[None]:
         """Their gradients are afterwards what they were."""
         leaves = self._leaves_of(loss)
         before = [leaf.grad for leaf in leaves]

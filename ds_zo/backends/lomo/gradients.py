@@ -38,7 +38,7 @@ class ParameterState:
     """The block that it stands in and nowhere else, where blocks stream."""
     residue: torch.Tensor | None = None
     """What rounding dropped so far (`rounding: kahan`)."""
-    held: torch.Tensor | None = None
+    partial_grad: torch.Tensor | None = None
     """The sum so far of a gradient that comes in parts; see [Note: gradients in parts]."""
 
 
@@ -46,7 +46,7 @@ class Layer:
     """Parameters that are clipped by their own norm: a block, or one parameter outside of blocks."""
 
     def __init__(self) -> None:
-        self.slots: list[ParameterState] = []
+        self.states: list[ParameterState] = []
         self.waiting: list[ParameterState] = []
         """Those whose gradients have come, in this pass."""
         self.num_expected = 0

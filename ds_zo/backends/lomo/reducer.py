@@ -50,7 +50,7 @@ Gradients = list[tuple[ParameterState, torch.Tensor]]
 Pieces = list[tuple[ParameterState, ParameterShard, torch.Tensor]]
 
 
-class Stage(Enum):
+class BucketStage(Enum):
     OPEN = "gradients of this rank may still come; there are buffers once one has"
     CLOSED = "all have come, and wait for their turn in buffers"
     REDUCING = "the buffers are on their way"
@@ -63,85 +63,85 @@ class Bucket:
     in_pieces = False
     """Each rank gets the sums of its own pieces; see [Note: gradients in pieces]."""
 
-    def __init__(self, slots: Sequence[ParameterState], block: RecomputedBlock | None = None) -> None:
-        self.slots = list(slots)
+    def __init__(self, states: Sequence[ParameterState], block: RecomputedBlock | None = None) -> None:
+        self.states = list(states)
         self.block = block
         """Where blocks stream: the one whose weights have to be here when this is consumed."""
         self.trained: list[ParameterState] = []
-        self.stage = Stage.DONE
+        self.stage = BucketStage.DONE
         self.arrived: set[int] = set()
         self.works: list[Any] = []
         self.pieces: list[torch.Tensor] = []
         """This rank's pieces of the sums, where each rank needs but one."""
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._where: dict[int, tuple[torch.dtype, int]] = {}
-        """Dtype and offset of each parameter's gradient, by the slot's id."""
-        self._marks_at: dict[torch.dtype, int] = {}
+        self._offset_of: dict[int, tuple[torch.dtype, int]] = {}
+        """Dtype and offset of each parameter's gradient, by the state's id."""
+        self._marks_begin: dict[torch.dtype, int] = {}
         self._num_elements: dict[torch.dtype, int] = {}
 
     @property
-    def alive(self) -> bool:
+    def has_buffers(self) -> bool:
         return bool(self._buffers)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return list(self._buffers.values())
 
-    def train(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
+    def lay_out(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
         """Lays out the parameters that take part."""
         self.trained = list(trained)
-        self._where, self._marks_at, self._num_elements = {}, {}, {}
-        for dtype, slots in _by_dtype(trained).items():
+        self._offset_of, self._marks_begin, self._num_elements = {}, {}, {}
+        for dtype, states in _by_dtype(trained).items():
             step, end = _ALIGN // dtype.itemsize, 0
-            for slot in slots:
-                self._where[id(slot)] = (dtype, end)
-                end += -(-slot.parameter.numel() // step) * step
-            self._marks_at[dtype] = end
+            for state in states:
+                self._offset_of[id(state)] = (dtype, end)
+                end += -(-state.parameter.numel() // step) * step
+            self._marks_begin[dtype] = end
             whole = step * num_ranks
-            self._num_elements[dtype] = -(-(end + len(slots)) // whole) * whole
+            self._num_elements[dtype] = -(-(end + len(states)) // whole) * whole
 
     def begin(self) -> None:
         self.drop()
-        self.stage = Stage.OPEN if self.trained else Stage.DONE
+        self.stage = BucketStage.OPEN if self.trained else BucketStage.DONE
 
     def fill(self, device: torch.device) -> None:
         """Makes the buffers, of zeros: what no gradient is written to counts as none."""
         if not self._buffers:
             self._buffers = {d: torch.zeros(n, dtype=d, device=device) for d, n in self._num_elements.items()}
 
-    def gradient(self, slot: ParameterState) -> torch.Tensor:
-        dtype, begin = self._where[id(slot)]
-        return self._buffers[dtype][begin : begin + slot.parameter.numel()].view(slot.parameter.shape)
+    def gradient(self, state: ParameterState) -> torch.Tensor:
+        dtype, begin = self._offset_of[id(state)]
+        return self._buffers[dtype][begin : begin + state.parameter.numel()].view(state.parameter.shape)
 
-    def put(self, slot: ParameterState, grad: torch.Tensor) -> None:
-        self.gradient(slot).copy_(grad)
-        self.arrived.add(id(slot))
+    def put(self, state: ParameterState, grad: torch.Tensor) -> None:
+        self.gradient(state).copy_(grad)
+        self.arrived.add(id(state))
 
-    def mark(self, loss_guard: torch.Tensor | None) -> None:
+    def write_marks(self, loss_guard: torch.Tensor | None) -> None:
         """See [Note: marks]."""
-        for dtype, begin in self._marks_at.items():
-            here = [slot for slot in self.trained if self._where[id(slot)][0] is dtype]
+        for dtype, begin in self._marks_begin.items():
+            here = [state for state in self.trained if self._offset_of[id(state)][0] is dtype]
             marks = self._buffers[dtype][begin : begin + len(here)].fill_(1)
-            for i, slot in enumerate(here):
-                if id(slot) not in self.arrived:
+            for i, state in enumerate(here):
+                if id(state) not in self.arrived:
                     marks[i].zero_()
             if loss_guard is not None:
                 marks.add_(loss_guard)
 
     def loss_guard(self) -> torch.Tensor:
         """Finite where the losses of all ranks are."""
-        dtype, begin = next(iter(self._marks_at.items()))
+        dtype, begin = next(iter(self._marks_begin.items()))
         return self._buffers[dtype][begin].to(torch.float32, copy=True)
 
-    def present(self) -> list[ParameterState]:
+    def with_gradients(self) -> list[ParameterState]:
         """Those that some rank had a gradient for."""
         if len(self.arrived) == len(self.trained):
             return self.trained
-        marks = {d: iter(self._buffers[d][begin:].tolist()) for d, begin in self._marks_at.items()}
-        return [slot for slot in self.trained if next(marks[self._where[id(slot)][0]]) != 0]
+        marks = {d: iter(self._buffers[d][begin:].tolist()) for d, begin in self._marks_begin.items()}
+        return [state for state in self.trained if next(marks[self._offset_of[id(state)][0]]) != 0]
 
     def drop(self) -> None:
-        self.stage = Stage.DONE
+        self.stage = BucketStage.DONE
         self.arrived, self.works, self.pieces, self._buffers = set(), [], [], {}
 
 
@@ -152,93 +152,95 @@ class PiecesBucket(Bucket):
 
     def __init__(
         self,
-        slots: Sequence[ParameterState],
+        states: Sequence[ParameterState],
         block: RecomputedBlock | None,
         segments: Mapping[int, Sequence[ParameterShard]],
     ) -> None:
         """`segments` by the parameter's id."""
-        super().__init__(slots, block)
+        super().__init__(states, block)
         self._segments = segments
         self._places: dict[int, list[tuple[ParameterShard, int]]] = {}
-        """Where in its rank's row each of a parameter's segments begins, by the slot's id."""
+        """Where in its rank's row each of a parameter's segments begins, by the state's id."""
         self._own_guards: dict[int, torch.Tensor] = {}
-        """Of this rank's gradients, by the slot's id."""
+        """Of this rank's gradients, by the state's id."""
         self._num_ranks = 1
 
-    def train(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
+    def lay_out(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
         self.trained = list(trained)
         self._num_ranks = num_ranks
-        self._where, self._marks_at, self._num_elements, self._places = {}, {}, {}, {}
-        for dtype, slots in _by_dtype(trained).items():
+        self._offset_of, self._marks_begin, self._num_elements, self._places = {}, {}, {}, {}
+        for dtype, states in _by_dtype(trained).items():
             step, ends = _ALIGN // dtype.itemsize, [0] * num_ranks
-            for slot in slots:
-                self._where[id(slot)] = (dtype, 0)
-                self._places[id(slot)] = []
-                for segment in self._segments[id(slot.parameter)]:
-                    self._places[id(slot)].append((segment, ends[segment.rank]))
+            for state in states:
+                self._offset_of[id(state)] = (dtype, 0)
+                self._places[id(state)] = []
+                for segment in self._segments[id(state.parameter)]:
+                    self._places[id(state)].append((segment, ends[segment.rank]))
                     ends[segment.rank] += -(-segment.numel // step) * step
-            self._marks_at[dtype] = max(ends)
-            self._num_elements[dtype] = num_ranks * (-(-(max(ends) + len(slots)) // step) * step)
+            self._marks_begin[dtype] = max(ends)
+            self._num_elements[dtype] = num_ranks * (-(-(max(ends) + len(states)) // step) * step)
 
-    def put(self, slot: ParameterState, grad: torch.Tensor) -> None:
-        flat, rows = grad.reshape(-1), self._rows(slot.parameter.dtype)
-        for segment, at in self._places[id(slot)]:
+    def put(self, state: ParameterState, grad: torch.Tensor) -> None:
+        flat, rows = grad.reshape(-1), self._rows(state.parameter.dtype)
+        for segment, at in self._places[id(state)]:
             rows[segment.rank, at : at + segment.numel].copy_(flat[segment.begin : segment.begin + segment.numel])
-        self.arrived.add(id(slot))
+        self.arrived.add(id(state))
 
-    def check(self, slot: ParameterState, grad: torch.Tensor) -> None:
+    def add_guard(self, state: ParameterState, grad: torch.Tensor) -> None:
         """See [Note: gradients in pieces]. A gradient whose sum over ranks may overflow counts as not finite."""
-        self._own_guards[id(slot)] = gradient_guard(grad).to(grad.dtype) * self._num_ranks
+        self._own_guards[id(state)] = gradient_guard(grad).to(grad.dtype) * self._num_ranks
 
-    def mark(self, loss_guard: torch.Tensor | None) -> None:
-        for dtype, begin in self._marks_at.items():
-            here = [slot for slot in self.trained if slot.parameter.dtype is dtype]
+    def write_marks(self, loss_guard: torch.Tensor | None) -> None:
+        for dtype, begin in self._marks_begin.items():
+            here = [state for state in self.trained if state.parameter.dtype is dtype]
             marks = self._rows(dtype)[:, begin : begin + len(here)].fill_(1)
-            for i, slot in enumerate(here):
-                if id(slot) not in self.arrived:
+            for i, state in enumerate(here):
+                if id(state) not in self.arrived:
                     marks[:, i].zero_()
             if loss_guard is not None:
                 none = torch.zeros_like(loss_guard, dtype=dtype)
-                own = torch.stack([self._own_guards.get(id(slot), none) for slot in here])
+                own = torch.stack([self._own_guards.get(id(state), none) for state in here])
                 marks.add_(own * 0 + loss_guard)
 
-    def present(self) -> list[ParameterState]:
+    def with_gradients(self) -> list[ParameterState]:
         if len(self.arrived) == len(self.trained):
             return self.trained
-        marks = {d: iter(row[self._marks_at[d] :].tolist()) for d, row in zip(self._buffers, self.pieces, strict=True)}
-        return [slot for slot in self.trained if next(marks[slot.parameter.dtype]) != 0]
+        marks = {
+            d: iter(row[self._marks_begin[d] :].tolist()) for d, row in zip(self._buffers, self.pieces, strict=True)
+        }
+        return [state for state in self.trained if next(marks[state.parameter.dtype]) != 0]
 
     def guards(self, present: Sequence[ParameterState]) -> Gradients:
         """Each parameter's, for the gradients and losses of all ranks."""
         rows = zip(self._buffers, self.pieces, strict=True)
-        marks = {dtype: iter(row[self._marks_at[dtype] :].to(torch.float32, copy=True)) for dtype, row in rows}
-        guards = {id(slot): next(marks[slot.parameter.dtype]) for slot in self.trained}
-        return [(slot, guards[id(slot)]) for slot in present]
+        marks = {dtype: iter(row[self._marks_begin[dtype] :].to(torch.float32, copy=True)) for dtype, row in rows}
+        guards = {id(state): next(marks[state.parameter.dtype]) for state in self.trained}
+        return [(state, guards[id(state)]) for state in present]
 
     def drop(self) -> None:
         super().drop()
         self._own_guards = {}
 
-    def sums(self, slot: ParameterState, *, rank: int) -> list[tuple[ParameterShard, torch.Tensor]]:
+    def sums(self, state: ParameterState, *, rank: int) -> list[tuple[ParameterShard, torch.Tensor]]:
         """What of a parameter's summed gradient came to this rank."""
-        row = dict(zip(self._buffers, self.pieces, strict=True))[slot.parameter.dtype]
-        return [(s, row[at : at + s.numel]) for s, at in self._places[id(slot)] if s.rank == rank]
+        row = dict(zip(self._buffers, self.pieces, strict=True))[state.parameter.dtype]
+        return [(s, row[at : at + s.numel]) for s, at in self._places[id(state)] if s.rank == rank]
 
     def _rows(self, dtype: torch.dtype) -> torch.Tensor:
         return self._buffers[dtype].view(self._num_ranks, -1)
 
 
-def _by_dtype(slots: Sequence[ParameterState]) -> dict[torch.dtype, list[ParameterState]]:
+def _by_dtype(states: Sequence[ParameterState]) -> dict[torch.dtype, list[ParameterState]]:
     found: dict[torch.dtype, list[ParameterState]] = {}
-    for slot in slots:
-        found.setdefault(slot.parameter.dtype, []).append(slot)
+    for state in states:
+        found.setdefault(state.parameter.dtype, []).append(state)
     return found
 
 
 class Consumer(Protocol):
     """Who takes averaged gradients."""
 
-    def hold_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
+    def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
         """Context in which a bucket is reduced and consumed: its weights are here before any rank changes them. None:
         not now, for another block is being visited."""
 
@@ -275,16 +277,16 @@ class GradientReducer:
         self._consumer = weakref.ref(consumer)
         self._blocks_first = blocks_first
         self._buckets = list(buckets)
-        self._bucket_of = {id(slot): bucket for bucket in self._buckets for slot in bucket.slots}
+        self._bucket_of = {id(state): bucket for bucket in self._buckets for state in bucket.states}
         self._trained: list[int] | None = None
         self._order = self._buckets
         """In which buckets go out."""
-        self._order_is_known = False
+        self._has_learned_order = False
         self._completed: list[Bucket] = []
         """In this pass, in the order that they were."""
-        self._turn = 0
+        self._next = 0
         """Place in the order of the next bucket to go out."""
-        self._on_their_way: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
         self._measures = False
         self._norms: list[torch.Tensor] = []
         self._loss_guard: torch.Tensor | None = None
@@ -294,7 +296,7 @@ class GradientReducer:
         self.bytes_reduced = 0
         """Given to reductions so far: an update takes one gradient, and so does a pass that measures, which needs but a
         piece of the sum on each rank (half of the traffic)."""
-        self.most_alive = 0
+        self.max_live_buckets = 0
         """Buckets that had buffers at once, in the last pass."""
         on_gpu_by_gloo = device.type == "cuda" and "gloo" in str(dist.get_backend(process_group))
         self._scatters = not on_gpu_by_gloo
@@ -307,49 +309,49 @@ class GradientReducer:
     ) -> None:
         """`measures`: only the norm is wanted, and nothing is consumed. `loss_guard`: a scalar that is finite where
         this rank's loss is; None where losses and gradients have been found to be."""
-        trained = [id(slot) for bucket in self._buckets for slot in bucket.slots if trains(slot)]
+        trained = [id(state) for bucket in self._buckets for state in bucket.states if trains(state)]
         if trained != self._trained:  # at first, and when parameters were frozen or thawed
             chosen = set(trained)
             for bucket in self._buckets:
-                bucket.train([slot for slot in bucket.slots if id(slot) in chosen], num_ranks=self._num_ranks)
+                bucket.lay_out([state for state in bucket.states if id(state) in chosen], num_ranks=self._num_ranks)
             self._trained = trained
             self._set_order(self._buckets[::-1])
-            self._order_is_known = False
+            self._has_learned_order = False
         self.drop()
         for bucket in self._buckets:
             bucket.begin()
         self._measures = measures
         self._loss_guard = loss_guard
-        self.most_alive = 0
+        self.max_live_buckets = 0
         self.active = True
 
-    def add(self, slot: ParameterState, grad: torch.Tensor) -> None:
-        bucket = self._bucket_of[id(slot)]
-        assert bucket.stage is Stage.OPEN, f"the bucket of {slot.name} has gone"
+    def add(self, state: ParameterState, grad: torch.Tensor) -> None:
+        bucket = self._bucket_of[id(state)]
+        assert bucket.stage is BucketStage.OPEN, f"the bucket of {state.name} has gone"
         bucket.fill(self._device)
-        bucket.put(slot, grad)
+        bucket.put(state, grad)
         if isinstance(bucket, PiecesBucket) and self._loss_guard is not None and not self._measures:
-            bucket.check(slot, grad)
-        self.most_alive = max(self.most_alive, sum(b.alive for b in self._buckets))
+            bucket.add_guard(state, grad)
+        self.max_live_buckets = max(self.max_live_buckets, sum(b.has_buffers for b in self._buckets))
         if len(bucket.arrived) == len(bucket.trained) and (bucket.block is None or bucket.in_pieces):
             self.close(bucket)
 
     def close(self, bucket: Bucket) -> None:
         """No more of this rank's gradients come for a bucket."""
-        if bucket.stage is Stage.OPEN:
+        if bucket.stage is BucketStage.OPEN:
             self._completed.append(bucket)
-            bucket.stage = Stage.CLOSED
+            bucket.stage = BucketStage.CLOSED
             self.send()
 
     def finish(self) -> None:
-        late = [bucket for bucket in self._order if bucket.stage is Stage.OPEN]
-        if any(bucket.stage is Stage.CLOSED for bucket in self._order) and self._order_is_known:
-            self._warn(late)
-        for bucket in late:
+        open_buckets = [bucket for bucket in self._order if bucket.stage is BucketStage.OPEN]
+        if any(bucket.stage is BucketStage.CLOSED for bucket in self._order) and self._has_learned_order:
+            self._warn(open_buckets)
+        for bucket in open_buckets:
             self.close(bucket)
         self.send()
         self._retire(leaving=0)
-        if not self._order_is_known:
+        if not self._has_learned_order:
             self._learn_order()
         self.active = False
 
@@ -357,13 +359,13 @@ class GradientReducer:
         """Forgets a pass that broke off."""
         for bucket in self._buckets:
             bucket.drop()
-        self._on_their_way, self._completed, self._norms = [], [], []
-        self._turn = 0
+        self._in_flight, self._completed, self._norms = [], [], []
+        self._next = 0
         self.active = False
 
     def open_blocks(self) -> list[Bucket]:
         """Buckets of streamed blocks that may still get gradients, in the order of a backward pass."""
-        return [bucket for bucket in reversed(self._buckets) if bucket.block and bucket.stage is Stage.OPEN]
+        return [bucket for bucket in reversed(self._buckets) if bucket.block and bucket.stage is BucketStage.OPEN]
 
     def close_block(self, block: RecomputedBlock) -> None:
         for bucket in self.open_blocks():
@@ -383,7 +385,7 @@ class GradientReducer:
             return float(squares.sqrt().item()) / self._num_ranks
 
     def describe(self) -> str:
-        nbytes = sum(s.parameter.numel() * s.parameter.element_size() for b in self._buckets for s in b.slots)
+        nbytes = sum(s.parameter.numel() * s.parameter.element_size() for b in self._buckets for s in b.states)
         return (
             f"ds_zo: {self._num_ranks} ranks average gradients in {len(self._buckets)} buckets, {nbytes / 2**30:.2f} "
             f"GiB a backward pass; a rank waits {waiting_time(self._device).total_seconds():.0f} s at most for another"
@@ -395,10 +397,10 @@ class GradientReducer:
         """What is due. Some of it may have waited for a visit to end."""
         consumer = self._consumer()
         assert consumer is not None
-        while self._turn < len(self._order) and self._order[self._turn].stage is not Stage.OPEN:
-            bucket = self._order[self._turn]
-            if bucket.stage is Stage.CLOSED:
-                weights = consumer.hold_weights(bucket)
+        while self._next < len(self._order) and self._order[self._next].stage is not BucketStage.OPEN:
+            bucket = self._order[self._next]
+            if bucket.stage is BucketStage.CLOSED:
+                weights = consumer.materialised_weights(bucket)
                 if weights is None:
                     return
                 with weights:
@@ -406,13 +408,13 @@ class GradientReducer:
                     # A streamed block's weights are here now; others can wait until the next bucket is full.
                     now = bucket.block is not None and not bucket.in_pieces and not self._measures
                     self._retire(leaving=0 if now else 1)
-            self._turn += 1
+            self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.fill(self._device)
         if not self._measures:
-            bucket.mark(self._loss_guard)
-        bucket.stage = Stage.REDUCING
+            bucket.write_marks(self._loss_guard)
+        bucket.stage = BucketStage.REDUCING
         with one_may_be_gone(self._device):
             for buffer in bucket.buffers:
                 self.bytes_reduced += buffer.numel() * buffer.element_size()
@@ -423,12 +425,12 @@ class GradientReducer:
                 else:
                     work = dist.all_reduce(buffer, group=self._group, async_op=True)
                 bucket.works.append(work)
-        self._on_their_way.append(bucket)
+        self._in_flight.append(bucket)
 
     def _retire(self, *, leaving: int) -> None:
         """Consumes what has been sent, but for the last so many."""
-        while len(self._on_their_way) > leaving:
-            bucket = self._on_their_way.pop(0)
+        while len(self._in_flight) > leaving:
+            bucket = self._in_flight.pop(0)
             with one_may_be_gone(self._device):
                 for work in bucket.works:
                     work.wait()
@@ -438,25 +440,25 @@ class GradientReducer:
             if self._measures:
                 self._norms += [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in bucket.pieces]
             elif isinstance(bucket, PiecesBucket):
-                self._hand_over(bucket, rank)
+                self._consume_pieces(bucket, rank)
             else:
-                present = bucket.present()
+                present = bucket.with_gradients()
                 for buffer in bucket.buffers:
                     buffer.div_(self._num_ranks)
                 consumer = self._consumer()
                 assert consumer is not None
-                gradients = [(slot, bucket.gradient(slot)) for slot in present]
+                gradients = [(state, bucket.gradient(state)) for state in present]
                 consumer.consume(gradients, loss_guard=bucket.loss_guard())
             bucket.drop()
 
-    def _hand_over(self, bucket: PiecesBucket, rank: int) -> None:
-        present = bucket.present()
+    def _consume_pieces(self, bucket: PiecesBucket, rank: int) -> None:
+        present = bucket.with_gradients()
         for piece in bucket.pieces:
             piece.div_(self._num_ranks)
         consumer = self._consumer()
         assert consumer is not None and bucket.block is not None
         if present:
-            found = [(slot, segment, grad) for slot in present for segment, grad in bucket.sums(slot, rank=rank)]
+            found = [(state, segment, grad) for state in present for segment, grad in bucket.sums(state, rank=rank)]
             consumer.consume_pieces(bucket.block, found, guards=bucket.guards(present))
 
     def _learn_order(self) -> None:
@@ -467,7 +469,7 @@ class GradientReducer:
         with one_may_be_gone(self._device):
             dist.broadcast(order, group=self._group, group_src=0)
         self._set_order([self._buckets[i] for i in order.tolist()])
-        self._order_is_known = True
+        self._has_learned_order = True
 
     def _set_order(self, order: Sequence[Bucket]) -> None:
         """Blocks that stream come in the order that they are planned to be brought in, a block's buckets as given."""
@@ -481,11 +483,11 @@ class GradientReducer:
             following = iter(blocks)
             self._order = [bucket if bucket.block is None else next(following) for bucket in order]
 
-    def _warn(self, late: Sequence[Bucket]) -> None:
-        if self._has_warned or not late:
+    def _warn(self, open_buckets: Sequence[Bucket]) -> None:
+        if self._has_warned or not open_buckets:
             return
         self._has_warned = True
-        missing = next(slot.name for slot in late[0].trained if id(slot) not in late[0].arrived)
+        missing = next(state.name for state in open_buckets[0].trained if id(state) not in open_buckets[0].arrived)
         logger.warning(
             f"ds_zo: rank {dist.get_rank()} got no gradient for {missing}, so those that follow it waited for the end "
             "of the backward pass, which takes memory: freeze parameters that no loss reaches"
@@ -495,7 +497,7 @@ class GradientReducer:
 def buckets_of(
     module: nn.Module,
     blocks: Sequence[nn.Module],
-    slots: Sequence[ParameterState],
+    states: Sequence[ParameterState],
     *,
     shards: DeviceShards | None = None,
 ) -> list[Bucket]:
@@ -506,8 +508,8 @@ def buckets_of(
         elsewhere = {id(getattr(owner, name)) for owner, name in shared}
         block_of |= {id(p): i for p in block.parameters() if id(p) not in elsewhere}
     found: dict[int | str, list[ParameterState]] = {}
-    for slot in slots:
-        found.setdefault(block_of.get(id(slot.parameter), slot.name.rpartition(".")[0]), []).append(slot)
+    for state in states:
+        found.setdefault(block_of.get(id(state.parameter), state.name.rpartition(".")[0]), []).append(state)
     return [bucket for members in found.values() for bucket in _buckets_for(members, shards)]
 
 
@@ -519,16 +521,16 @@ def _buckets_for(members: Sequence[ParameterState], shards: DeviceShards | None)
     if shards is None or block is None or not block.unit.is_cut:
         return [Bucket(members, block)]
     segments = shards.segments(block.unit)
-    if any(id(slot.parameter) not in segments or slot.is_adapter for slot in members):
+    if any(id(state.parameter) not in segments or state.is_adapter for state in members):
         return [Bucket(members, block)]
     groups: list[list[ParameterState]] = []
     room = 0
-    for slot in sorted(members, key=lambda slot: slot.parameter.dim() >= 2):
-        nbytes = slot.parameter.numel() * slot.parameter.element_size()
-        begins = bool(groups) and slot.parameter.dim() >= 2 > groups[-1][-1].parameter.dim()
+    for state in sorted(members, key=lambda state: state.parameter.dim() >= 2):
+        nbytes = state.parameter.numel() * state.parameter.element_size()
+        begins = bool(groups) and state.parameter.dim() >= 2 > groups[-1][-1].parameter.dim()
         if not groups or begins or nbytes > room:
             groups.append([])
             room = _PIECES_NBYTES
-        groups[-1].append(slot)
+        groups[-1].append(state)
         room -= nbytes
     return [PiecesBucket(group, block, segments) for group in groups]

@@ -27,7 +27,7 @@ from ds_zo.backends.lomo.gradients import ParameterState
 class _Pass:
     """The guarded updates of a backward pass, and which of them were made."""
 
-    slots: list[ParameterState]
+    states: list[ParameterState]
     made: torch.Tensor
     num_made: DeferredScalar
 
@@ -36,8 +36,8 @@ class SkippedUpdates:
     """See [Note: skipped updates]."""
 
     def __init__(self, device: torch.device) -> None:
-        self._none = torch.zeros((), device=device)
-        self.loss_guard = self._none
+        self._zero = torch.zeros((), device=device)
+        self.loss_guard = self._zero
         """Not finite where the loss of this pass is not: on this rank or, when it was reduced, on any."""
         self._updates: list[tuple[ParameterState, torch.Tensor]] = []
         self._last: _Pass | None = None
@@ -47,12 +47,12 @@ class SkippedUpdates:
         """None: `loss.backward()` was called directly, so that gradients alone can tell."""
         self.drop()
         if loss is None:
-            self.loss_guard = self._none
+            self.loss_guard = self._zero
         else:
-            self.loss_guard = loss.detach().to(self._none.device, torch.float32).reshape(()) * 0.0
+            self.loss_guard = loss.detach().to(self._zero.device, torch.float32).reshape(()) * 0.0
 
-    def add(self, slot: ParameterState, guard: torch.Tensor) -> None:
-        self._updates.append((slot, guard))
+    def add(self, state: ParameterState, guard: torch.Tensor) -> None:
+        self._updates.append((state, guard))
 
     def end(self) -> DeferredScalar | bool:
         """The number of updates that were made, for `StepOutcome.applied`."""
@@ -60,21 +60,21 @@ class SkippedUpdates:
         if not updates:
             return True
         made = torch.stack([guard for _, guard in updates]) + self.loss_guard < math.inf
-        self._last = _Pass([slot for slot, _ in updates], made, DeferredScalar(made.sum()))
+        self._last = _Pass([state for state, _ in updates], made, DeferredScalar(made.sum()))
         return self._last.num_made
 
     def read(self) -> bool:
         """Takes skipped updates of the last pass back from their parameters' counters. False: all were skipped."""
         last, self._last = self._last, None
-        if last is None or last.num_made.get() == len(last.slots):
+        if last is None or last.num_made.get() == len(last.states):
             return True
-        skipped = [slot for slot, is_made in zip(last.slots, last.made.tolist(), strict=True) if not is_made]
-        for slot in skipped:
-            if slot.moments is not None:
-                slot.moments.num_updates -= 1
-        if len(skipped) == len(last.slots):
+        skipped = [state for state, is_made in zip(last.states, last.made.tolist(), strict=True) if not is_made]
+        for state in skipped:
+            if state.moments is not None:
+                state.moments.num_updates -= 1
+        if len(skipped) == len(last.states):
             return False
-        self._warn(skipped, len(last.slots))
+        self._warn(skipped, len(last.states))
         return True
 
     def _warn(self, skipped: list[ParameterState], num_updates: int) -> None:

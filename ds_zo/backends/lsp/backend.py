@@ -322,7 +322,7 @@ class LSPBackend(Backend):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         streamed = None if self._streamed is None or self._checked else self._streamed.block_store
         with (
-            nullcontext() if streamed is None else streamed.watched(),
+            nullcontext() if streamed is None else streamed.strays_refused(),
             self._lags.watched(self.module),
         ):
             output = self.module(*args, **kwargs)
@@ -402,7 +402,7 @@ class LSPBackend(Backend):
 
     def _check_visited(self, slot: MatrixState) -> None:
         assert self._streamed is not None
-        if not self._streamed.block_store.is_visited(self._streamed.unit_of[id(slot.parameter)]):
+        if not self._streamed.block_store.is_materialised(self._streamed.unit_of[id(slot.parameter)]):
             slot.parameter.grad = None
             raise used_outside(slot.name)
 

@@ -393,7 +393,7 @@ class HostGroup:
             return
         assert self.job is not None
         self.job.wait()
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.deferred(), told_to_nobody():
             self._settle(self.job)
 
     def _settle(self, job: Job) -> None:

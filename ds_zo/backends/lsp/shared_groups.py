@@ -197,7 +197,7 @@ class SharedHostGroup(HostGroup):
         norms = self.job.wait()
         self._shared.wait()
         is_finite = bool(norms.isfinite().all())
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.deferred(), told_to_nobody():
             if is_finite:
                 self._apply(self.sent)
             if self._device.type == "cuda":

@@ -22,7 +22,7 @@ from torch import nn
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState, Visit
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import (
     BlockCall,
     RecomputedBlock,
@@ -49,19 +49,19 @@ class SettlingHomes(RecomputedBlockStore):
         self.runtime.start(self.placement.blocks, downloads=due, then=())
 
     @contextmanager
-    def visit(self, unit: Unit) -> Iterator[Visit]:
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """A direction that was applied goes home whatever the visit was for, and however it ends: it is spent."""
         error: BaseException | None = None
-        with interrupts.whole(), super().visit(unit) as visit:
+        with interrupts.deferred(), super().materialise(unit) as materialised:
             with torch.inference_mode(False), torch.no_grad():
                 settled = self.settle(unit)
             try:
-                yield visit
+                yield materialised
             except BaseException as raised:
                 if not settled:
                     raise
                 error = raised
-            visit.changed = visit.changed or settled
+            materialised.changed = materialised.changed or settled
         if error is not None:
             raise error
 
@@ -157,20 +157,20 @@ class StreamedBlocks:
         self._is_passing, self._retains = True, retain_graph
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         try:
-            self.block_store.start_backward([call.block.unit for call in calls], again=False)
+            self.block_store.start_backward([call.block.unit for call in calls], repeats=False)
             yield
         finally:
             self._is_passing = False
             self.block_store.runtime.finish()
 
-    def begin_visit(self, call: BlockCall) -> bool:
+    def begin_block_backward(self, call: BlockCall) -> bool:
         if not self._is_passing:
             raise RuntimeError("loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)")
-        call.last_pass, call.spent = self._pass, not self._retains
+        call.last_pass, call.graph_freed = self._pass, not self._retains
         return True
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
-        self._ended(block.unit, block.more_to_come(self._pass))
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
+        self._ended(block.unit, block.has_pending_calls(self._pass))
         return False
 
     # Weights
@@ -180,7 +180,7 @@ class StreamedBlocks:
         self.block_store.settle = settle
 
     def bring_up_to_date(self, unit: Unit) -> None:
-        with self.block_store.visit(unit):
+        with self.block_store.materialise(unit):
             pass
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -193,6 +193,6 @@ class StreamedBlocks:
         for block in self._blocks:
             block.close()
         self._pretrained.close()
-        leave_whole = self.state.owns_module() and not sys.is_finalizing()
+        keep_weights = self.state.owns_module() and not sys.is_finalizing()
         self.state.close()
-        self.block_store.close(leave_whole=leave_whole)
+        self.block_store.close(keep_weights=keep_weights)

@@ -27,7 +27,7 @@ class SettledState(ModuleState):
         self._block_store: dict[int, torch.Tensor] = {}
         """Where a parameter's weights are while it shows somebody's copy."""
         for p in self._parameters:
-            self._answer_for(p, partial(self._full, p))
+            self._attach_accessors(p, partial(self._full, p))
 
     def watch(self) -> None:
         """Where weights lag, which nothing but the engine's own work makes them do."""
@@ -55,7 +55,7 @@ class SettledState(ModuleState):
         self._settle()
         self._block_store.get(id(parameter), parameter.data).copy_(value)
 
-    def return_home(self, parameter: nn.Parameter) -> None:
+    def bind_stored(self, parameter: nn.Parameter) -> None:
         home = self._block_store.pop(id(parameter), None)
         if home is not None:
             parameter.data = home
@@ -73,6 +73,6 @@ class SettledState(ModuleState):
     def close(self) -> None:
         super().close()
         for p in self._parameters:
-            self.return_home(p)
-            self._leave(p)
+            self.bind_stored(p)
+            self._detach_accessors(p)
         self._parameters = []

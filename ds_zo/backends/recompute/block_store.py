@@ -43,7 +43,7 @@ from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Placed, Unit
 
 
-class Visit:
+class MaterialisedBlock:
     """One stay of a block on the device."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class RecomputedBlockStore:
         move_buffers(module, device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """Slices of slots by unit and slot, with the buffer that they are of."""
-        self._visited: set[int] = set()
+        self._materialised: set[int] = set()
         self.runtime = self._make_runtime()
         self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
         """Activations are known only after a step, so an automatic choice starts with every block on the host."""
@@ -155,21 +155,21 @@ class RecomputedBlockStore:
         self.runtime.join(ahead=False)
         self.runtime.start(self.placement.blocks, then=())
 
-    def start_backward(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), again: bool) -> None:
+    def start_backward(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), repeats: bool) -> None:
         """`again`: the next pass is another of the same order. Ranks that share blocks bring all of them, whatever this
         one expects to visit."""
         if self.is_sharded:
             order = self.placement.blocks[::-1]
         self.runtime.join(ahead=False)
-        self.runtime.start(order, downloads=downloads, then=None if again else ())
+        self.runtime.start(order, downloads=downloads, then=None if repeats else ())
 
     @contextmanager
-    def visit(self, unit: Unit) -> Iterator[Visit]:
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """Inside, the unit's parameters are on the device."""
-        assert id(unit) not in self._visited, f"{unit.name} runs inside itself"
-        visit = Visit()
+        assert id(unit) not in self._materialised, f"{unit.name} runs inside itself"
+        materialised = MaterialisedBlock()
         slot: Slot | None = None
-        self._visited.add(id(unit))
+        self._materialised.add(id(unit))
         try:
             if unit.streamed:
                 with torch.inference_mode(False), torch.no_grad():
@@ -177,7 +177,7 @@ class RecomputedBlockStore:
                     if unit.landed is not None:  # an update must not overtake the last one on its way home
                         torch.cuda.current_stream(self.device).wait_event(unit.landed)
                     unit.bind(self._views_in(unit, slot))
-            yield visit
+            yield materialised
         except BaseException:
             if slot is not None:
                 self.runtime.abandon(slot)
@@ -186,33 +186,33 @@ class RecomputedBlockStore:
         else:
             if slot is not None:
                 with torch.inference_mode(False), torch.no_grad():
-                    if visit.changed:
+                    if materialised.changed:
                         slot.version = unit.version + 1
-                    self.runtime.depart(unit, slot, send_back=visit.changed)
+                    self.runtime.depart(unit, slot, send_back=materialised.changed)
         finally:
-            self._visited.discard(id(unit))
+            self._materialised.discard(id(unit))
             if unit.streamed:
                 unit.bind_stored()
 
     @contextmanager
-    def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def updating_piece(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Inside, this rank's piece of a unit may be changed."""
         assert isinstance(self.runtime, DeviceShardRuntime)
         with torch.inference_mode(False), torch.no_grad(), self.runtime.updating(unit) as piece:
             yield piece
 
-    def is_visited(self, unit: Unit) -> bool:
-        return id(unit) in self._visited
+    def is_materialised(self, unit: Unit) -> bool:
+        return id(unit) in self._materialised
 
-    def watched(self) -> AbstractContextManager[None]:
+    def strays_refused(self) -> AbstractContextManager[None]:
         """Around a forward: a block's weight that is used outside of its block is refused by name."""
         if is_compiled_by_user(self._module):
             return nullcontext()
-        return refuse_strays(self.placement.blocks, self._visited)
+        return refuse_strays(self.placement.blocks, self._materialised)
 
     @property
-    def is_visiting(self) -> bool:
-        return bool(self._visited)
+    def has_materialised(self) -> bool:
+        return bool(self._materialised)
 
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
         key = (id(unit), id(slot))
@@ -239,7 +239,7 @@ class RecomputedBlockStore:
             device=self.device,
             budget_gb=self._stream.device_memory_gb,
             sizes=self._sizes,
-            buffers=DeviceBuffers(self._let_go, self._make_buffers),
+            buffers=DeviceBuffers(self._free_buffers, self._make_buffers),
         )
         if filled:
             self._room.watch()
@@ -247,7 +247,7 @@ class RecomputedBlockStore:
     def _make_buffers(self) -> None:
         self.runtime = self._make_runtime()
 
-    def _let_go(self) -> None:
+    def _free_buffers(self) -> None:
         self._views.clear()
         self.runtime.let_go()
 
@@ -305,23 +305,23 @@ class RecomputedBlockStore:
             f"{host}"
         )
 
-    def close(self, *, leave_whole: bool) -> None:
-        """`leave_whole`: the module goes on with the weights, which are then its own process's. Of sharded ones no rank
+    def close(self, *, keep_weights: bool) -> None:
+        """`keep_weights`: the module goes on with the weights, which are then its own process's. Of sharded ones no rank
         has more than a piece: like DeepSpeed's, they are left without elements."""
         self.wait()
-        if self.shards is not None and leave_whole:
+        if self.shards is not None and keep_weights:
             for unit in self.placement.blocks:
                 if unit.is_cut:
                     unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
                     for placed in unit.placed:
                         placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
-        if self.shared is not None and leave_whole:
+        if self.shared is not None and keep_weights:
             for unit in self.placement.blocks:
                 if unit.streamed:
                     unit.settle(self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False)
                     unit.bind_stored()
         self.runtime.end_copies()
-        self._let_go()
+        self._free_buffers()
         self.store.close()
 
 
@@ -336,14 +336,14 @@ class RecomputedModuleState(ModuleState):
         """The last sharded unit read, and its version: a block's parameters are asked for one at a time."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
         named = module.named_parameters(remove_duplicate=False)
-        self.cut = {name: p for name, p in named if self._where[id(p)][0].is_cut}
+        self.sharded = {name: p for name, p in named if self._placement_of[id(p)][0].is_cut}
         """Parameters of which this rank has a piece at most ([Note: device shards])."""
 
     @torch.no_grad()
     def bring_up(self, parameter: nn.Parameter) -> None:
         """Updates come home by themselves: all there is to do is to wait. Where no rank has more than a piece, a
         parameter stays a placeholder, as under DeepSpeed's own stage 3."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if self._is_busy() or unit.is_cut:
             return
         with torch.inference_mode(False):
@@ -353,23 +353,23 @@ class RecomputedModuleState(ModuleState):
                 self._block_store.runtime.expose(unit)
 
     def _is_busy(self) -> bool:
-        return self._block_store.is_visiting
+        return self._block_store.has_materialised
 
     def _is_shared(self, unit: Unit) -> bool:
         return unit.is_cut or (self._block_store.shared is not None and unit.streamed)
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, placed = self._where[id(parameter)]
+        unit, placed = self._placement_of[id(parameter)]
         if id(parameter) in self.collected:
             return self.collected[id(parameter)]
         if unit.is_cut:
-            return self._read_cut(unit, parameter)
+            return self._read_sharded(unit, parameter)
         if not unit.streamed:
             return parameter.detach()
         return self._stored(unit, placed).clone()
 
-    def _read_cut(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
+    def _read_sharded(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
         """By all ranks, as they read the same parameters in the same order."""
         if self._gathered is None or self._gathered[:2] != (id(unit), unit.version):
             assert self._block_store.shards is not None
@@ -379,7 +379,7 @@ class RecomputedModuleState(ModuleState):
         copy = self._gathered[2].pop(id(parameter), None)
         if copy is None:  # a second reader
             self._gathered = None
-            return self._read_cut(unit, parameter)
+            return self._read_sharded(unit, parameter)
         return copy
 
     @contextmanager
@@ -399,7 +399,7 @@ class RecomputedModuleState(ModuleState):
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        unit, placed = self._where[id(parameter)]
+        unit, placed = self._placement_of[id(parameter)]
         self._gathered = None
         with self._block_store.rewriting(unit) as writes:
             if self._block_store.shards is not None and unit.is_cut:
@@ -412,7 +412,7 @@ class RecomputedModuleState(ModuleState):
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
         if unit.is_cut:
-            return self._read_cut(unit, placed.parameter).to(self.device, torch.float32)
+            return self._read_sharded(unit, placed.parameter).to(self.device, torch.float32)
         # A copy first: CUDA does not read memory that is pinned in part, as shared memory is.
         return self._stored(unit, placed).clone().to(self.device, torch.float32)
 

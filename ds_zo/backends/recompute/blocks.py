@@ -44,10 +44,10 @@ _numbers = itertools.count()
 class Consumer(Protocol):
     """Who takes gradients."""
 
-    def begin_visit(self, call: BlockCall) -> bool:
+    def begin_block_backward(self, call: BlockCall) -> bool:
         """A block's gradient is about to be computed. False: nobody wants it."""
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
         """All gradients of a visit have come. True: weights were changed."""
 
 
@@ -69,27 +69,27 @@ class BlockCall:
         """In the order that blocks run in."""
         self.last_pass = 0
         """The backward pass that it was last computed again in."""
-        self.spent = False
+        self.graph_freed = False
         """Its graph is freed: it cannot be computed again."""
         self.output_spec: TreeSpec | None = None
         self.output_leaves: list[Any] = []
-        self._output_where: list[int] = []
+        self._output_tensor_indices: list[int] = []
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._spec = spec
         self._user_dicts = list(user_dicts)
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
         """Those that the block is given while it runs, with what stood in them; see [Note: entries in mappings]."""
-        self._surroundings = ForwardContext(block.habits, device)
+        self._context = ForwardContext(block.profile, device)
         self._weights: list[int] = []
 
     @property
     def num_inputs(self) -> int:
-        return len(self._where)
+        return len(self._tensor_indices)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self._leaves)
-        for i, tensor in zip(self._where, tensors, strict=False):
+        for i, tensor in zip(self._tensor_indices, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         plain = (*args, *kwargs.values())
@@ -97,41 +97,41 @@ class BlockCall:
         self._mappings = [(v, dict(v)) for v in given if _is_mapping(v)]
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
-    def note_weights(self) -> None:
-        self._weights = self.block.versions()
+    def record_weight_versions(self) -> None:
+        self._weights = self.block.weight_versions()
 
-    def check_weights(self) -> None:
+    def check_weight_versions(self) -> None:
         """Where a model stays on the device torch finds this out by itself."""
-        if self._weights != self.block.versions():
+        if self._weights != self.block.weight_versions():
             raise RuntimeError(
                 f"block {self.block.unit.name} is computed again with the weights of its forward, and they were "
                 "changed since, by another engine.backward or by loading: call the engine after that, once for each "
                 "backward (of several losses, add them up)"
             )
 
-    def was_run(self) -> None:
-        self._surroundings.was_run()
+    def end_forward(self) -> None:
+        self._context.end_forward()
 
-    def again(self) -> Any:
+    def restored_context(self) -> Any:
         """Context in which the block computes what it did."""
-        return self._surroundings.restored()
+        return self._context.restored()
 
-    def keep_output(self, output: Any) -> list[torch.Tensor]:
+    def flatten_output(self, output: Any) -> list[torch.Tensor]:
         """The tensors of the output and of what the block wrote to mappings; the rest waits here for `output`."""
         written = [{k: v for k, v in m.items() if v is not before.get(k)} for m, before in self._mappings]
         self._mappings = []
         leaves, self.output_spec = tree_flatten((output, written))
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._output_where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._output_tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for leaf in self.output_leaves:
             _refuse_hidden_tensors(leaf, self.block.unit.name)
-        return [leaves[i] for i in self._output_where]
+        return [leaves[i] for i in self._output_tensor_indices]
 
-    def output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
+    def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
         """And what the block wrote to each mapping that it was given."""
         assert self.output_spec is not None
         leaves, self.output_leaves = self.output_leaves, []
-        for i, tensor in zip(self._output_where, tensors, strict=True):
+        for i, tensor in zip(self._output_tensor_indices, tensors, strict=True):
             leaves[i] = tensor
         output, written = tree_unflatten(leaves, self.output_spec)
         return output, written
@@ -152,11 +152,11 @@ class RecomputedBlock:
         self.unit = unit
         self.shared = list(shared)
         """Owners and names, inside the block, of parameters that are used outside it too."""
-        self.slots: list[Any] = []
+        self.parameter_states: list[Any] = []
         """What the consumer keeps of its other parameters."""
-        self.last_visit = 0
+        self.last_pass = 0
         """The backward pass that last visited it."""
-        self.habits = BlockProfile(unit.module, block_store.device)
+        self.profile = BlockProfile(unit.module, block_store.device)
         self._block_store = block_store
         self._consumer = weakref.ref(consumer)
         self._calls: list[weakref.ref[BlockCall]] = []
@@ -184,19 +184,19 @@ class RecomputedBlock:
 
     def calls(self) -> list[BlockCall]:
         """Those that may still be computed again, in the order they were made."""
-        alive = [(ref, call) for ref in self._calls if (call := ref()) is not None and not call.spent]
+        alive = [(ref, call) for ref in self._calls if (call := ref()) is not None and not call.graph_freed]
         self._calls = [ref for ref, _ in alive]
         return [call for _, call in alive]
 
-    def more_to_come(self, pass_number: int) -> bool:
+    def has_pending_calls(self, pass_number: int) -> bool:
         return any(
-            call is not None and not call.spent and call.last_pass != pass_number
+            call is not None and not call.graph_freed and call.last_pass != pass_number
             for call in (ref() for ref in self._calls)
         )
 
-    def versions(self) -> list[int]:
+    def weight_versions(self) -> list[int]:
         """Of its weights: a change of any makes another list."""
-        return [p._version for p in self.habits.parameters]
+        return [p._version for p in self.profile.parameters]
 
     # Forward
 
@@ -218,32 +218,37 @@ class RecomputedBlock:
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
-                output, written = call.output(outputs)
+                output, written = call.unflatten_output(outputs)
                 for mapping, entries in zip(filter(_is_mapping, given), written, strict=True):
                     mapping.update(entries)
                 return output
         # [Note: whole steps] Ctrl-C on the way out of a context would leave torch's modes as they are inside.
         with (
-            interrupts.whole(),
-            self._block_store.visit(self.unit),
+            interrupts.deferred(),
+            self._block_store.materialise(self.unit),
             torch.no_grad(),
             _no_autocast_cache(self._block_store.device),
         ):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
-            leaves = self._own(leaves)
+            leaves = self._copy_own_weights(leaves)
         if may_train and self._has_cache(args, kwargs):
             leaves = [
-                _NoWayBack.apply(leaf, self._anchor, self.unit.name)
+                _RefuseBackward.apply(leaf, self._anchor, self.unit.name)
                 if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
                 else leaf
                 for leaf in leaves
             ]
         return tree_unflatten(leaves, spec)
 
-    def _own(self, leaves: Sequence[Any]) -> list[Any]:
-        """Outputs that are the block's own weights (prompts, tables) as copies: where they are now is lent."""
-        lent = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed}
-        return [leaf.clone() if isinstance(leaf, torch.Tensor) and _memory(leaf) in lent else leaf for leaf in leaves]
+    def _copy_own_weights(self, leaves: Sequence[Any]) -> list[Any]:
+        """Outputs that are the block's own weights (prompts, tables) as copies: where they are now is slot_storages."""
+        slot_storages = {
+            placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed
+        }
+        return [
+            leaf.clone() if isinstance(leaf, torch.Tensor) and _storage_ptr(leaf) in slot_storages else leaf
+            for leaf in leaves
+        ]
 
     def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values())):
@@ -255,20 +260,20 @@ class RecomputedBlock:
             )
         return True
 
-    def first_time(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward_without_graph(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs without a graph; those that had one are leaves that require gradients."""
         versions = [t._version for t in tensors]
         args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
         with (
-            interrupts.whole(),  # as in `_call`
-            self._block_store.visit(self.unit),
+            interrupts.deferred(),  # as in `_call`
+            self._block_store.materialise(self.unit),
             _no_autocast_cache(self._block_store.device),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(partial(_keep_nothing, self.unit.name), _nothing_kept),
+            torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
-            call.note_weights()
-            outputs = self._own(call.keep_output(self._compute(*args, **kwargs)))
-        call.was_run()
+            call.record_weight_versions()
+            outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
+        call.end_forward()
         if versions != [t._version for t in tensors]:
             raise ValueError(
                 f"block {self.unit.name} changes its input in place, so it cannot be computed again from it: make a "
@@ -278,12 +283,12 @@ class RecomputedBlock:
 
     # Backward
 
-    def again(
+    def recompute_backward(
         self, call: BlockCall, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grads: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """Gradients of the inputs, then of the shared weights."""
         consumer = self._consumer()
-        is_wanted = consumer is not None and consumer.begin_visit(call)
+        is_wanted = consumer is not None and consumer.begin_block_backward(call)
         if consumer is None or all(grad is None for grad in grads):
             return [None] * len(needed)
         if not is_wanted:  # zeros without memory: hooks of a user's on what is before the block take no None
@@ -291,20 +296,20 @@ class RecomputedBlock:
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
-        with interrupts.whole(), self._block_store.visit(self.unit) as visit:
-            call.check_weights()
-            with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
+        with interrupts.deferred(), self._block_store.materialise(self.unit) as materialised:
+            call.check_weight_versions()
+            with torch.enable_grad(), call.restored_context(), self._shared_as_leaves(wanted) as shared_leaves:
                 args, kwargs = call.arguments(inputs)
-                outputs = call.keep_output(self._compute(*args, **kwargs))
+                outputs = call.flatten_output(self._compute(*args, **kwargs))
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
             del args, kwargs, outputs
             if reached:
                 torch.autograd.backward([o for o, _ in reached], [g for _, g in reached])
-            visit.changed = consumer.end_visit(self)
-        return [t.grad for t in (*inputs, *stand_ins)]
+            materialised.changed = consumer.end_block_backward(self)
+        return [t.grad for t in (*inputs, *shared_leaves)]
 
     @contextmanager
-    def _stand_ins(self, wanted: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
+    def _shared_as_leaves(self, wanted: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
         """Leaves in the place of shared weights, so that the inner backward does not complete their gradients."""
         parameters = [getattr(owner, name) for owner, name in self.shared]
         found = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted, strict=True)]
@@ -325,7 +330,7 @@ class _Recompute(torch.autograd.Function):
         ctx: Any, call: BlockCall, anchor: torch.Tensor | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         inputs = tensors[: call.num_inputs]
-        outputs = call.block.first_time(call, inputs)
+        outputs = call.block.forward_without_graph(call, inputs)
         ctx.call = call
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
@@ -336,10 +341,10 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: BlockCall = ctx.call
-        return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
+        return None, None, *call.block.recompute_backward(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
 
 
-class _NoWayBack(torch.autograd.Function):
+class _RefuseBackward(torch.autograd.Function):
     """An output that was computed for evaluation alone: without a node of its own, a loss would train what is behind
     the block and nothing else, in silence."""
 
@@ -356,12 +361,12 @@ class _NoWayBack(torch.autograd.Function):
         )
 
 
-def _keep_nothing(block: str, tensor: Any) -> str:
+def _pack_nothing(block: str, tensor: Any) -> str:
     """What a graph saves that nobody goes back through: nothing here, nor in a checkpoint around the block."""
     return block
 
 
-def _nothing_kept(block: str) -> torch.Tensor:
+def _unpack_nothing(block: str) -> torch.Tensor:
     raise RuntimeError(
         f"a streamed block's gradients pass through its outputs alone, and the loss reaches into block {block} past "
         "them, by a tensor in an object that it returns or that a hook took from inside: return tensors in tuples, "
@@ -378,7 +383,7 @@ def _plain(value: Any) -> Any:
     return value.data if type(value) is UserDict else value
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
+def _storage_ptr(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 

@@ -36,9 +36,9 @@ compiler_config: Any = importlib.import_module("torch.compiler.config")
 class BlockCompiler:
     """Compiles when the first block runs in training. Where the compiler fails, blocks run as they are."""
 
-    def __init__(self, *, twice: bool = False) -> None:
-        """`twice`: [Note: run backward twice]."""
-        self._backend = _compile_to_run_backward_twice if twice else _compile
+    def __init__(self, *, backward_twice: bool = False) -> None:
+        """`backward_twice`: [Note: run backward twice]."""
+        self._backend = _compile_to_run_backward_twice if backward_twice else _compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._started = False
         self.failure: str | None = None

@@ -43,69 +43,69 @@ class BlockProfile:
 class ForwardContext:
     """Those of one forward, taken before it."""
 
-    def __init__(self, habits: BlockProfile, device: torch.device) -> None:
-        self._habits = habits
-        self._random = habits.random.cheap()
-        looks = habits.draws or (habits.draws is None and habits.module.training)
-        self._python = RandomState.python() if looks else None
+    def __init__(self, profile: BlockProfile, device: torch.device) -> None:
+        self._profile = profile
+        self._random = profile.random.get_state()
+        records_python = profile.draws or (profile.draws is None and profile.module.training)
+        self._python = RandomState.python_state() if records_python else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
-        self._training = [m.training for m in habits.modules]
-        self._trained = [p.requires_grad for p in habits.parameters]
-        self._seen = [(key, buffer, _version(buffer)) for key, buffer in habits.buffers()]
+        self._training = [m.training for m in profile.modules]
+        self._trained = [p.requires_grad for p in profile.parameters]
+        self._seen = [(key, buffer, _version(buffer)) for key, buffer in profile.buffers()]
         self._buffers = {
             key: buffer.detach().clone()
             for key, buffer, _ in self._seen
-            if habits.changes is None or key in habits.changes
+            if profile.changes is None or key in profile.changes
         }
         """As they were, of those that this forward changes in place."""
 
-    def was_run(self) -> None:
+    def end_forward(self) -> None:
         """The forward has ended: forgets what it had no part in."""
-        habits, now = self._habits, dict(self._habits.buffers())
+        profile, now = self._profile, dict(self._profile.buffers())
         stays = {key: buffer for key, buffer, _ in self._seen if now.get(key) is buffer}
         changes = {key for key, _, _ in self._seen if key not in stays}
         changes |= {key for key, buffer, version in self._seen if key in stays and _version(buffer) != version}
-        if habits.changes is None:  # batch norms write past the counter of versions
+        if profile.changes is None:  # batch norms write past the counter of versions
             changes |= {key for key, buffer in stays.items() if not torch.equal(buffer, self._buffers[key])}
-        changes |= habits.changes or set()
-        if habits.module.training:
-            habits.changes = changes
+        changes |= profile.changes or set()
+        if profile.module.training:
+            profile.changes = changes
         self._buffers = {
             key: self._buffers[key] if key in self._buffers else stays[key].detach().clone()
             for key in changes & stays.keys()
         }
         self._seen = []
         if self._python is not None:
-            if RandomState.same_python(self._python, RandomState.python()):
+            if RandomState.equal_python_states(self._python, RandomState.python_state()):
                 self._python = None
-            habits.draws = habits.draws or self._python is not None
+            profile.draws = profile.draws or self._python is not None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            for m, training in zip(self._habits.modules, self._training, strict=True):
+            for m, training in zip(self._profile.modules, self._training, strict=True):
                 if m.training is not training:
                     stack.callback(setattr, m, "training", m.training)
                     m.training = training
-            for p, trained in zip(self._habits.parameters, self._trained, strict=True):
+            for p, trained in zip(self._profile.parameters, self._trained, strict=True):
                 if p.requires_grad is not trained:
                     stack.callback(p.requires_grad_, p.requires_grad)
                     p.requires_grad_(trained)
-            for number, name in self._habits.changes or self._buffers:
-                held = self._habits.modules[number]._buffers
+            for number, name in self._profile.changes or self._buffers:
+                held = self._profile.modules[number]._buffers
                 if name in held:
                     stack.callback(held.__setitem__, name, held[name])
                     before = self._buffers.get((number, name))
                     held[name] = held[name] if before is None else before.clone()
             if self._python is not None:
-                stack.callback(RandomState.set_python, RandomState.python())
-                RandomState.set_python(self._python)
-            stack.callback(self._habits.random.set_cheap, self._habits.random.cheap())
-            self._habits.random.set_cheap(self._random)
+                stack.callback(RandomState.set_python_state, RandomState.python_state())
+                RandomState.set_python_state(self._python)
+            stack.callback(self._profile.random.set_state, self._profile.random.get_state())
+            self._profile.random.set_state(self._random)
             yield
 
 

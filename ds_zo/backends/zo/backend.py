@@ -587,7 +587,7 @@ class ZOBackend(Backend):
             # tried again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
                 self.state.unwatch()
-                self.state.gathered_copies.close(comes_home=True)
+                self.state.gathered_copies.close(rebind=True)
                 self._leave_module_whole()
             self._closed = True
             self._copies.close()

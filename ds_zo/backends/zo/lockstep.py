@@ -122,11 +122,11 @@ class Lockstep:
 
     def snapshot(self) -> Any:
         """The random state, for running the same passes again."""
-        return self._random.cheap(), self._random.python()
+        return self._random.get_state(), self._random.python_state()
 
     def set_snapshot(self, snapshot: Any) -> None:
-        self._random.set_cheap(snapshot[0])
-        self._random.set_python(snapshot[1])
+        self._random.set_state(snapshot[0])
+        self._random.set_python_state(snapshot[1])
 
     def rewind(self) -> None:
         """To the random state that the last passes started from."""
@@ -141,7 +141,7 @@ class Lockstep:
             self.set_snapshot(start)
             self.on_again()
             raise
-        if not self._random.swap_python and not self._random.same_python(start[1], self._random.python()):
+        if not self._random.swap_python and not self._random.equal_python_states(start[1], self._random.python_state()):
             # The passes drew different numbers from generators that were not swapped: again, swapping them.
             self._random.swap_python = True
             self.set_snapshot(start)
@@ -152,7 +152,7 @@ class Lockstep:
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         outside = ThreadState.capture(self._device)
         inside = replace(outside, autocast_cache=False)
-        start = self._random.cheap()
+        start = self._random.get_state()
         twins = [_LockstepPass(call, inside, start) for call in calls]
         self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
         inside.restore()  # the hub's state too: passes mostly share it, and then switching costs little
@@ -195,12 +195,12 @@ class Lockstep:
         self.on_switch(index)
         if twin.thread != hub:
             twin.thread.restore()
-        self._random.set_cheap(twin.randomness)
+        self._random.set_state(twin.randomness)
         try:
             twin.asked = twin.coroutine.switch()
         finally:
             twin.thread = ThreadState.capture(self._device)
-            twin.randomness = self._random.cheap()
+            twin.randomness = self._random.get_state()
             if twin.thread != hub:
                 hub.restore()
             if any(enabled for _, enabled, _ in twin.thread.autocast):

@@ -29,7 +29,7 @@ class ReplayedState(ModuleState):
     def bring_up(self, parameter: nn.Parameter) -> None:
         """A fold that the next forward would make is made now: the bits are the same. So is one that rounds nothing.
         Any other would round out of turn, and training would depend on who looks: a copy is shown instead."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if self._is_busy() and (unit.streamed or unit.low_streamed):
             return
         visits = self._block_store.materialiser
@@ -59,7 +59,7 @@ class ReplayedState(ModuleState):
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if (
             not unit.streamed
             and not self._block_store.materialiser.pending(unit)
@@ -85,7 +85,7 @@ class ReplayedState(ModuleState):
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        unit, placed = self._where[id(parameter)]
+        unit, placed = self._placement_of[id(parameter)]
         self._block_store.materialiser.fold_now(unit)
         with self._block_store.rewriting(unit) as writes:
             if writes(unit):
