@@ -172,13 +172,13 @@ def test_ctrl_c_in_a_streamed_forward_leaves_no_mode_of_torch_behind(kind: str, 
 def test_ctrl_c_at_the_end_of_an_update_does_not_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the last look at whether one came."""
     ours = Interrupts()
-    put_back = ours._put_back
+    put_back = ours._restore_handler
 
     def press() -> None:
         signal.raise_signal(signal.SIGINT)
         put_back()
 
-    monkeypatch.setattr(ours, "_put_back", press)
+    monkeypatch.setattr(ours, "_restore_handler", press)
     with pytest.raises(KeyboardInterrupt), ours.deferred():
         pass
 

@@ -1,4 +1,7 @@
-"""AdaLOMO: LOMO with an adaptive rate for each row and column, at the cost of one vector for each."""
+"""AdaLOMO: LOMO with a learning rate that adapts to each row and column of a weight matrix.
+
+Its state is one vector for the rows and one for the columns of each matrix.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
 
 
 class AdaLOMOBackend(LOMOBackend):
+    """LOMO whose updates are normalised by factored second moments."""
+
     name: ClassVar[str] = "adalomo"
     updates_pieces: ClassVar[bool] = False
     settings: AdaLOMOParams

@@ -1,25 +1,29 @@
-"""LOMO: full-parameter training in the memory of inference. Each gradient is consumed by its update inside the backward
-pass, so that one is alive at a time and `step` has nothing left to do but to report.
+"""LOMO: full-parameter training that never holds the gradients of the whole model.
 
-[Note: two passes] A norm over all gradients is known only when all of them are gone. Where one is needed (clipping by
-the global norm, overflow under fp16) the same graph is run backward twice: the first pass measures and drops, the
-second updates with the factor that follows, or drops the step where the norm is not finite. With one pass, updates are
-skipped one by one ([Note: skipped updates]). No second forward, no change of weights between the passes; both kinds of
-activation checkpointing recompute the same twice, dropout masks included. A step that is dropped still makes its second
-pass, with nothing kept: it frees the graph, which the next forward could not afford beside its own.
+A hook on each parameter updates the parameter inside the backward pass and frees its gradient. One gradient is alive at
+a time. `LOMOBackend.step` only reports the outcome.
 
-[Note: once a backward] A parameter's hook runs when all its uses have added to the gradient. Reentrant checkpointing
-makes a backward of its own for each segment, so a weight shared between segments, or with what is outside them, would
-be updated by parts, and later segments recomputed with new weights. It is refused; `use_reentrant=False` is exact.
+[Note: two passes] The global gradient norm is known only after the last gradient, when all gradients have been freed.
+Clipping by that norm, and fp16's check for overflow, need it before the first update. In these cases the same graph is
+run backward twice. The first pass sums up the norm and drops the gradients. The second pass updates with the resulting
+factor. If the norm is not finite, the second pass updates nothing and only frees the graph: the next forward would not
+fit into memory beside it. There is one forward, and weights do not change between the passes. Both kinds of activation
+checkpointing recompute the same values in both passes, dropout masks included. With a single pass, updates are skipped
+per parameter ([Note: skipped updates]).
 
-With `ds_zo.compile_blocks` a block's gradients come together, and one block's are alive at a time
-(`compiled_blocks`).
+[Note: one update per backward] A parameter's hook runs after all uses of the parameter have added to its gradient.
+Reentrant checkpointing runs a separate backward for each segment. A weight that is used in several segments, or also
+outside of them, would be updated several times. Later segments would then be recomputed with the new weights. This is
+refused. `use_reentrant=False` gives exact results.
 
-With `offload_param` blocks stream, and each is computed again in a backward of its own ([Note: recomputed blocks],
-[Note: gradients in parts]); passes, updates and rounding bits are the same.
+With `ds_zo.compile_blocks` autograd delivers all gradients of a block together, so the gradients of one block are alive
+at a time (`compiled_blocks`).
 
-On several ranks gradients are averaged a layer at a time on their way to the update ([Note: one order of buckets]). At
-stage 3 without `offload_param` blocks come from all ranks' devices instead of the host ([Note: device shards]).
+With `offload_param` blocks are streamed, and each is recomputed in a backward of its own ([Note: recomputed blocks],
+[Note: gradients in parts]). Passes, updates and rounding bits are the same as without streaming.
+
+On several ranks a layer's gradients are averaged before its update ([Note: one order of buckets]). At stage 3 without
+`offload_param`, blocks are gathered from the devices of all ranks instead of the host ([Note: device shards]).
 """
 
 from __future__ import annotations
@@ -83,17 +87,19 @@ from ds_zo.streaming.watched import told_to_nobody
 _NORM_FLOOR = 1e-6
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
-_DIRECT_STREAMED = "loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)"
+_DIRECT_STREAMED = "loss.backward() cannot schedule the uploads of streamed blocks: call engine.backward(loss)"
 
 _hooks: Any = WeakTensorKeyDictionary()
-"""The handle on each parameter: a second engine for the same module takes the place of the first."""
+"""The handle of the hook on each parameter. A second engine of the same module replaces the hooks of the first."""
 
 
 class LOMOBackend(Backend):
+    """Updates each parameter by SGD as soon as its gradient is complete. See this module's docstring."""
+
     name: ClassVar[str] = "lomo"
     accumulates: ClassVar[bool] = False
     updates_pieces: ClassVar[bool] = True
-    """Its rule needs no more of a parameter than the elements that it changes."""
+    """The update rule is elementwise, so that a rank can update its piece of a parameter without the rest."""
     settings: LOMOParams
 
     def __init__(
@@ -116,26 +122,29 @@ class LOMOBackend(Backend):
         self._rounding = config.section.rounding
         self._phase = BackwardPhase.IDLE
         self._pass_number = 0
+        """Number of backward passes begun so far, those that measure included."""
         self._num_updates = 0
-        """Updates made so far, one a backward; chooses the rounding bits."""
+        """Number of backwards that have updated weights. It selects the bits of stochastic rounding."""
         self._coef: torch.Tensor | None = None
-        """What gradients of this backward are multiplied by: clipping and unscaling."""
+        """Scalar on the device by which gradients are multiplied to clip and unscale them. None: one."""
         self._norms: list[torch.Tensor] = []
+        """Norms of the gradients seen in this pass: one per parameter, or one per layer if clipped by layer."""
         self._skipped = SkippedUpdates(device)
         self._group_index = ParamGroupIndex()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
         self._has_outcome = False
-        """A backward has been made since the last step."""
+        """`_outcome` is the result of a backward that ran after the last step."""
         self._has_uncounted_update = False
-        """A bare backward has, and its update is not counted yet."""
+        """`loss.backward()` was called directly after the last step, and `_num_updates` does not include it yet."""
         self._direct_backward_begun = False
-        """The same of the last forward."""
+        """`loss.backward()` was called directly after the last forward."""
         self._has_updated = False
-        """An update was made since the last step or `zero_grad`."""
+        """Weights were updated after the last step or `zero_grad`."""
         self._retains_graph = False
+        """The running `backward` was called with `retain_graph`."""
         self._has_checked_strays = False
-        """A forward was watched for weights of streamed blocks that are used where they are not brought up."""
+        """One forward was checked for weights of streamed blocks that are used outside of their block."""
         self._block_store = None
         if self.places_parameters(config):
             self._block_store = RecomputedBlockStore(
@@ -174,6 +183,7 @@ class LOMOBackend(Backend):
     # Parameters
 
     def _make_parameter_states(self) -> list[ParameterState]:
+        """One state per floating-point parameter, frozen ones included, in the order of `named_parameters`."""
         adapters = adapter_parameters(self.module) if self.settings.adapter is not None else frozenset()
         if self.settings.adapter is not None and not adapters:
             raise ConfigError(
@@ -206,6 +216,7 @@ class LOMOBackend(Backend):
         return states
 
     def _wrap_blocks(self) -> list[RecomputedBlock]:
+        """Replaces the forward of each streamed block. Empty where blocks are not streamed."""
         if self._block_store is None:
             return []
         refuse_router_logits(self.module)
@@ -224,6 +235,7 @@ class LOMOBackend(Backend):
         return found
 
     def _make_reducer(self) -> GradientReducer | None:
+        """None on one rank."""
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return None
         wait_as_long_as_the_world(self.process_group, self.device)
@@ -239,7 +251,8 @@ class LOMOBackend(Backend):
         )
 
     def _hook(self, state: ParameterState) -> RemovableHandle:
-        """On frozen parameters too, for when they are thawed; torch takes hooks only where gradients are required."""
+        """Registers the gradient hook. Frozen parameters get one too, because a user may unfreeze them later. torch
+        accepts the hook only while `requires_grad` is True."""
         p, frozen = state.parameter, not state.parameter.requires_grad
         if p in _hooks:
             _hooks.pop(p).remove()
@@ -254,8 +267,9 @@ class LOMOBackend(Backend):
         for name, p in self.module.named_parameters():
             if p.requires_grad and id(p) not in hooked and p.numel():
                 raise ValueError(
-                    f"parameter {name} is not one that deepspeed.initialize saw, so its gradient would be lost: add, "
-                    "resize or replace parameters before deepspeed.initialize, and load weights without assign=True"
+                    f"parameter {name} was added or replaced after deepspeed.initialize, so its gradient would be "
+                    "lost: add, resize or replace parameters before deepspeed.initialize, and load weights without "
+                    "assign=True"
                 )
 
     def _warn(self) -> None:
@@ -264,7 +278,7 @@ class LOMOBackend(Backend):
             return
         if self.settings.clip_grad_value is not None and max(lrs, default=0.0) >= _LARGE_LR_FOR_VALUE_CLIPPING:
             logger.warning(
-                f"ds_zo: clipping by value turns the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
+                f"ds_zo: clipping by value changes the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
                 f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
             )
         budget = self.config.section.stream.device_memory_gb
@@ -275,30 +289,32 @@ class LOMOBackend(Backend):
             and not segments_expand()
         ):
             logger.warning(
-                f"ds_zo: of {budget:g} GB, PyTorch's allocator may hold several that no tensor fits in: start with "
+                f"ds_zo: PyTorch's allocator may lose several of {budget:g} GB to fragmentation: start with "
                 f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
             )
         if self.settings.adapter is None:
             return
         if any(state.parameter.requires_grad and not state.is_adapter for state in self._parameter_states):
             logger.warning(
-                "ds_zo: PEFT's save_pretrained, and Trainer's saving by it, keep adapters alone: for the weights that "
-                f"{self.name} trains beside them save a checkpoint and run ds-zo export"
+                "ds_zo: PEFT's save_pretrained, which Trainer calls, saves adapters only: to save the other weights "
+                f"that {self.name} trains, save a checkpoint and run ds-zo export"
             )
         else:
             logger.warning(
-                "ds_zo: only adapters are trainable, because PEFT freezes the weights it wraps: to train those by "
-                f"{self.name}, call requires_grad_(True) on them before deepspeed.initialize"
+                "ds_zo: only adapters are trainable, because PEFT freezes the weights that it wraps: to train these "
+                f"weights by {self.name}, call requires_grad_(True) on them before deepspeed.initialize"
             )
 
-    # forward and backward
+    # Forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
+        """Runs the module. A backward may follow also in evaluation mode: `from_pretrained` returns models in that
+        mode, and a user may train them in it."""
         with self._plain_parameters():
             return self._forward(*args, **kwargs)
 
     def _plain_parameters(self) -> AbstractContextManager[None]:
+        """Context in which parameters do not report reads ([Note: bare reads])."""
         return nullcontext() if self._module_state is None else self._module_state.unwatched()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +326,7 @@ class LOMOBackend(Backend):
         if self.module.training:
             self._check_parameters()
             if self._reducer is not None:
-                self._reducer.drop()  # what a bare backward that broke off has left
+                self._reducer.drop()  # buckets of a direct `loss.backward()` that raised
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
@@ -328,7 +344,8 @@ class LOMOBackend(Backend):
 
     @contextmanager
     def _streamed_forward(self) -> Iterator[None]:
-        """Its last blocks stay in their states: the backward starts with them."""
+        """Context of a training forward of streamed blocks. The last blocks stay in their device slots, because the
+        backward starts with them."""
         if self._block_store is None:
             yield
             return
@@ -342,7 +359,8 @@ class LOMOBackend(Backend):
             yield
 
     def _start_streamed_backward(self, phase: BackwardPhase) -> None:
-        """Blocks in the reverse of the order they ran in, those of the second pass ahead while the first ends."""
+        """Schedules the uploads of a backward pass: blocks in the reverse of the order in which they ran. Uploads for
+        the second pass begin while the first pass ends."""
         if self._block_store is None:
             return
         if phase is BackwardPhase.DISCARD:
@@ -381,7 +399,7 @@ class LOMOBackend(Backend):
         with self._backward_pass(BackwardPhase.UPDATE if finite else BackwardPhase.DISCARD):
             scaled.backward(retain_graph=retain_graph)
             for layer in self._layers:
-                self._update_layer(layer)  # those with parameters that this loss did not reach
+                self._update_layer(layer)  # a layer that still waits has parameters that this loss does not reach
         if self._clips_by_layer and self._norms:
             norm = DeferredScalar(torch.stack(self._norms).norm() / scale)
             self._norms = []
@@ -390,7 +408,7 @@ class LOMOBackend(Backend):
         self._has_updated |= finite
 
     def _read_skipped(self) -> None:
-        """See [Note: skipped updates]."""
+        """Reads which updates of the last pass were skipped, and corrects the counters. See [Note: skipped updates]."""
         self._count_direct_update()
         self._num_updates -= not self._skipped.read()
         if self._has_outcome and isinstance(self._outcome.applied, DeferredScalar):
@@ -398,25 +416,29 @@ class LOMOBackend(Backend):
             self._has_updated &= self._outcome.applied is True
 
     def _count_direct_update(self) -> None:
-        """Counts the update of the last `loss.backward()`, which had no end of its own."""
+        """Counts the update of the last direct `loss.backward()`. A direct call does not tell the backend that it has
+        ended, so its update is counted at the next call of the backend."""
         if self._has_uncounted_update:
             self._has_uncounted_update = self._direct_backward_begun = False
             self._num_updates += 1
             self._record_outcome(None, applied=self._skipped.end())
 
     def _refuse_accumulation(self, *arrived: nn.Parameter) -> None:
-        """By hand, as the JSON's is refused: the boundary moved, or several losses a step."""
+        """Raises at a second backward before `engine.step()`. The JSON's `gradient_accumulation_steps` is refused
+        elsewhere; here a user has moved the accumulation boundary or has several losses per step. `arrived`: parameters
+        whose gradients are to be dropped."""
         if self._has_updated and self.settings.accumulation == "refuse":
             for p in arrived:
                 p.grad = None
             raise RuntimeError(
-                "a step has one backward, because a gradient is gone once its update is made, got a second one before "
-                "engine.step(): call that after each, add losses up, or set "
-                f'{self.config.params_at}.accumulation to "sequential" for one small update a backward'
+                "a step has one backward, because each gradient is freed after its update, got a second backward "
+                "before engine.step(): call engine.step() after each backward, add the losses up, or set "
+                f'{self.config.params_at}.accumulation to "sequential" for one small update per backward'
             )
 
     @contextmanager
     def _backward_pass(self, phase: BackwardPhase) -> Iterator[None]:
+        """Context of one backward pass over the graph. An error inside drops all gradients of the pass."""
         self._phase = phase
         self._pass_number += 1
         try:
@@ -450,16 +472,17 @@ class LOMOBackend(Backend):
     def _runs_compiled_twice(self) -> bool:
         return self._two_passes and (self._compiler is not None or is_compiled(self.module))
 
-    # Blocks that are computed again
+    # Recomputed blocks: the methods of `recompute.blocks.Consumer`
 
     def begin_block_backward(self, call: BlockCall) -> bool:
+        """False in a pass that only frees the graph."""
         if self._phase is BackwardPhase.IDLE:
             raise RuntimeError(_DIRECT_STREAMED)
         call.last_pass = call.block.last_pass = self._pass_number
         call.graph_freed = self._phase is not BackwardPhase.MEASURE and not self._retains_graph
         if self._phase is BackwardPhase.DISCARD:
             return False
-        if self._reducer is not None:  # the other ranks may be waiting for blocks that ran there and not here
+        if self._reducer is not None:  # other ranks may wait for buckets of blocks that did not run on this rank
             for bucket in self._reducer.open_blocks():
                 assert bucket.block is not None
                 if bucket.block is not call.block and not bucket.block.has_pending_calls(self._pass_number):
@@ -471,9 +494,10 @@ class LOMOBackend(Backend):
         return not block.has_pending_calls(self._pass_number) and self._complete_block(block)
 
     def _complete_block(self, block: RecomputedBlock) -> bool:
-        """Takes what is left of a block's gradients while its weights are here. True: weights were changed."""
+        """Consumes the held gradients of a block while its weights are on the device. Returns whether this pass has
+        changed its weights."""
         for state in block.parameter_states:
-            if state.partial_grad is not None:  # no gradient came for it in the last visit
+            if state.partial_grad is not None:  # the block's last call added nothing to this gradient
                 state.parameter.grad, state.partial_grad = state.partial_grad, None
                 self._accept_gradient(state)
         if self._reducer is not None:
@@ -485,13 +509,15 @@ class LOMOBackend(Backend):
         return self._has_changed(block)
 
     def _has_changed(self, block: RecomputedBlock) -> bool:
+        """Whether this pass has updated a weight that is stored with the block."""
         stored = {id(placed.parameter) for placed in block.unit.placed}
         return any(
             state.last_update == self._pass_number and id(state.parameter) in stored for state in block.parameter_states
         )
 
     def _complete_held_blocks(self) -> None:
-        """Blocks that also ran in another graph, which this backward did not reach, are still waiting for it."""
+        """Consumes gradients that blocks still hold at the end of a pass. Such a block also ran in a graph that this
+        backward did not reach, and waited for a gradient from there."""
         for block in self._blocks:
             if any(state.partial_grad is not None for state in block.parameter_states):
                 assert self._block_store is not None
@@ -499,13 +525,14 @@ class LOMOBackend(Backend):
                     materialised.changed = self._complete_block(block)
 
     def _read_norm(self) -> float:
-        """The one host read of a step."""
+        """Norm of all gradients of the measuring pass. This is the only value per step that the host waits for."""
         if self._reducer is not None:
             return self._reducer.norm()
         norms, self._norms = self._norms, []
         return torch.stack([*norms, self._skipped.loss_guard]).norm().item()
 
     def _coefficient(self, norm: float, scale: float) -> torch.Tensor | None:
+        """Factor that clips gradients to the configured norm and divides by the loss scale. None: one."""
         limit = 0.0 if self._clips_by_layer else self.config.gradient_clipping
         coef = (min(1.0, limit / (norm + _NORM_FLOOR)) if limit > 0 else 1.0) / scale
         return None if coef == 1.0 else torch.tensor(coef, dtype=torch.float32, device=self.device)
@@ -514,10 +541,11 @@ class LOMOBackend(Backend):
         return state.parameter.requires_grad and state.parameter in self._group_index
 
     def _on_gradient(self, state: ParameterState) -> None:
-        """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
+        """The hook of one parameter: its gradient is complete. On return the gradient is freed, or it is held until the
+        rest of its block or its layer is complete."""
         p, phase = state.parameter, self._phase
         if p.grad is not None and p.grad.layout is not torch.strided:
-            p.grad = p.grad.to_dense()  # of an embedding that was made with sparse=True
+            p.grad = p.grad.to_dense()  # the gradient of an embedding with sparse=True
         if state.block is not None and phase is not BackwardPhase.IDLE:
             self._check_materialised(state)
             if p.grad is not None and state.partial_grad is not None:
@@ -529,14 +557,17 @@ class LOMOBackend(Backend):
         self._accept_gradient(state)
 
     def _accept_gradient(self, state: ParameterState) -> None:
+        """Passes a complete gradient to the reducer, or consumes it where there is none. Raises at a second gradient of
+        the same pass ([Note: one update per backward])."""
         p, phase = state.parameter, self._phase
         if phase is BackwardPhase.IDLE:
             self._begin_direct_backward(p)
         if state.last_pass == self._pass_number:
             p.grad = None
             raise RuntimeError(
-                f"the gradient of {state.name} came in parts: reentrant checkpointing shares it between segments; pass "
-                'gradient_checkpointing_kwargs={"use_reentrant": False} (or use_reentrant=False to checkpoint)'
+                f"the gradient of {state.name} came in parts, because reentrant checkpointing uses the parameter in "
+                'several segments: pass gradient_checkpointing_kwargs={"use_reentrant": False} (or '
+                "use_reentrant=False to checkpoint)"
             )
         state.last_pass = self._pass_number
         grad = p.grad
@@ -553,7 +584,7 @@ class LOMOBackend(Backend):
         self._reducer.add(state, grad)
 
     def _consume(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """`grad` is the one that counts, and stands in the parameter."""
+        """Measures or updates by a complete gradient. `grad` is `parameter.grad`, averaged over ranks."""
         if self._phase is BackwardPhase.MEASURE:
             self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
         elif state.layer is not None:
@@ -565,19 +596,23 @@ class LOMOBackend(Backend):
             self._update(state, grad, self._coef)
         state.parameter.grad = None
 
+    # Averaged gradients: the methods of `reducer.Consumer`
+
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
+        """See `reducer.Consumer`."""
         block = bucket.block
         if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
             return nullcontext()
         if self._phase is BackwardPhase.MEASURE and not self._block_store.is_sharded:
             return nullcontext()
         if bucket.in_pieces and block.last_pass == self._pass_number:
-            return nullcontext()  # it needs no weights; the visit was to bring blocks in step with the other ranks
+            return nullcontext()  # pieces need no weights, and this rank has taken part in the gather of the block
         return None if self._block_store.has_materialised else self._materialised(block)
 
     @contextmanager
     def _materialised(self, block: RecomputedBlock) -> Iterator[None]:
-        """For gradients that came late, or from other ranks alone."""
+        """Context in which a block's weights are on the device outside of its own backward: its gradients came after
+        that backward, or from other ranks only."""
         assert self._block_store is not None
         block.last_pass = self._pass_number
         with self._block_store.materialise(block.unit) as materialised:
@@ -585,16 +620,17 @@ class LOMOBackend(Backend):
             materialised.changed = self._has_changed(block)
 
     def consume(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
+        """Updates by a bucket of averaged gradients."""
         self._skipped.loss_guard = loss_guard
         for state, grad in gradients:
             state.parameter.grad = grad
             self._consume(state, grad)
-        for state, _ in gradients:  # layers with parameters that no rank's loss reached
+        for state, _ in gradients:  # a layer that still waits has parameters that no rank's loss reaches
             if state.layer is not None:
                 self._update_layer(state.layer)
 
     def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
-        """See [Note: gradients in pieces]."""
+        """Updates this rank's pieces of a block's weights. See [Note: gradients in pieces]."""
         assert self._block_store is not None
         if not self._two_passes:
             for state, guard in guards:
@@ -627,20 +663,23 @@ class LOMOBackend(Backend):
         )
 
     def _check_materialised(self, state: ParameterState) -> None:
+        """Raises where a block's parameter got a gradient outside of the block's backward."""
         assert state.block is not None and self._block_store is not None
         if not self._block_store.is_materialised(state.block.unit):
             state.parameter.grad = None
             raise used_outside(state.name)
 
     def _begin_direct_backward(self, p: nn.Parameter) -> None:
+        """Called for each gradient of a `loss.backward()` that a user calls directly. The first one begins a pass.
+        Raises where LOMO needs `engine.backward`."""
         if self._block_store is not None:
             p.grad = None
             raise RuntimeError(_DIRECT_STREAMED)
         if self._two_passes or self._clips_by_layer:
             p.grad = None
             raise RuntimeError(
-                "loss.backward() cannot clip by norm nor scale the loss for fp16: call engine.backward(loss), or set "
-                '"gradient_clipping" to 0 and use bf16'
+                "loss.backward() can neither clip by norm nor scale the loss for fp16: call engine.backward(loss), or "
+                'set "gradient_clipping" to 0 and use bf16'
             )
         if not self._direct_backward_begun:
             self._read_skipped()
@@ -651,13 +690,14 @@ class LOMOBackend(Backend):
             self._has_uncounted_update = self._direct_backward_begun = self._has_updated = True
 
     def _update_layer(self, layer: Layer) -> None:
+        """Clips the waiting gradients of a layer by their common norm, updates by them and frees them."""
         waiting, layer.waiting = layer.waiting, []
         grads = [(state, grad) for state in waiting if (grad := state.parameter.grad) is not None]
         if not grads:
             return
         norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in grads])
         self._norms.append(norms.norm())
-        norm = torch.where(norms < math.inf, norms, 0.0).norm()  # of the parameters that are updated
+        norm = torch.where(norms < math.inf, norms, 0.0).norm()  # without the parameters whose updates are skipped
         scale = 1.0 if self._scaler is None else self._scaler.scale
         coef = (self.config.gradient_clipping / (norm / scale + _NORM_FLOOR)).clamp_(max=1.0) / scale
         for (state, grad), own in zip(grads, norms, strict=True):
@@ -669,7 +709,8 @@ class LOMOBackend(Backend):
     def _update(
         self, state: ParameterState, grad: torch.Tensor, coef: torch.Tensor | None, norm: torch.Tensor | None = None
     ) -> None:
-        """`norm`: the gradient's, where it is known."""
+        """Updates a parameter by its whole gradient. `coef`: see `_coef`. `norm`: the gradient's norm, or None where it
+        is not known."""
         p = state.parameter
         known = (self._skipped.loss_guard,) if norm is None else (self._skipped.loss_guard, norm)
         guards = () if self._two_passes else known
@@ -715,7 +756,8 @@ class LOMOBackend(Backend):
         dither: Dither | None,
         guards: Sequence[torch.Tensor],
     ) -> torch.Tensor | None:
-        """`guards` are the loss's and, where it is known, the gradient's. Returns the latter, if there are any."""
+        """Updates a parameter that is not an adapter. `guards`: none, the loss's, or the loss's and the gradient's.
+        Returns the gradient's guard, or None if `guards` is empty."""
         if len(guards) == 1:
             guards = (*guards, gradient_guard(grad))
         sgd_update_(
@@ -732,15 +774,17 @@ class LOMOBackend(Backend):
         return guards[-1] if guards else None
 
     def _schedule_factor(self, group: Mapping[str, Any]) -> float:
-        """How far a schedule has moved the rate of the group that an adapter stands in: its own follows."""
+        """Current learning rate of the group divided by its initial one. The learning rate of the group's adapters is
+        multiplied by it, so that adapters follow the same schedule."""
         index = next(i for i, other in enumerate(self.param_groups) if other is group)
         initial = self._initial_lrs[index] if index < len(self._initial_lrs) else float(group["lr"])
         return float(group["lr"]) / initial if initial else 1.0
 
-    # step
+    # Step
 
     def _record_outcome(self, norm: float | DeferredScalar | None, *, applied: bool | DeferredScalar) -> None:
-        """What `step` will report; with sequential accumulation a step is skipped when all its micro-batches were."""
+        """Records the outcome that `step` returns. With sequential accumulation, a step counts as skipped if the
+        updates of all its micro-batches were skipped."""
         overflow = self._scaler is not None and applied is False
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
@@ -750,7 +794,7 @@ class LOMOBackend(Backend):
         self._has_outcome = True
 
     def _publish_scale(self, *, overflow: bool) -> None:
-        """Where DeepSpeed's monitors and Accelerate look for them."""
+        """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
         if self._scaler is not None:
             self.optimizer.cur_scale = self._scaler.scale  # type: ignore[attr-defined]
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
@@ -764,7 +808,8 @@ class LOMOBackend(Backend):
         return outcome
 
     def zero_grad(self) -> None:
-        """There is no gradient to forget: `backward` has made the update. What follows adds nothing to it."""
+        """Permits another backward before the next step. There is no gradient to drop, because `backward` has made its
+        update."""
         self._has_updated = False
 
     # Saving, loading, describing
@@ -784,12 +829,15 @@ class LOMOBackend(Backend):
             if saved is not None and ("mean" in saved) is not parameter_state.is_adapter:
                 was, now = (self.name, "an adapter") if parameter_state.is_adapter else ("an adapter", self.name)
                 raise CheckpointError(
-                    f"{parameter_state.name} was trained as {was} in the checkpoint and as {now} here: write adapter in "
-                    f"{self.config.params_at} as it was, or pass load_optimizer_states=False"
+                    f"{parameter_state.name} was trained as {was} in the checkpoint and is trained as {now} here: "
+                    f"write the checkpoint's adapter in {self.config.params_at}, or pass load_optimizer_states=False"
                 )
             residue = state.get("residues", {}).get(parameter_state.name)
             if residue is not None and residue.shape != parameter_state.parameter.shape:
-                raise ValueError(f"what rounding dropped of {parameter_state.name} has shape {tuple(residue.shape)}")
+                raise ValueError(
+                    f"the rounding residue of {parameter_state.name} has the shape of the parameter, "
+                    f"{tuple(parameter_state.parameter.shape)}, got {tuple(residue.shape)}"
+                )
             if saved is not None:
                 kind = AdamMoments if parameter_state.is_adapter else FactoredMoments
                 kind.from_state_dict(saved, device=torch.device("meta"))
@@ -817,7 +865,7 @@ class LOMOBackend(Backend):
             parameter_state.moments = None if saved is None else kind.from_state_dict(saved, device=self.device)
 
     def rank_state(self) -> dict[str, Any]:
-        """What the micro-batches of a window that is not over have come to."""
+        """The outcome so far of an unfinished accumulation window."""
         self._read_skipped()
         outcome = self._outcome
         norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, DeferredScalar) else outcome.grad_norm
@@ -837,7 +885,7 @@ class LOMOBackend(Backend):
         if self._clips_by_layer:
             clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
         elif self.config.gradient_clipping > 0:
-            clipping = f"gradients clipped to norm {self.config.gradient_clipping:g} (0 would spare a pass)"
+            clipping = f"gradients clipped to norm {self.config.gradient_clipping:g} (0 saves a pass)"
         elif self.settings.clip_grad_value is not None:
             clipping = f"gradients clipped to values within {self.settings.clip_grad_value:g}"
         else:
@@ -848,7 +896,7 @@ class LOMOBackend(Backend):
         passes = "two backward passes" if self._two_passes else "one backward pass"
         lines = [] if self._block_store is None else [self._block_store.describe()]
         ranks = [] if self._reducer is None else [self._reducer.describe()]
-        return "\n".join([*lines, f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}", *ranks])
+        return "\n".join([*lines, f"ds_zo: {passes} per step, {clipping}{scaling}{adapters}", *ranks])
 
     def stored(self) -> dict[str, torch.Tensor]:
         if self._block_store is None:
@@ -900,7 +948,7 @@ class LOMOBackend(Backend):
 
 
 def _dispatch(backend: weakref.ref[LOMOBackend], state: ParameterState, parameter: torch.Tensor) -> None:
-    """A hook outlives an engine that was dropped without `destroy`; it then does nothing."""
+    """The hook on a parameter. It outlives an engine that was dropped without `destroy`, and then does nothing."""
     alive = backend()
     if alive is not None:
         alive._on_gradient(state)
