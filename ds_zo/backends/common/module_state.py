@@ -40,6 +40,7 @@ class ModuleState(ABC):
         self._placement_of: dict[int, tuple[Unit, Placed]] = {
             id(p.parameter): (u, p) for u in self._units for p in u.placed
         }
+        """The unit and the placement of each parameter, by the parameter's id."""
         names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
         """The last copy that `state_dict` was given of each tied parameter, by the parameter's id. None: no copy
@@ -51,7 +52,7 @@ class ModuleState(ABC):
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._placement_of for p in m._parameters.values()):
-                self._handles.append(m.register_state_dict_pre_hook(Hook(self._unwatch_owner)))
+                self._handles.append(m.register_state_dict_pre_hook(Hook(self._unwatch_parameters)))
                 self._handles.append(m.register_state_dict_post_hook(Hook(self._put_current_weights)))
                 self._handles.append(m.register_load_state_dict_pre_hook(Hook(self._stage)))
                 self._handles.append(m.register_load_state_dict_post_hook(Hook(self._store_staged)))
@@ -191,7 +192,7 @@ class ModuleState(ABC):
         for _, placed in self._placement_of.values():
             self._detach_accessors(placed.parameter)
 
-    def _unwatch_owner(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def _unwatch_parameters(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Hook before a module's `state_dict`: reading the parameters must not call `bring_up`, because
         `_put_current_weights` replaces the values afterwards."""
         unwatch(p for p in module._parameters.values() if p is not None)

@@ -85,7 +85,8 @@ from ds_zo.streaming.node import wait_as_long_as_the_world
 from ds_zo.streaming.watched import told_to_nobody
 
 _NORM_FLOOR = 1e-6
-_UPDATED = (torch.float32, torch.bfloat16, torch.float16)
+"""Added to a norm before the clipping threshold is divided by it."""
+_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
 _DIRECT_STREAMED = "loss.backward() cannot schedule the uploads of streamed blocks: call engine.backward(loss)"
 
@@ -119,10 +120,11 @@ class LOMOBackend(Backend):
         clips = config.gradient_clipping > 0
         self._clips_by_layer = clips and self.settings.norm_scope == "group"
         self._two_passes = half or (clips and not self._clips_by_layer)
+        """See [Note: two passes]."""
         self._rounding = config.section.rounding
         self._phase = BackwardPhase.IDLE
         self._pass_number = 0
-        """Number of backward passes begun so far, those that measure included."""
+        """Number of backward passes begun so far, measuring passes included."""
         self._num_updates = 0
         """Number of backwards that have updated weights. It selects the bits of stochastic rounding."""
         self._coef: torch.Tensor | None = None
@@ -136,9 +138,10 @@ class LOMOBackend(Backend):
         self._has_outcome = False
         """`_outcome` is the result of a backward that ran after the last step."""
         self._has_uncounted_update = False
-        """`loss.backward()` was called directly after the last step, and `_num_updates` does not include it yet."""
+        """A direct `loss.backward()`, without `engine.backward`, ran after the last step, and `_num_updates` does not
+        include it yet."""
         self._direct_backward_begun = False
-        """`loss.backward()` was called directly after the last forward."""
+        """A direct `loss.backward()`, without `engine.backward`, has begun after the last forward."""
         self._has_updated = False
         """Weights were updated after the last step or `zero_grad`."""
         self._retains_graph = False
@@ -201,10 +204,10 @@ class LOMOBackend(Backend):
         states: list[ParameterState] = []
         offset = 0
         for name, p in self.module.named_parameters():
-            if p.requires_grad and p.is_floating_point() and p.dtype not in _UPDATED:
+            if p.requires_grad and p.is_floating_point() and p.dtype not in _TRAINABLE_DTYPES:
                 raise ConfigError(
-                    f"parameters are updated in float32, got {name} of {p.dtype}: convert the model before "
-                    "deepspeed.initialize, or freeze it",
+                    f"trained parameters are of dtype float32, bfloat16 or float16, got {name} of {p.dtype}: convert "
+                    "the model before deepspeed.initialize, or freeze the parameter",
                     at=self.config.params_at,
                 )
             if p.is_floating_point() and p.numel():
@@ -373,7 +376,7 @@ class LOMOBackend(Backend):
         self._block_store.start_backward(order, downloads=() if measures else trained, repeats=measures)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """See [Note: two passes]."""
+        """Runs the graph backward, once or twice, and updates the weights. See [Note: two passes]."""
         with self._plain_parameters():
             self._backward(loss, retain_graph=retain_graph)
 
@@ -502,9 +505,7 @@ class LOMOBackend(Backend):
                 self._accept_gradient(state)
         if self._reducer is not None:
             self._reducer.close_block(block)
-        for layer in {
-            id(state.layer): state.layer for state in block.parameter_states if state.layer is not None
-        }.values():
+        for layer in {id(s.layer): s.layer for s in block.parameter_states if s.layer is not None}.values():
             self._update_layer(layer)
         return self._has_changed(block)
 
