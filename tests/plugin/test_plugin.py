@@ -67,7 +67,7 @@ class SGDBackend(Backend):
 
 @pytest.fixture
 def sgd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base._WHERE, "lomo", (__name__, "SGDBackend"))
+    monkeypatch.setitem(base._BACKENDS, "lomo", (__name__, "SGDBackend"))
 
 
 def sgd_config(*, ours: bool = True, accumulation: int = 1, **extra: Any) -> dict[str, Any]:
