@@ -324,7 +324,7 @@ class PluginEngine(CheckpointingEngine):
             lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
             for text in scheduler_warning(self._config._param_dict, lr, at="the script's own"):
                 log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
-        self._backend_class.take_optimizer(self.optimizer, self.resolved)
+        self._backend_class.prepare_optimizer(self.optimizer, self.resolved)
 
     def _check_parameters(self) -> None:
         """An optimizer that was built of another model, or before parameters were replaced, would train in silence."""
@@ -516,7 +516,7 @@ class PluginEngine(CheckpointingEngine):
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        with interrupts.whole():
+        with interrupts.deferred():
             interrupts.release()
             # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
             self._settle_outcome()
@@ -627,7 +627,7 @@ class PluginEngine(CheckpointingEngine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Accelerate and Trainer ask for it whenever the JSON says stage 3."""
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             if dist.get_rank() != 0:
                 return None
             state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

@@ -416,7 +416,7 @@ class HostGroup:
             return
         assert self.job is not None
         self.job.wait()
-        with interrupts.whole(), without_interception():
+        with interrupts.deferred(), without_interception():
             self._upload_and_apply(self.job)
 
     def _upload_and_apply(self, job: Job) -> None:

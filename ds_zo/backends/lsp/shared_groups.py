@@ -211,7 +211,7 @@ class SharedHostGroup(HostGroup):
         norms = self.job.wait()
         self._broadcast_call.wait()
         is_finite = bool(norms.isfinite().all())
-        with interrupts.whole(), without_interception():
+        with interrupts.deferred(), without_interception():
             if is_finite:
                 self._apply(self.payload_device)
             if self._device.type == "cuda":

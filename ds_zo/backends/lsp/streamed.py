@@ -24,7 +24,7 @@ from torch import nn
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState, Visit
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import (
     BlockCall,
     RecomputedBlock,
@@ -54,21 +54,21 @@ class UpdatingBlockStore(RecomputedBlockStore):
         self.runtime.start(self.placement.blocks, downloads=pending_units, then=())
 
     @contextmanager
-    def visit(self, unit: Unit) -> Iterator[Visit]:
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """Brings a unit to the device, applies its pending update, and copies changed weights back at the end.
 
         An applied direction cannot be applied again, so the weights are copied back even if the body raises."""
         error: BaseException | None = None
-        with interrupts.whole(), super().visit(unit) as visit:
+        with interrupts.deferred(), super().materialise(unit) as materialised:
             with torch.inference_mode(False), torch.no_grad():
                 was_updated = self.apply_pending_update(unit)
             try:
-                yield visit
+                yield materialised
             except BaseException as raised:
                 if not was_updated:
                     raise
                 error = raised
-            visit.changed = visit.changed or was_updated
+            materialised.changed = materialised.changed or was_updated
         if error is not None:
             raise error
 
@@ -172,23 +172,23 @@ class StreamedBlocks:
         self._is_passing, self._retains = True, retain_graph
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         try:
-            self.block_store.start_backward([call.block.unit for call in calls], again=False)
+            self.block_store.start_backward([call.block.unit for call in calls], repeats=False)
             yield
         finally:
             self._is_passing = False
             self.block_store.runtime.finish()
 
-    def begin_visit(self, call: BlockCall) -> bool:
+    def begin_block_backward(self, call: BlockCall) -> bool:
         if not self._is_passing:
             raise RuntimeError(
                 "streamed blocks are uploaded in the order that engine.backward plans, got loss.backward(): call "
                 "engine.backward(loss)"
             )
-        call.last_pass, call.spent = self._pass, not self._retains
+        call.last_pass, call.graph_freed = self._pass, not self._retains
         return True
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
-        self._end_block_backward(block.unit, block.more_to_come(self._pass))
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
+        self._end_block_backward(block.unit, block.has_pending_calls(self._pass))
         return False
 
     # Weights
@@ -200,7 +200,7 @@ class StreamedBlocks:
 
     def bring_up_to_date(self, unit: Unit) -> None:
         """Uploads a unit, applies its pending update and copies it back."""
-        with self.block_store.visit(unit):
+        with self.block_store.materialise(unit):
             pass
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -213,6 +213,6 @@ class StreamedBlocks:
         for block in self._blocks:
             block.close()
         self._pretrained.close()
-        leave_whole = self.state.owns_module() and not sys.is_finalizing()
+        keep_weights = self.state.owns_module() and not sys.is_finalizing()
         self.state.close()
-        self.block_store.close(leave_whole=leave_whole)
+        self.block_store.close(keep_weights=keep_weights)

@@ -32,7 +32,7 @@ class UpdateOnAccessState(ModuleState):
         self._own_data: dict[int, torch.Tensor] = {}
         """A parameter's own weights, by its id, while the parameter shows a gathered copy."""
         for p in self._parameters:
-            self._answer_for(p, partial(self._full, p))
+            self._attach_accessors(p, partial(self._full, p))
 
     def intercept(self) -> None:
         """Watches accesses to parameters while an update is pending. Only the backend's own work makes updates
@@ -61,7 +61,7 @@ class UpdateOnAccessState(ModuleState):
         self._apply_pending_updates()
         self._own_data.get(id(parameter), parameter.data).copy_(value)
 
-    def return_home(self, parameter: nn.Parameter) -> None:
+    def bind_stored(self, parameter: nn.Parameter) -> None:
         own_data = self._own_data.pop(id(parameter), None)
         if own_data is not None:
             parameter.data = own_data
@@ -79,6 +79,6 @@ class UpdateOnAccessState(ModuleState):
     def close(self) -> None:
         super().close()
         for p in self._parameters:
-            self.return_home(p)
-            self._leave(p)
+            self.bind_stored(p)
+            self._detach_accessors(p)
         self._parameters = []

@@ -273,7 +273,7 @@ class Materialiser:
             self.runtime.before_writing(slot)
             slot.version = step  # `unit.version` follows when the slot is downloaded
         planes, stored = self._planes(unit, source, low), self._planes(unit, target, low)
-        with interrupts.whole() if fold else nullcontext():  # see [Note: whole steps]
+        with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
             if slot is not None:
                 if fold:

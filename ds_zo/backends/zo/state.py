@@ -31,7 +31,7 @@ class ReplayedState(ModuleState):
         """Makes a parameter show the weights of the current step before a bare read. If the unit's next forward would
         fold, or folding rounds nothing, the fold is made now, with the same bits. Any other fold would round at another
         step, so that training would depend on reads. Then the parameters show copies instead."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if self._is_busy() and (unit.streamed or unit.low_streamed):
             return
         materialiser = self._block_store.materialiser
@@ -65,7 +65,7 @@ class ReplayedState(ModuleState):
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's weights of the current step: itself if they are stored so on the device, else a copy on the
         host."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if (
             not unit.streamed
             and not self._block_store.materialiser.pending(unit)
@@ -92,7 +92,7 @@ class ReplayedState(ModuleState):
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces the parameter's weights. Where ranks share a host store, all of them must call it."""
-        unit, placed = self._where[id(parameter)]
+        unit, placed = self._placement_of[id(parameter)]
         self._block_store.materialiser.fold_now(unit)
         with self._block_store.rewriting(unit) as writes:
             if writes(unit):
