@@ -39,7 +39,7 @@ distributed/test_launchers.py checkpoint/test_kill.py backends/zo/test_zo_invari
 distributed/test_zo_ranks.py checkpoint/test_resume_first_order.py backends/common/test_gathered_copies.py
 distributed/test_two_hosts.py checkpoint/test_faults.py checkpoint/test_resume.py
 distributed/test_zo_rank_checkpoints.py backends/lsp/test_lsp_training.py integrations/test_trainer.py
-test_readme.py backends/test_stream_order.py planner/test_alike.py
+test_readme.py backends/test_stream_order.py planner/test_repeated_blocks.py
 ops/test_kernels_interpreted.py backends/zo/test_zo_precision.py backends/recompute/test_compiled_blocks.py
 launch/test_sweep.py bench/test_zo_case.py integrations/test_engine.py test_packaging.py
 bench/test_compare.py checkpoint/test_trajectory.py integrations/test_equivalence.py integrations/test_ranks.py

@@ -56,7 +56,7 @@ def deterministic() -> Iterator[None]:
 def delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads and computing are held up at random: a writer that does not wait reads old bytes, and a fold that does
     not mind the writer overwrites what it reads."""
-    send_back, arrive = Runtime._send_back, Runtime.arrive
+    send_back, arrive = Runtime._download, Runtime.acquire
     rng = random.Random(0)
 
     def late(self: Runtime, *args: Any) -> None:
@@ -69,8 +69,8 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda._sleep(rng.choice([0, 0, 4_000_000]))
         return slot
 
-    monkeypatch.setattr(Runtime, "_send_back", late)
-    monkeypatch.setattr(Runtime, "arrive", slow)
+    monkeypatch.setattr(Runtime, "_download", late)
+    monkeypatch.setattr(Runtime, "acquire", slow)
 
 
 def model() -> nn.Module:

@@ -21,7 +21,7 @@ from ds_zo import ops
 from ds_zo.backends.lsp import host_group as lsp_host_group
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job
-from ds_zo.streaming.node import Share
+from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -182,11 +182,13 @@ class _OneRank(SharedStore):
     """A store that is shared with nobody: its only piece is all of it, but comes by the same way."""
 
     def __init__(self) -> None:
-        self.share = Share(0, 1)
-        self.node: Any = SimpleNamespace(streams=[], meet=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
+        self.partition = RankPartition(0, 1)
+        self.node: Any = SimpleNamespace(
+            streams=[], stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)]
+        )
         self._pieces = {}
 
-    def landed(self, number: int) -> None:
+    def mark_written_back(self, number: int) -> None:
         pass
 
     def wait(self, number: int) -> None:
@@ -201,7 +203,7 @@ class ClockedShardedRuntime(ClockedRuntime, ShardedRuntime):
         self._met = Event()  # type: ignore[assignment]
 
     def _upload_low(self, unit: Unit) -> Slot:
-        assert not self._together, "other ranks may be writing it back: it is gathered with them"
+        assert not self._is_collective, "other ranks may be writing it back: it is gathered with them"
         return super()._upload_low(unit)
 
 

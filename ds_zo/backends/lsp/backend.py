@@ -351,7 +351,7 @@ class LSPBackend(Backend):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         streamed = None if self._streamed is None or self._checked_stray_weights else self._streamed.block_store
         with (
-            nullcontext() if streamed is None else streamed.watched(),
+            nullcontext() if streamed is None else streamed.strays_refused(),
             self._deferred_blocks.watched(self.module),
         ):
             output = self.module(*args, **kwargs)
@@ -435,7 +435,7 @@ class LSPBackend(Backend):
 
     def _check_on_device(self, matrix: MatrixState) -> None:
         assert self._streamed is not None
-        if not self._streamed.block_store.is_visited(self._streamed.unit_of[id(matrix.parameter)]):
+        if not self._streamed.block_store.is_materialised(self._streamed.unit_of[id(matrix.parameter)]):
             matrix.parameter.grad = None
             raise used_outside(matrix.name)
 

@@ -42,8 +42,8 @@ from ds_zo.optim.subspace_adam import (
     uses_chunks,
 )
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import told_to_nobody
 
 NUM_UPLOAD_BUFFERS = 3
 """Layers whose directions can be on the device ahead of their application."""
@@ -416,7 +416,7 @@ class HostGroup:
             return
         assert self.job is not None
         self.job.wait()
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.deferred(), without_interception():
             self._upload_and_apply(self.job)
 
     def _upload_and_apply(self, job: Job) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zo.backends.lsp.matrices import MatrixState
-from ds_zo.streaming.node import one_may_be_gone, waiting_time
+from ds_zo.streaming.node import explain_lost_rank, world_timeout
 
 
 class CollectiveCall:
@@ -63,7 +63,7 @@ class CollectiveThread:
         self.device = device
         self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._group = dist.new_group(self._ranks, timeout=waiting_time(device))
+        self._group = dist.new_group(self._ranks, timeout=world_timeout(device))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._calls: queue.SimpleQueue[CollectiveCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -97,7 +97,7 @@ class CollectiveThread:
 
     def average_(self, value: torch.Tensor) -> None:
         self._record_use(value)
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             dist.all_reduce(value, group=self._group)
         value.div_(self.size)
         self.bytes_wire += value.nbytes
@@ -105,7 +105,7 @@ class CollectiveThread:
     def broadcast_(self, value: torch.Tensor, owner: int) -> None:
         """`owner`: the index of the rank to copy from."""
         self._record_use(value)
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             dist.broadcast(value, self._ranks[owner], group=self._group)
         self.bytes_wire += value.nbytes
 

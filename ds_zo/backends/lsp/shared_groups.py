@@ -21,7 +21,7 @@ from ds_zo.backends.lsp.ranks import CollectiveCall, CollectiveThread
 from ds_zo.backends.lsp.scheduler import Job, RemoteJob
 from ds_zo.config import LSPParams
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
 
 _NO_GRADIENT = -1.0
 """Stands for the norm of a gradient that no rank had."""
@@ -211,7 +211,7 @@ class SharedHostGroup(HostGroup):
         norms = self.job.wait()
         self._broadcast_call.wait()
         is_finite = bool(norms.isfinite().all())
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.deferred(), without_interception():
             if is_finite:
                 self._apply(self.payload_device)
             if self._device.type == "cuda":

@@ -24,7 +24,7 @@ from torch import nn
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState, Visit
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import (
     BlockCall,
     RecomputedBlock,
@@ -35,8 +35,8 @@ from ds_zo.backends.recompute.blocks import (
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
-from ds_zo.streaming.units import Placed, Unit
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class UpdatingBlockStore(RecomputedBlockStore):
@@ -54,21 +54,21 @@ class UpdatingBlockStore(RecomputedBlockStore):
         self.runtime.start(self.placement.blocks, downloads=pending_units, then=())
 
     @contextmanager
-    def visit(self, unit: Unit) -> Iterator[Visit]:
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """Brings a unit to the device, applies its pending update, and copies changed weights back at the end.
 
         An applied direction cannot be applied again, so the weights are copied back even if the body raises."""
         error: BaseException | None = None
-        with interrupts.whole(), super().visit(unit) as visit:
+        with interrupts.deferred(), super().materialise(unit) as materialised:
             with torch.inference_mode(False), torch.no_grad():
                 was_updated = self.apply_pending_update(unit)
             try:
-                yield visit
+                yield materialised
             except BaseException as raised:
                 if not was_updated:
                     raise
                 error = raised
-            visit.changed = visit.changed or was_updated
+            materialised.changed = materialised.changed or was_updated
         if error is not None:
             raise error
 
@@ -85,10 +85,10 @@ class StreamedUpdateOnAccessState(RecomputedModuleState):
     def _is_watched(self, unit: Unit) -> bool:
         return True
 
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         if not self._is_busy():
             self._apply_pending_updates()
-            super().bring_up(parameter)
+            super().refresh(parameter)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         self._apply_pending_updates()
@@ -98,7 +98,7 @@ class StreamedUpdateOnAccessState(RecomputedModuleState):
         self._apply_pending_updates()
         super().write(parameter, value)
 
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         self._apply_pending_updates()
         return super()._full_fp32(unit, placed)
 
@@ -172,23 +172,23 @@ class StreamedBlocks:
         self._is_passing, self._retains = True, retain_graph
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         try:
-            self.block_store.start_backward([call.block.unit for call in calls], again=False)
+            self.block_store.start_backward([call.block.unit for call in calls], repeats=False)
             yield
         finally:
             self._is_passing = False
             self.block_store.runtime.finish()
 
-    def begin_visit(self, call: BlockCall) -> bool:
+    def begin_block_backward(self, call: BlockCall) -> bool:
         if not self._is_passing:
             raise RuntimeError(
                 "streamed blocks are uploaded in the order that engine.backward plans, got loss.backward(): call "
                 "engine.backward(loss)"
             )
-        call.last_pass, call.spent = self._pass, not self._retains
+        call.last_pass, call.graph_freed = self._pass, not self._retains
         return True
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
-        self._end_block_backward(block.unit, block.more_to_come(self._pass))
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
+        self._end_block_backward(block.unit, block.has_pending_calls(self._pass))
         return False
 
     # Weights
@@ -200,12 +200,12 @@ class StreamedBlocks:
 
     def bring_up_to_date(self, unit: Unit) -> None:
         """Uploads a unit, applies its pending update and copies it back."""
-        with self.block_store.visit(unit):
+        with self.block_store.materialise(unit):
             pass
 
     def stored(self) -> dict[str, torch.Tensor]:
         self.block_store.wait()
-        with told_to_nobody():
+        with without_interception():
             weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
         return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
 
@@ -213,6 +213,6 @@ class StreamedBlocks:
         for block in self._blocks:
             block.close()
         self._pretrained.close()
-        leave_whole = self.state.owns_module() and not sys.is_finalizing()
+        keep_weights = self.state.owns_module() and not sys.is_finalizing()
         self.state.close()
-        self.block_store.close(leave_whole=leave_whole)
+        self.block_store.close(keep_weights=keep_weights)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
-from ds_zo.streaming.units import Placed, Unit
-from ds_zo.streaming.watched import unwatch, watch
+from ds_zo.streaming.intercepted import intercept, stop_intercepting
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class UpdateOnAccessState(ModuleState):
@@ -32,19 +32,19 @@ class UpdateOnAccessState(ModuleState):
         self._own_data: dict[int, torch.Tensor] = {}
         """A parameter's own weights, by its id, while the parameter shows a gathered copy."""
         for p in self._parameters:
-            self._answer_for(p, partial(self._full, p))
+            self._attach_accessors(p, partial(self._full, p))
 
-    def watch(self) -> None:
+    def intercept(self) -> None:
         """Watches accesses to parameters while an update is pending. Only the backend's own work makes updates
         pending, so this need not be called at other times."""
         if self._has_pending():
-            watch(p for p in self._parameters if p not in self.gathered_copies)
+            intercept(p for p in self._parameters if p not in self.gathered_copies)
 
-    def unwatch(self) -> None:
-        unwatch(self._parameters)
+    def stop_intercepting(self) -> None:
+        stop_intercepting(self._parameters)
 
     @torch.no_grad()
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         self._apply_pending_updates()
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
@@ -61,7 +61,7 @@ class UpdateOnAccessState(ModuleState):
         self._apply_pending_updates()
         self._own_data.get(id(parameter), parameter.data).copy_(value)
 
-    def return_home(self, parameter: nn.Parameter) -> None:
+    def bind_stored(self, parameter: nn.Parameter) -> None:
         own_data = self._own_data.pop(id(parameter), None)
         if own_data is not None:
             parameter.data = own_data
@@ -70,7 +70,7 @@ class UpdateOnAccessState(ModuleState):
         self._apply_pending_updates()
         return parameter.detach().to(torch.float32, copy=True)
 
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         return self._full(placed.parameter)
 
     def _before_load(self, unit: Unit) -> None:
@@ -79,6 +79,6 @@ class UpdateOnAccessState(ModuleState):
     def close(self) -> None:
         super().close()
         for p in self._parameters:
-            self.return_home(p)
-            self._leave(p)
+            self.bind_stored(p)
+            self._detach_accessors(p)
         self._parameters = []

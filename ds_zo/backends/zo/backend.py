@@ -48,9 +48,9 @@ from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
 from ds_zo.checkpoint.stock import Weights, check_weights
 from ds_zo.config import Resolved
 from ds_zo.logs import show
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import told_to_nobody
 
 _MAX_WATCHED_FORWARDS = 20
 """Training forwards that run under the stray-weight detector while some weights have been used by none: a later forward
@@ -538,7 +538,7 @@ class ZOBackend(Backend):
     @torch.no_grad()
     def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         aliases = self.aliases()
-        with told_to_nobody():
+        with without_interception():
             here = {p.name: p.parameter.data for unit in self.block_store.placement.units for p in unit.placed}
         here |= dict(persistent_buffers(self.module))
         every = {**here, **{alias: here[name] for alias, name in aliases.items()}}
@@ -596,10 +596,10 @@ class ZOBackend(Backend):
         pending = self.block_store.materialiser.pending(unit)
         if not all(part.viewable for part in unit.parts):
             unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
-        elif not pending or store.has_room_for(unit.nbytes * store.share.size):
+        elif not pending or store.has_room_for(unit.nbytes * store.partition.size):
             self.block_store.runtime.host_wait(unit)
             values = [self.state.read(placed.parameter) for placed in unit.placed] if pending else None
-            unit.settle(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
+            unit.assign_buffers(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
             unit.bind_stored()
             for placed, value in zip(unit.placed, values or (), strict=False):
                 placed.parameter.data.copy_(value)
@@ -619,8 +619,8 @@ class ZOBackend(Backend):
             # a finalizer. If it fails, for lack of memory for example, the stored weights stay, and the caller may try
             # again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
-                self.state.unwatch()
-                self.state.gathered_copies.close(comes_home=True)
+                self.state.stop_intercepting()
+                self.state.gathered_copies.close(rebind=True)
                 self._return_weights_to_module()
             self._closed = True
             self._working_copies.close()

@@ -28,19 +28,19 @@ from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
-from ds_zo.streaming.allocator import Room
+from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
-    give_back_unused,
-    measure_from_here,
+    release_cached_memory,
+    reset_peak_memory,
     usable_nbytes,
     zo_sizes,
 )
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.placement import Placement, move_buffers, plan_units, settle, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -115,9 +115,9 @@ class ZOBlockStore:
         self.store = self.shared or HostStore(device, pin=config.pin_memory)
         spare_store = self.store if self.shared is None else HostStore(device, pin=False)
         self.claims = Claims(spare_store, swaps=self.shared is None)
-        resident_ids = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
-        give_back_unused(device)
-        settle(
+        resident_ids = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
+        release_cached_memory(device)
+        place_units(
             self.placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)
         )
         move_buffers(module, device)
@@ -127,8 +127,8 @@ class ZOBlockStore:
         """Whether blocks may still move to the device. The memory of activations is known only after a step, so an
         automatic choice starts with every block on the host."""
         if self.may_fill_device or self.must_choose_interval:
-            measure_from_here(device)
-        self._room = Room(device)
+            reset_peak_memory(device)
+        self._retry_check = AllocatorRetryCheck(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
         """Numbers of slots and kinds of copies with `num_resident` blocks on the device."""
@@ -209,7 +209,7 @@ class ZOBlockStore:
         finally:
             self.materialiser.timed_forward = None
             self.log.rows.zero_()
-            self.runtime.forget()
+            self.runtime.invalidate_slots()
 
     @torch.no_grad()
     def choose_interval(self, *, num_uploads: int, agree: Callable[[int], int]) -> None:
@@ -256,12 +256,12 @@ class ZOBlockStore:
         self.interval = interval
         self._free_device_buffers()
         self._make_materialiser()
-        self._room.watch_afresh()
+        self._retry_check.restart()
 
     def fill_device(self) -> None:
         """After the first step, moves blocks to the device for good, as far as activations leave memory of the
         budget."""
-        self._room.check()
+        self._retry_check.check()
         if not self.may_fill_device:
             return
         self.may_fill_device = False
@@ -277,13 +277,13 @@ class ZOBlockStore:
             buffers=DeviceBuffers(self._free_device_buffers, self._make_materialiser),
         )
         if filled:
-            self._room.watch()
+            self._retry_check.start()
 
     def _free_device_buffers(self) -> None:
         """Frees slots and scratch."""
-        self.runtime.forget()
+        self.runtime.invalidate_slots()
         self.materialiser.close()
-        self.runtime.let_go()  # also a new runtime whose materialiser could not be made
+        self.runtime.free_buffers()  # also a new runtime whose materialiser could not be made
 
     def describe(self) -> str:
         """Lines for the log: placement, memory, storage formats and the bound on rounding."""
@@ -306,7 +306,7 @@ class ZOBlockStore:
         ]
         if self.shared is not None:
             lines.append(
-                f"ds_zo: the {self.shared.share.size} ranks of this machine share one host store of the streamed "
+                f"ds_zo: the {self.shared.partition.size} ranks of this machine share one host store of the streamed "
                 "blocks: the host memory above is the part of one rank, which that rank uploads"
             )
         if bound := self.rounding_bound(1000):
@@ -329,7 +329,7 @@ class ZOBlockStore:
         if self.store.pinned_nbytes:
             for unit in self.placement.units:
                 self.runtime.host_wait(unit)
-            self.runtime.end_copies()
+            self.runtime.wait_for_copies()
         self.store.close()
 
 

@@ -167,7 +167,7 @@ class ZOCheckpoint:
                     unit.version = self._block_store.log.length
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
-        self._block_store.runtime.forget()
+        self._block_store.runtime.invalidate_slots()
 
     def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
         """Takes over which rows get no noise, so that a resumed run perturbs the same rows as the saved one."""

@@ -129,12 +129,12 @@ class Lockstep:
 
     def snapshot(self) -> Any:
         """The random state, from which the same passes can run again."""
-        return self._random.cheap(), self._random.python()
+        return self._random.get_state(), self._random.python_state()
 
     def set_snapshot(self, snapshot: Any) -> None:
         """Restores the random state that `snapshot` returned."""
-        self._random.set_cheap(snapshot[0])
-        self._random.set_python(snapshot[1])
+        self._random.set_state(snapshot[0])
+        self._random.set_python_state(snapshot[1])
 
     def rewind(self) -> None:
         """Restores the random state that the last passes started from."""
@@ -150,7 +150,7 @@ class Lockstep:
             self.set_snapshot(start)
             self.before_rerun()
             raise
-        if not self._random.swap_python and not self._random.same_python(start[1], self._random.python()):
+        if not self._random.swap_python and not self._random.equal_python_states(start[1], self._random.python_state()):
             # The passes drew different numbers from generators that were not swapped: run again, swapping them.
             self._random.swap_python = True
             self.set_snapshot(start)
@@ -161,7 +161,7 @@ class Lockstep:
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         outside = ThreadState.capture(self._device)
         inside = replace(outside, autocast_cache=False)
-        start = self._random.cheap()
+        start = self._random.get_state()
         passes = [_LockstepPass(call, inside, start) for call in calls]
         self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
         inside.restore()  # the hub has the same state as most passes, so that switching costs little
@@ -205,12 +205,12 @@ class Lockstep:
         self.on_switch(index)
         if pass_.thread != hub:
             pass_.thread.restore()
-        self._random.set_cheap(pass_.randomness)
+        self._random.set_state(pass_.randomness)
         try:
             pass_.request = pass_.coroutine.switch()
         finally:
             pass_.thread = ThreadState.capture(self._device)
-            pass_.randomness = self._random.cheap()
+            pass_.randomness = self._random.get_state()
             if pass_.thread != hub:
                 hub.restore()
             if any(enabled for _, enabled, _ in pass_.thread.autocast):

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_zo.backends.common.autograd_graph import nodes_before
 from ds_zo.backends.common.plain_copies import Hook
-from ds_zo.streaming.units import Placed
+from ds_zo.streaming.units import PlacedParameter
 
 _OUTPUT_REMEDY = (
     "return the whole loss from the model's forward, call the model without labels so that ZO measures its outputs, or "
@@ -87,7 +87,7 @@ def dropped_inputs(inputs: Sequence[torch.Tensor]) -> tuple[str, str] | None:
 class TrainedParameters:
     """The model's trained parameters. Refuses losses whose graph contains one of them, or a mark."""
 
-    def __init__(self, placed: Iterable[Placed]) -> None:
+    def __init__(self, placed: Iterable[PlacedParameter]) -> None:
         trained = [p for p in placed if p.trainable]
         self._names = {id(p.parameter): p.name for p in trained}
         self._handles = [

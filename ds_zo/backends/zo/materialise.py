@@ -106,7 +106,7 @@ class Materialiser:
         self._cached_views: dict[Any, list[torch.Tensor]] = {}
         runtime.wants_low = lambda unit: self.pending(unit) > 0
         if isinstance(runtime, ShardedRuntime):
-            runtime.fold_unvisited = self._replay_pending
+            runtime.fold_skipped = self._replay_pending
         self._next_pass_is_first = False
 
     @property
@@ -136,7 +136,7 @@ class Materialiser:
         """Frees the device buffers."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.scratch, self._replay_slot.buffer, self._pair = empty, empty, None
-        self.runtime.let_go()
+        self.runtime.free_buffers()
         for cache in (self._cached_planes, self._cached_outs, self._cached_views):
             cache.clear()  # type: ignore[attr-defined]
 
@@ -166,7 +166,7 @@ class Materialiser:
         next."""
         self._abandon_active()
         if self._next_pass_is_first:
-            self.runtime.join(ahead=True)
+            self.runtime.announce_collective_pass(ahead=True)
             self._next_pass_is_first = False
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
@@ -202,7 +202,7 @@ class Materialiser:
         first = self._active is None or self._active[0] is not unit
         if first:
             with nullcontext() if self.timed_forward is None else self.timed_forward.waiting():
-                self._active = (unit, self.runtime.arrive(unit) if unit.streamed else None)
+                self._active = (unit, self.runtime.acquire(unit) if unit.streamed else None)
         assert self._active is not None
         slot = self._active[1]
         pair = None if first and last else self._pair
@@ -257,14 +257,14 @@ class Materialiser:
         outs = None if scratch is None else self._outs(unit, scratch)
         # Only a block gives the replay slot up: an outer unit may run between two passes of the block that is in it.
         if slot is None and unit.is_block:
-            self._replay_slot.give_up()
+            self._replay_slot.invalidate()
         fold = id(unit) in self._folding if unit.is_block else True
         is_only_reader = index is not None and (self._one_launch or last)
         if not pending or (is_only_reader and not fold):
             self._apply(unit, self._planes(unit, source), outs=outs, pair=pair, index=index, pending=pending)
             return
         step = self.log.length
-        low = self.runtime.arrive_low(unit) if fold and unit.low_nbytes else None
+        low = self.runtime.acquire_low(unit) if fold and unit.low_nbytes else None
         target = source
         if slot is None and not fold:
             self._replay_slot.unit, self._replay_slot.version = unit, step
@@ -273,7 +273,7 @@ class Materialiser:
             self.runtime.before_writing(slot)
             slot.version = step  # `unit.version` follows when the slot is downloaded
         planes, stored = self._planes(unit, source, low), self._planes(unit, target, low)
-        with interrupts.whole() if fold else nullcontext():  # see [Note: whole steps]
+        with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
             if slot is not None:
                 if fold:
@@ -283,17 +283,17 @@ class Materialiser:
                 if unit.low_streamed:
                     self.runtime.written(unit, None)
 
-    def _release_slot(self, unit: Unit, *, send_back: bool | None = None) -> None:
+    def _release_slot(self, unit: Unit, *, download: bool | None = None) -> None:
         """Marks the active unit's slot as free: no kernel issued after this call reads it."""
         assert self._active is not None
         slot = self._active[1]
         self._active = (unit, None)
         if slot is not None:
-            self.runtime.depart(unit, slot, send_back=send_back)
+            self.runtime.release(unit, slot, download=download)
 
-    def _release_unit(self, unit: Unit, *, send_back: bool | None = None) -> None:
+    def _release_unit(self, unit: Unit, *, download: bool | None = None) -> None:
         """Releases the active unit's slot, and leaves no unit active."""
-        self._release_slot(unit, send_back=send_back)
+        self._release_slot(unit, download=download)
         self._active = None
 
     # Copies without noise, for evaluation and saving. Nothing is stored.
@@ -313,7 +313,7 @@ class Materialiser:
     def _read(self, unit: Unit, outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Replays the unit's pending updates into `outs`, without storing them, and returns one view per parameter."""
         source = self._stored_on_device(unit)
-        planes = unit.planes(source, self.runtime.arrive_low(unit) if unit.low_nbytes else None)
+        planes = unit.planes(source, self.runtime.acquire_low(unit) if unit.low_nbytes else None)
         self._apply(unit, planes, outs=outs, pending=self.pending(unit))
         return unit.views(planes, outs)
 
@@ -323,7 +323,7 @@ class Materialiser:
         if not unit.streamed:
             return unit.store_buffer
         self._abandon_active()
-        slot = self.runtime.arrive(unit)
+        slot = self.runtime.acquire(unit)
         self._active = (unit, slot)
         return slot.buffer
 
@@ -336,9 +336,9 @@ class Materialiser:
     def release_clean(self, unit: Unit) -> None:
         """Releases a unit that `materialise_clean` or `materialise_fp32` made: its copy is read no more."""
         if self._active is not None and self._active[0] is unit:
-            self._release_unit(unit, send_back=False)
+            self._release_unit(unit, download=False)
         elif unit.low_streamed:
-            self.runtime.depart(unit, None, send_back=False)
+            self.runtime.release(unit, None, download=False)
         unit.bind_stored()
 
     @torch.no_grad()
@@ -361,11 +361,11 @@ class Materialiser:
         self._folding = {id(unit) for unit in behind}
         blocks = [unit for unit in behind if unit.is_block]
         if any(unit.streamed for unit in blocks):
-            self.runtime.join(ahead=False)
+            self.runtime.announce_collective_pass(ahead=False)
         try:
             self.runtime.start(blocks, downloads=blocks, lows=blocks)
             for unit in behind:
-                slot = self.runtime.arrive(unit) if unit.streamed else None
+                slot = self.runtime.acquire(unit) if unit.streamed else None
                 self._active = (unit, slot)
                 self._replay_pending(unit, slot)
                 self._release_unit(unit)

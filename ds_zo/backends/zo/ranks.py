@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ds_zo.config import ConfigError
-from ds_zo.streaming.node import one_may_be_gone, wait_as_long_as_the_world, waiting_time
+from ds_zo.streaming.node import explain_lost_rank, use_world_timeout, world_timeout
 
 
 class Ranks:
@@ -32,7 +32,7 @@ class Ranks:
         self.size = dist.get_world_size(process_group) if distributed else 1
         self.index = dist.get_rank(process_group) if distributed else 0
         if self.size > 1:
-            wait_as_long_as_the_world(process_group, device)
+            use_world_timeout(process_group, device)
         if self.size % direction_parallel:
             raise ConfigError(
                 f"direction_parallel must divide the number of ranks ({self.size}), got {direction_parallel}; start "
@@ -58,7 +58,7 @@ class Ranks:
         """Makes a process group for each set of ranks that share a batch. Every rank takes part in making every
         group."""
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
-        timeout = waiting_time(self.device)
+        timeout = world_timeout(self.device)
         for begin in range(0, self.size, self._group_size):  # every rank makes every group
             members = ranks[begin : begin + self._group_size]
             group = dist.new_group(members, timeout=timeout)
@@ -85,7 +85,7 @@ class Ranks:
             return args, kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         first = dist.get_rank() == self._source
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             message: list[Any] = [None]
             if first:
                 message = [([_encoded(leaf, self.device) for leaf in leaves], spec)]
@@ -107,7 +107,7 @@ class Ranks:
         """Projected gradients of all directions, averaged over batches. `g` holds this rank's own directions, and zeros
         elsewhere."""
         if self.size > 1:
-            with one_may_be_gone(self.device):
+            with explain_lost_rank(self.device):
                 dist.all_reduce(g, group=self.process_group)
             self.bytes_wire += g.numel() * g.element_size()
             g /= self.num_batches
@@ -118,7 +118,7 @@ class Ranks:
         if self.size == 1:
             return number
         shared = torch.tensor([number], device=self.device)
-        with one_may_be_gone(self.device):
+        with explain_lost_rank(self.device):
             dist.broadcast(shared, group=self.process_group, group_src=0)
         return int(shared.item())
 
@@ -135,7 +135,7 @@ class Ranks:
             f"\nds_zo: {self.size} ranks, {self.num_batches} batches a step"
             + (shared + skipped if self._group_size > 1 else "")
             + f"; {4 * self._num_directions} bytes of g a step are reduced over them; a rank waits "
-            f"{waiting_time(self.device).total_seconds():.0f} s at most for another"
+            f"{world_timeout(self.device).total_seconds():.0f} s at most for another"
         )
 
 

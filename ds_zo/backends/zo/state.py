@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.zo.block_store import ZOBlockStore
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class ReplayedState(ModuleState):
@@ -27,11 +27,11 @@ class ReplayedState(ModuleState):
         super().__init__(block_store.placement.units, module, device=block_store.device)
 
     @torch.no_grad()
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         """Makes a parameter show the weights of the current step before a bare read. If the unit's next forward would
         fold, or folding rounds nothing, the fold is made now, with the same bits. Any other fold would round at another
         step, so that training would depend on reads. Then the parameters show copies instead."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if self._is_busy() and (unit.streamed or unit.low_streamed):
             return
         materialiser = self._block_store.materialiser
@@ -45,9 +45,9 @@ class ReplayedState(ModuleState):
                 return
             if pending:
                 materialiser.fold_now(unit)
-            elif unit.shown_step is not None:
+            elif unit.copies_step is not None:
                 unit.bind_stored()
-            materialiser.runtime.expose(unit)
+            materialiser.runtime.prepare_host_write(unit)
 
     def _is_busy(self) -> bool:
         """Whether a forward is running."""
@@ -65,7 +65,7 @@ class ReplayedState(ModuleState):
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's weights of the current step: itself if they are stored so on the device, else a copy on the
         host."""
-        unit, _ = self._where[id(parameter)]
+        unit, _ = self._placement_of[id(parameter)]
         if (
             not unit.streamed
             and not self._block_store.materialiser.pending(unit)
@@ -92,13 +92,13 @@ class ReplayedState(ModuleState):
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces the parameter's weights. Where ranks share a host store, all of them must call it."""
-        unit, placed = self._where[id(parameter)]
+        unit, placed = self._placement_of[id(parameter)]
         self._block_store.materialiser.fold_now(unit)
         with self._block_store.rewriting(unit) as writes:
             if writes(unit):
                 unit.store_one(placed, value)
         unit.bind_stored()
-        self._block_store.materialiser.runtime.forget()
+        self._block_store.materialiser.runtime.invalidate_slots()
         self._cached = None
         self.on_write()
 
@@ -107,7 +107,7 @@ class ReplayedState(ModuleState):
         self._block_store.materialiser.fold_now(unit)
 
     @torch.no_grad()
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         views = self._block_store.materialiser.materialise_fp32(unit)
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
         self._block_store.materialiser.release_clean(unit)

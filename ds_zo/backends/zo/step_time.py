@@ -81,7 +81,7 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
     slots = runtime.slots[:2]
     device = runtime.device
     streams = [torch.cuda.Stream(device) for _ in slots]
-    runtime.forget()
+    runtime.invalidate_slots()
     torch.cuda.current_stream(device).synchronize()
     slot_bytes = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
     for buffer, u in zip(slot_bytes, (unit, other), strict=True):
@@ -104,7 +104,7 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
 
     up, down = (slot_bytes[0], unit.store_buffer), (other.store_buffer, slot_bytes[1])
     rates = rate(up), rate(down), rate(up, down)
-    runtime.forget()
+    runtime.invalidate_slots()
     return rates
 
 

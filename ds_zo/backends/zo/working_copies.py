@@ -75,7 +75,7 @@ class WorkingCopies:
         for unit in self._placement.blocks:
             enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
             self._block_hooks[id(unit)] = self._hook(unit.module, enter, leave)
-        self._unused |= {id(u): [] for u in (*self._placement.blocks, *self._placement.edges) if u.trainable}
+        self._unused |= {id(u): [] for u in (*self._placement.blocks, *self._placement.leaf_units) if u.trainable}
         for outer in self._placement.entered_by:
             self._hook(outer, self._enter_outer, self._leave_outer)
         for unit in self._placement.ambient:
@@ -112,7 +112,7 @@ class WorkingCopies:
         The first training forward would make the same folds."""
         if not self._training:
             with torch.inference_mode(False), torch.no_grad():
-                self._block_store.materialiser.fold_now(*self._placement.edges, *self._placement.ambient)
+                self._block_store.materialiser.fold_now(*self._placement.leaf_units, *self._placement.ambient)
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -375,7 +375,7 @@ class WorkingCopies:
                 _remove(self._block_hooks.pop(id(unit)))
                 hooked_modules |= _owners(unit)
             else:
-                self._placement.edges.remove(unit)
+                self._placement.leaf_units.remove(unit)
             self._placement.ambient.append(unit)
             self._made_pass_long.add(id(unit))
             unit.module = self._module

@@ -22,7 +22,7 @@ from ds_zo.backends.lsp.scheduler import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
 from ds_zo.plugin import engine as plugin
 from ds_zo.projectors import workspace
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -93,7 +93,7 @@ def test_a_slow_cpu_changes_nothing_and_forward_waits(monkeypatch: pytest.Monkey
 
 def stored(engine: Any) -> dict[str, torch.Tensor]:
     """Weights as they are in memory: reading a parameter would bring it up to date."""
-    with told_to_nobody():
+    with without_interception():
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 

@@ -172,7 +172,7 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
         elif slow == "everything at random":
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
-    upload, send_back, arrive = Runtime._upload, Runtime._send_back, Runtime.arrive
+    upload, send_back, arrive = Runtime._upload, Runtime._download, Runtime.acquire
     upload_low = Runtime._upload_low
 
     def slow_upload(self: Runtime, *args: Any) -> None:
@@ -197,8 +197,8 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
 
     monkeypatch.setattr(Runtime, "_upload", slow_upload)
     monkeypatch.setattr(Runtime, "_upload_low", slow_upload_low)
-    monkeypatch.setattr(Runtime, "_send_back", slow_send_back)
-    monkeypatch.setattr(Runtime, "arrive", slow_arrive)
+    monkeypatch.setattr(Runtime, "_download", slow_send_back)
+    monkeypatch.setattr(Runtime, "acquire", slow_arrive)
     for num_slots, interval, num_resident in ((2, 2, 0), (3, 2, 0), (2, 2, 3), (2, 3, 3)):
         stream = {"device_slots": num_slots, "writeback_interval": interval, "resident_blocks": num_resident}
         found = run(stream, steps=batches(24), dtype=dtype)
@@ -288,6 +288,6 @@ def test_peak_memory_is_a_few_blocks() -> None:
         taken = torch.cuda.max_memory_allocated() - before
         planned = engine.backend.block_store.placement
         largest = max(unit.nbytes for unit in planned.blocks)
-    outer_nbytes = sum(unit.nbytes for unit in (*planned.edges, *planned.ambient))
+    outer_nbytes = sum(unit.nbytes for unit in (*planned.leaf_units, *planned.ambient))
     assert taken < 3 * largest + 2 * outer_nbytes + 32 * 2**20
     assert taken < whole / 5

@@ -357,7 +357,9 @@ def test_a_large_module_lies_where_second_copies_do(
             one_step(other, batch)
         assert_equal(weights(engine.module), weights(other.module))
     block_store = engine.backend.block_store
-    wide, block = (unit.scratch_nbytes for unit in (block_store.placement.edges[-1], block_store.placement.blocks[0]))
+    wide, block = (
+        unit.scratch_nbytes for unit in (block_store.placement.leaf_units[-1], block_store.placement.blocks[0])
+    )
     assert block_store.materialiser.scratch_nbytes == max(wide, 2 * block) == wide
     assert engine.backend._interleave
 
