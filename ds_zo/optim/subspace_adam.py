@@ -40,7 +40,7 @@ _ALIGNMENT = 64
 _VECTOR_NUMEL = 16
 """Float32 elements of AVX-512's vectors, the widest of torch's CPU kernels; narrower ones divide it."""
 MANY_THREADS = 8
-"""Enough to wait for memory, by a count of bytes. One or two wait for arithmetic: measured (`bench/lsp_adam`), chunks
+"""Enough to wait for memory, by a count of bytes. One or two wait for arithmetic: measured, chunks
 cost them a third."""
 
 
