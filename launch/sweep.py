@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
 from ds_zo.bench.grid import Case, Grid, GridError
 from ds_zo.bench.grids import GRIDS, read_grid
-from ds_zo.bench.rows import Row
 from ds_zo.bench.sweep import Start, Sweep, read_rows, remaining, rows_of, run
 from ds_zo.bench.sweep_cost import expectation, plan_table
+from ds_zo.records.rows import Row
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 

@@ -217,9 +217,9 @@ def run_python(run_ranks: Callable[..., list[str]]) -> Callable[..., str]:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host of 128 GiB with one H200, as far as a bench's plan asks; what is changed further is undone too."""
-    from ds_zo.bench import measure
+    from ds_zo.records import environment
 
-    monkeypatch.setattr(measure, "gpu_memory_gb", lambda: 150.75)
-    monkeypatch.setattr(measure, "host_total_bytes", lambda: 128 * 2**30)
-    monkeypatch.setattr(measure, "may_lock_memory", lambda: True)
+    monkeypatch.setattr(environment, "gpu_memory_gb", lambda: 150.75)
+    monkeypatch.setattr(environment, "host_total_bytes", lambda: 128 * 2**30)
+    monkeypatch.setattr(environment, "may_lock_memory", lambda: True)
     return monkeypatch

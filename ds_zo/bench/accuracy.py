@@ -22,8 +22,8 @@ from pathlib import Path
 from ds_zo.bench.accuracy_claims import CLAIMS, claims_table
 from ds_zo.bench.grid import Case, Grid
 from ds_zo.bench.grids import read_grid
-from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.sweep import remaining, rows_of
+from ds_zo.records.rows import Row, table_lines
 from ds_zo.tasks.score import LOWER_IS_BETTER, sign_of
 
 SELECT_TASKS = ("sst2", "rte")

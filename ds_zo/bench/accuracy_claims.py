@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_zo.bench.rows import Row, table
+from ds_zo.records.rows import Row, table
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 Scores = Mapping[str, Mapping[str, Mapping[int, Row]]]

@@ -27,8 +27,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
+from ds_zo.records.rows import Row, table_lines
 
 METHODS = ("mezo", "mezo-torch-save", "zo", "zo-torch-save", "zo-async")
 SHAPES = ("opt-1.3b", "opt-2.7b", "opt-6.7b")

@@ -23,9 +23,9 @@ from pathlib import Path
 from ds_zo.bench.builds import Builds
 from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import import_warm, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
+from ds_zo.records.rows import Row
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
 
@@ -214,7 +214,7 @@ def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[
 
 def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: str, ends: float) -> None:
     """What is found out about the machine counts for all of them."""
-    from ds_zo.bench.measure import machine_id
+    from ds_zo.records.environment import machine_id
 
     machine: list[Row] = []
     turn = Turn()

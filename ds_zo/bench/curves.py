@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_zo.bench.rows import Row
+from ds_zo.records.rows import Row
 from ds_zo.tasks.score import sign_of
 
 Points = list[tuple[float, float]]

@@ -17,12 +17,12 @@ from torch import nn
 from ds_zo.bench.builds import load_extensions
 from ds_zo.bench.contenders import ALL, Contender, settings_of
 from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps
-from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
 from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing
 from ds_zo.bench.workload import batches_of
 from ds_zo.planner.models import DTYPES
+from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import expand_segments
 
 EXTRA_STEPS = ((0.2, 4), (3.0, 2), (math.inf, 1))

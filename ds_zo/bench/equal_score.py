@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_zo.bench.curves import Points, scored, series, with_curves
-from ds_zo.bench.rows import Row, table
 from ds_zo.bench.sweep import first_step_s, rows_of
+from ds_zo.records.rows import Row, table
 from ds_zo.tasks.score import sign_of
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import NOT_RUN, Case, read_rows
 from ds_zo.bench.table_cases import MACHINE, likely_carried_over
+from ds_zo.records.rows import Row
 
 ELSEWHERE = "of another machine, left as it is"
 
@@ -81,7 +81,7 @@ class Group:
 
     def lacks(self, case: Case) -> str | None:
         """Host memory, in the words of its row, as far as the whole machine tells."""
-        from ds_zo.bench.measure import host_total_bytes
+        from ds_zo.records.environment import host_total_bytes
 
         room_gb = (host_total_bytes() - self.min_free_host_gib * 2**30) / 1e9
         planned_gb = case.planned_host_gb or 0.0
@@ -89,7 +89,7 @@ class Group:
 
     def is_stuck(self) -> bool:
         """Whether it has cases left of a run that was begun on another machine, where alone it can go on."""
-        from ds_zo.bench.measure import machine_id
+        from ds_zo.records.environment import machine_id
 
         return bool(self.left()) and any(row.get("machine") != machine_id() for row in self.rows())
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import NOT_RUN, VOID
+from ds_zo.records.rows import Row
 
 BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
 """What stands between them in a file is the headline's: `--into` replaces it."""

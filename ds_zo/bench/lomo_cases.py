@@ -13,10 +13,10 @@ from torch import nn
 
 from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
 from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks, start_device
-from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import materialise, random_model
 from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
 from ds_zo.planner.shapes import config_of
+from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import expand_segments, num_retries
 from ds_zo.streaming.blocks import find_blocks
 

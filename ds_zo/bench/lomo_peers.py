@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.bench.rows import Row
 from ds_zo.bench.trainer import Batch, Trainer, drop_gradients, loss_of
+from ds_zo.records.rows import Row
 
 STATE_BYTES = {
     "lomo": 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_zo.bench.rows import Row
+from ds_zo.records.rows import Row
 
 
 def planned(row: Row) -> Row | None:

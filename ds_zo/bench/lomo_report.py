@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ds_zo.bench.rows import Row, table
+from ds_zo.records.rows import Row, table
 
 Rows = Mapping[str, Row]
 """One run's, by case."""

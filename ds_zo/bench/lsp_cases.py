@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
-from ds_zo.bench.measure import host_peak_gb, measure_steps, start_device, synchronize
-from ds_zo.bench.rows import Row
+from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise, random_model
 from ds_zo.bench.trainer import (
     Batch,
@@ -35,6 +34,8 @@ from ds_zo.bench.trainer import (
     set_checkpointing,
 )
 from ds_zo.planner.shapes import config_of as shape_config
+from ds_zo.records.environment import host_peak_gb
+from ds_zo.records.rows import Row
 
 
 def speed(

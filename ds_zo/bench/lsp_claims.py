@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_zo.bench.rows import Row, table_lines
+from ds_zo.records.rows import Row, table_lines
 
 SHAPES = ("1.3b", "3b")
 BATCHES = (4, 1)

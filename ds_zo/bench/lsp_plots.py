@@ -22,8 +22,8 @@ from typing import Any
 
 from ds_zo.bench import curves
 from ds_zo.bench.lsp_claims import by_batch
-from ds_zo.bench.rows import Row, read_objects, table
 from ds_zo.bench.sweep import first_step_s
+from ds_zo.records.rows import Row, read_objects, table
 
 Key = tuple[str, int, int]
 """Shape, d, r."""

@@ -14,8 +14,8 @@ from typing import Any
 from ds_zo.bench import presets
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.lsp_claims import BATCHES, by_batch, claims_table
-from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import WARM, Case
+from ds_zo.records.rows import Row, table_lines
 
 TINY = {**presets.TINY, "num_hidden_layers": 2}
 

@@ -30,13 +30,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_zo.bench.galore import biases_by_rank, rank_within
-from ds_zo.bench.measure import commit, versions
-from ds_zo.bench.rows import Row, append_row, read_objects
 from ds_zo.bench.shapes import config_of_model, materialise, random_model
 from ds_zo.config import LSPParams
 from ds_zo.planner.shapes import RANDOM, config_of
 from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, fit, relative_bias
+from ds_zo.records.environment import commit, versions
+from ds_zo.records.rows import Row, append_row, read_objects
+from ds_zo.reference.galore import biases_by_rank, rank_within
 from ds_zo.tasks import DataSource, SeededOrder, make_task, pad_token_id
 from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.encoding import IGNORED, Encoded, collate

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 
 from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
-from ds_zo.bench.measure import environment, extensions_folder, host_free_bytes, host_total_bytes
 from ds_zo.bench.profile_layers import LayerTimes, profile_layers
 from ds_zo.planner.models import load_config
 from ds_zo.planner.table import grid
+from ds_zo.records.environment import environment, extensions_folder, host_free_bytes, host_total_bytes
 
 Status = Literal["ok", "warn"]
 

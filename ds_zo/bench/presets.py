@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import Case, is_named_like, prepare_to_fork, read_rows, run_cases
+from ds_zo.records.rows import Row
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

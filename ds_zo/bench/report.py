@@ -13,8 +13,8 @@ from deepspeed.utils import logger
 
 from ds_zo.bench.contenders import ALL, EXACTLY, settings_of
 from ds_zo.bench.curves import smoothed, time_to_loss
-from ds_zo.bench.rows import Row, table_lines
 from ds_zo.bench.runner import NOT_RUN, VOID
+from ds_zo.records.rows import Row, table_lines
 
 _ERROR_CHARACTERS = 110
 _GIB = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0}

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from ds_zo.bench.rows import Row, append_row, read_objects
+from ds_zo.records.rows import Row, append_row, read_objects
 
 HARNESS_KEYS = (
     *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "target_s"),
@@ -143,7 +143,7 @@ def run_cases(
         raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
     if not spawn:
         import_warm(warm)
-    from ds_zo.bench.measure import environment
+    from ds_zo.records.environment import environment
 
     found = environment()
     begun: list[Row] = []
@@ -193,7 +193,7 @@ def new_run_id() -> str:
 def run_to_resume(*parts: tuple[Path, Sequence[Case]]) -> str | None:
     """The last run of these files, if it was on this machine or has all rows of their cases; None: none, or another
     is to be begun."""
-    from ds_zo.bench.measure import machine_id
+    from ds_zo.records.environment import machine_id
 
     rows = [read_rows(out) if out.exists() else [] for out, _ in parts]
     last = next((found[-1] for found in rows if found), None)
@@ -267,7 +267,7 @@ class _Harness:
     def _free_bytes(self, case: Case) -> int:
         """Of the host, once what the case before held is given back, as far as this one needs it and the
         machine has it."""
-        from ds_zo.bench.measure import host_free_bytes, host_total_bytes
+        from ds_zo.records.environment import host_free_bytes, host_total_bytes
 
         needed = (case.planned_host_gb or 0.0) * 1e9 + self._min_free_bytes
         may_come = needed <= host_total_bytes()
@@ -304,7 +304,7 @@ class _Harness:
         return outcome | {"status": "crash", "error": f"ended without a result, exit status {watched.exit_status}"}
 
     def _watch(self, pid: int, case: Case, free_bytes: int, *, ends: float) -> _Watched:
-        from ds_zo.bench.measure import host_free_bytes
+        from ds_zo.records.environment import host_free_bytes
 
         deadline = time.monotonic() + case.timeout_s
         least = free_bytes
@@ -403,7 +403,7 @@ def _end(pid: int) -> None:
 
 def _remove_locks(since: float) -> None:
     """A child that is stopped while it builds or loads an extension leaves a lock, for which others wait for ever."""
-    from ds_zo.bench.measure import extensions_folder
+    from ds_zo.records.environment import extensions_folder
 
     for lock in extensions_folder().glob("*/lock"):
         with suppress(OSError):

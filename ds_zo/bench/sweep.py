@@ -37,8 +37,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from ds_zo.bench.grid import Case
-from ds_zo.bench.rows import Row, append_row, read_objects
 from ds_zo.bench.runner import end_with_parent
+from ds_zo.records.rows import Row, append_row, read_objects
 
 Listing = Callable[[Sequence[Row]], Sequence[Case]]
 """What is left to run, in order, given all rows so far: rates that rows decide bring new cases."""

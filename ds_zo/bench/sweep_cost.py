@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.bench.grid import Case
-from ds_zo.bench.rows import Row, table_lines
 from ds_zo.config import backend_of
 from ds_zo.planner.rates import Rates
+from ds_zo.records.rows import Row, table_lines
 from ds_zo.tasks.data import read_jsonl
 from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.errors import TaskError

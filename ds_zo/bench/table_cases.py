@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.rows import Row, append_row
 from ds_zo.bench.runner import Case, read_rows
+from ds_zo.records.rows import Row, append_row
 
 MACHINE = "machine"
 """The case that measures link and CPU-Adam bandwidth."""
@@ -40,7 +40,7 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
     from ds_zo.bench.case_costs import expected_s
     from ds_zo.bench.contenders import EXACT_PINNING, config_of, in_order_of_runs, shared_config
     from ds_zo.bench.entrant import Spec
-    from ds_zo.bench.measure import gpu_memory_gb
+    from ds_zo.records.environment import gpu_memory_gb
 
     names = [name for word in args.contenders.split(",") if (name := word.strip())] if args.contenders else None
     rates = _rates(args.lr)
@@ -97,7 +97,7 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
 
 def _pins_exactly(contender: Any, num_parameters: int) -> bool:
     """Decided by what the machine has, not by what is free, so that a resumed run decides alike."""
-    from ds_zo.bench.measure import host_total_bytes, may_lock_memory
+    from ds_zo.records.environment import host_total_bytes, may_lock_memory
 
     rounded, exact = (contender.host_bytes(num_parameters, exact=exact) for exact in (False, True))
     return bool(exact < rounded > _MOST_OF_HOST * host_total_bytes() > 0 and may_lock_memory())

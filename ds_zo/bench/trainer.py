@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.bench.measure import synchronize
-from ds_zo.bench.rows import Row
+from ds_zo.records.rows import Row
 from ds_zo.streaming.blocks import find_blocks
 
 Batch = Mapping[str, torch.Tensor]

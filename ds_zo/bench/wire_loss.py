@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ds_zo.bench.measure import environment
-from ds_zo.bench.rows import append_row
 from ds_zo.bench.runner import single_process
+from ds_zo.records.environment import environment
+from ds_zo.records.rows import append_row
 
 WIRES = ("fp32", "bf16", "fp16", "bf12", "fp8")
 

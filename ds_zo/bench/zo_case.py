@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
-from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import materialise, random_model
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
+from ds_zo.records.rows import Row
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -160,7 +160,7 @@ def in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
     """MeZO with plain SDPA and no KV cache, or a first-order optimizer as PyTorch ships it."""
     model = materialise(model)
     if method == "mezo":
-        from ds_zo.bench.mezo import MeZO
+        from ds_zo.reference.mezo import MeZO
 
         trainer = MeZO(model.eval(), lr=lr, zo_eps=_ZO_EPS)
         return Contender(lambda ids: trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss))

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.rows import Row
 from ds_zo.bench.zo_report import points_of
+from ds_zo.records.rows import Row
 
 _STYLES = {
     "mezo": ("#444444", "s"),

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ds_zo.bench.rows import Row, table
 from ds_zo.bench.zo_presets import CAP_GB, TARGETS, Target
+from ds_zo.records.rows import Row, table
 
 Rows = Mapping[str, Row]
 """One run's rows by case."""

@@ -21,17 +21,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from ds_zo.bench import presets
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import WARM, Case, is_named_like, prepare_to_fork, read_rows, run_cases, single_process
+from ds_zo.records.rows import Row
 
 _WARM = (*WARM, "ds_zo.bench.zo_case")
 
 
 def environment() -> Row:
     """The machine and the software, flat: what a row of one process says about them."""
-    from ds_zo.bench import measure
+    from ds_zo.records import environment as machine
 
-    found = measure.environment()
+    found = machine.environment()
     return {"gpu": found["gpu"], "cpus": found["cpus"], "commit": found["commit"], **found["versions"]}
 
 

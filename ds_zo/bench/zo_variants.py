@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_zo.bench.measure import commit, versions
-from ds_zo.bench.rows import Row, append_row, table_lines
 from ds_zo.bench.sweep import read_rows, rows_of
+from ds_zo.records.environment import commit, versions
+from ds_zo.records.rows import Row, append_row, table_lines
 
 Noise = Literal["normal", "rademacher", "low-rank", "sparse"]
 SEEDS = (0, 1, 2)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import single_process
+from ds_zo.records.rows import Row
 
 _RATE_JOBS = 4
 """Processes that compile the kernels whose rates are measured, a share each."""

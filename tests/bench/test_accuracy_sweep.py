@@ -16,10 +16,10 @@ from clean_process import in_clean_process
 
 from ds_zo.bench.grid import Case, GridError
 from ds_zo.bench.grids import GRIDS, read_grid
-from ds_zo.bench.rows import append_row
 from ds_zo.bench.sweep import Sweep, next_case, read_rows, remaining, run, thinned
 from ds_zo.config import backend_of
 from ds_zo.config.resolve import resolve
+from ds_zo.records.rows import append_row
 from ds_zo.tasks import TASKS
 
 

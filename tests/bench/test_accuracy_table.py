@@ -12,9 +12,9 @@ from ds_zo.bench.accuracy import best_rates, staged_cases, table, tuning_cases, 
 from ds_zo.bench.accuracy_claims import verdict
 from ds_zo.bench.grid import Case
 from ds_zo.bench.grids import GRIDS
-from ds_zo.bench.rows import Row, append_row
 from ds_zo.bench.sweep import remaining
 from ds_zo.bench.sweep_cost import Cost, cost, expectation, model_size, plan_table
+from ds_zo.records.rows import Row, append_row
 from ds_zo.tasks.embedded_model import FOLDER
 
 GRID = GRIDS["accuracy"]

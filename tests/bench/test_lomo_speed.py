@@ -15,8 +15,8 @@ from ds_zo.bench.lomo_peers import MasterWeights
 from ds_zo.bench.lomo_plans import planned
 from ds_zo.bench.lomo_report import TARGETS, markdown
 from ds_zo.bench.lomo_speed import PRESETS, WARM, cases_of
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import Case, run_cases
+from ds_zo.records.rows import Row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_PEER = importlib.util.find_spec("lomo_optim") is not None
