@@ -9,7 +9,7 @@ multi-process service (`nvidia-cuda-mps-control -d`) lets their short kernels ru
 
     python launch/sweep.py --grid accuracy --choose-rates --model DIR --data-root DIR --results rows.jsonl --jobs 14 \\
         --max-seconds 480
-    python -m ds_zo.bench.accuracy rows.jsonl
+    python -m benchmarks.accuracy rows.jsonl
 
 What launch/train.py takes after `--` goes to every run: `-- --num-eval 200 --dtype fp32`.
 """
@@ -27,11 +27,11 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
-from ds_zo.bench.grid import Case, Grid, GridError
-from ds_zo.bench.grids import GRIDS, read_grid
-from ds_zo.bench.sweep import Start, Sweep, read_rows, remaining, rows_of, run
-from ds_zo.bench.sweep_cost import expectation, plan_table
+from benchmarks.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
+from benchmarks.grid import Case, Grid, GridError
+from benchmarks.grids import GRIDS, read_grid
+from benchmarks.sweep import Start, Sweep, read_rows, remaining, rows_of, run
+from benchmarks.sweep_cost import expectation, plan_table
 from ds_zo.records.rows import Row
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"

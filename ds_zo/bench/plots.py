@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ds_zo.bench.contenders import ALL
-from ds_zo.bench.curves import SMOOTHED_STEPS, smoothed
+from ds_zo.bench.losses import SMOOTHED_STEPS, smoothed
 from ds_zo.records.rows import Row
 
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}

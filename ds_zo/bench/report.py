@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.utils import logger
 
 from ds_zo.bench.contenders import ALL, EXACTLY, settings_of
-from ds_zo.bench.curves import smoothed, time_to_loss
+from ds_zo.bench.losses import smoothed, time_to_loss
 from ds_zo.bench.runner import NOT_RUN, VOID
 from ds_zo.records.rows import Row, table_lines
 

@@ -16,11 +16,11 @@ import pytest
 from clean_process import in_clean_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_zo.bench import curves
-from ds_zo.bench.accuracy import table
-from ds_zo.bench.grid import Case, Grid
-from ds_zo.bench.grids import GRIDS, lsp_glue
-from ds_zo.bench.sweep import Sweep, read_rows, remaining, run
+from benchmarks import curves
+from benchmarks.accuracy import table
+from benchmarks.grid import Case, Grid
+from benchmarks.grids import GRIDS, lsp_glue
+from benchmarks.sweep import Sweep, read_rows, remaining, run
 from ds_zo.records.rows import Row
 from ds_zo.tasks import make_task
 from ds_zo.tasks.embedded_model import FOLDER
