@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accuracy_claims import CLAIMS, claims_table
-from benchmarks.grid import Case, Grid
+from benchmarks.grid import Grid, GridCase
 from benchmarks.grids import read_grid
 from benchmarks.sweep import remaining, rows_of
 from ds_zo.records.rows import Row, table_lines
@@ -54,7 +54,7 @@ def best_rates(rows: Sequence[Row], *, tasks: Sequence[str] = SELECT_TASKS) -> d
     return found
 
 
-def tuning_cases(grid: Grid, *, steps: int | None = None) -> list[Case]:
+def tuning_cases(grid: Grid, *, steps: int | None = None) -> list[GridCase]:
     """What chooses rates: the methods that have several of their own."""
     methods = {name: m for name, m in grid.methods.items() if len(m.lrs) > 1 and m.lr_of is None}
     return list(Grid(methods, select_tasks(grid), (SELECT_SEED,), grid.arguments).cases(steps=steps))
@@ -65,7 +65,7 @@ def unsettled(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -> s
     return {case.method for case in remaining(tuning_cases(grid, steps=steps), rows)}
 
 
-def staged_cases(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -> list[Case]:
+def staged_cases(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -> list[GridCase]:
     """What needs no rate, all rates where they are chosen, then the grid at the best, as far as rows have decided."""
     tuning = tuning_cases(grid, steps=steps)
     open_methods = unsettled(grid, rows, steps=steps)
@@ -76,7 +76,7 @@ def staged_cases(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -
     return [*(c for c in known if c.lr is None), *tuning, *(c for c in known if c.lr is not None)]
 
 
-def whole_sweep(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -> list[Case]:
+def whole_sweep(grid: Grid, rows: Sequence[Row], *, steps: int | None = None) -> list[GridCase]:
     """All that `staged_cases` will come to; where a rate is still open, any stands for it. For estimates."""
     rates = {name: method.lrs[0] for name, method in grid.methods.items() if method.lrs}
     rates |= best_rates(rows, tasks=select_tasks(grid))

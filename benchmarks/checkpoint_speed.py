@@ -21,12 +21,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.zo_case import ZOCase, in_memory, token_ids, zo
+from ds_zo.bench.measure import memory_peaks, start_device, synchronize
 from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
 from ds_zo.records.rows import Row, table_lines
 
@@ -53,7 +57,7 @@ def _nothing() -> None:
 
 
 @dataclass
-class _Contender:
+class _SavingMethod:
     step: Callable[[], Any]
     save: Callable[[], None] | None = None
     prepare: Callable[[], None] = _nothing
@@ -99,79 +103,72 @@ def run_disk(*, folder: str, gb: float = 4.0) -> Row:
     }
 
 
-def run_case(
-    *,
-    shape: str,
-    method: str,
-    folder: str,
-    steps: int = _STEPS,
-    every: int = _EVERY,
-    batch: int = 1,
-    length: int = 2048,
-    layers: int | None = None,
-    stream: Mapping[str, Any] = STREAM,
-    warmup: int = _WARMUP,
-    lr: float = 1e-7,
-    device: str = "cuda",
-) -> Row:
-    """The row of one case, in this process; what it writes below `folder` is gone when this returns."""
-    import torch
+@dataclass(frozen=True)
+class CheckpointCase(ZOCase):
+    """A case that saves checkpoints while it trains; float32 without a GPU."""
 
-    from benchmarks.zo_case import token_ids
-    from ds_zo.bench.measure import memory_peaks, start_device, synchronize
-    from ds_zo.bench.shapes import random_model
-    from ds_zo.planner.shapes import config_of
+    folder: str = "."
+    """Where checkpoints are written: the speed of its disk is part of the case."""
+    every: int = _EVERY
+    """Steps between two checkpoints."""
+    stream: Mapping[str, Any] | None = field(default_factory=lambda: dict(STREAM))
+    warmup: int = _WARMUP
+    steps: int = _STEPS
 
-    where = start_device(device)
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    config = config_of(shape, num_layers=layers, max_length=length)
-    model = random_model(config, dtype=dtype, device=where)
+
+def run_case(**settings: Any) -> Row:
+    """Measures one `CheckpointCase` in this process. The files that it writes in `folder` are removed at the end."""
+    case = CheckpointCase(**settings)
+    where = start_device(case.device)
+    if where.type != "cuda":
+        case = replace(case, dtype="fp32")
+    model: Any = case.lazy_model(where)
     num_parameters = sum(p.numel() for p in model.parameters())
-    ids = token_ids(config, batch, length, where)
-    with _scratch(folder) as scratch:
-        make = _mezo if method.startswith("mezo") else _zo
+    ids = token_ids(model.config, case.batch, case.length, where)
+    with _scratch(case.folder) as scratch:
+        make = _mezo if case.method.startswith("mezo") else _zo
         stamps = [time.perf_counter()]
-        contender = make(model, ids, method=method, folder=scratch, stream=stream, lr=lr)
+        saving = make(model, ids, case, folder=scratch)
         stamps.append(time.perf_counter())
-        for _ in range(warmup):
-            contender.step()
+        for _ in range(case.warmup):
+            saving.step()
         synchronize(where)
         stamps.append(time.perf_counter())
-        contender.prepare()
+        saving.prepare()
         synchronize(where)
         save_s: list[float] = []
         start = time.perf_counter()
         stamps.append(start)
-        for number in range(steps):
-            if contender.save is not None and number % every == 0:
+        for number in range(case.steps):
+            if saving.save is not None and number % case.every == 0:
                 before = time.perf_counter()
-                contender.save()
+                saving.save()
                 save_s.append(time.perf_counter() - before)
-            loss = contender.step()
+            loss = saving.step()
         synchronize(where)
         trained_s = time.perf_counter() - start
-        contender.finish()
+        saving.finish()
         wall_s = time.perf_counter() - start
         sizes = [path.stat().st_size for path in scratch.rglob("*") if path.is_file()]
         num_kept = max(1, sum(1 for path in scratch.iterdir() if path.is_dir() and not path.name.startswith(".")))
     return {
-        "shape": shape,
-        "method": method,
-        "batch": batch,
-        "length": length,
+        "shape": case.shape,
+        "method": case.method,
+        "batch": case.batch,
+        "length": case.length,
         "parameters": num_parameters,
-        "layers": config.num_hidden_layers,
-        "stream": dict(stream) if contender.engine is not None else None,
-        "steps": steps,
-        "every": every,
-        "tokens_per_s": batch * length * steps / wall_s,
-        "step_s": wall_s / steps,
+        "layers": model.config.num_hidden_layers,
+        "stream": dict(case.stream or {}) if saving.engine is not None else None,
+        "steps": case.steps,
+        "every": case.every,
+        "tokens_per_s": case.batch * case.length * case.steps / wall_s,
+        "step_s": wall_s / case.steps,
         **dict(zip(("load_s", "warmup_s", "prepare_s"), (b - a for a, b in pairwise(stamps)), strict=True)),
         "save_call_s": save_s,
-        **_background(contender.engine),
+        **_background(saving.engine),
         "left_after_last_step_s": wall_s - trained_s,
         "checkpoint_gb": sum(sizes) / num_kept / 1e9,
-        "host_store_gb": None if contender.engine is None else contender.engine.backend.block_store.store.nbytes / 1e9,
+        "host_store_gb": None if saving.engine is None else saving.engine.backend.block_store.store.nbytes / 1e9,
         "loss": float(loss.detach()),
         **memory_peaks(where),
     }
@@ -200,42 +197,35 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _mezo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str, Any], lr: float) -> _Contender:
-    import torch
-
-    from benchmarks.zo_case import in_memory
-
-    step = partial(in_memory(model, method="mezo", lr=lr).step, ids)
-    if method == "mezo":
-        return _Contender(step)
-    return _Contender(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))
+def _mezo(model: Any, ids: torch.Tensor, case: CheckpointCase, *, folder: Path) -> _SavingMethod:
+    step = partial(in_memory(model, method="mezo", lr=case.rate).step, ids)
+    if case.method == "mezo":
+        return _SavingMethod(step)
+    return _SavingMethod(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))
 
 
-def _zo(model: Any, ids: Any, *, method: str, folder: Path, stream: Mapping[str, Any], lr: float) -> _Contender:
-    import torch
-
-    from benchmarks.zo_case import zo
-
+def _zo(model: Any, ids: torch.Tensor, case: CheckpointCase, *, folder: Path) -> _SavingMethod:
+    method = case.method
     checkpoint = {"asynchronous": method == "zo-async", "keep_last": 1}
-    dtype = "bf16" if ids.is_cuda else "fp32"
-    made = zo(model, dtype=dtype, batch=ids.shape[0], lr=lr, stream=stream, checkpoint=checkpoint)
+    options: Row = {"stream": case.stream, "checkpoint": checkpoint}
+    made = zo(model, dtype=case.dtype, batch=case.batch, lr=case.rate, **options)
     step, engine = partial(made.step, ids), made.engine
     if method == "zo":
-        return _Contender(step, engine=engine)
+        return _SavingMethod(step, engine=engine)
     if method == "zo-torch-save":
-        return _Contender(step, lambda: torch.save(engine.module.state_dict(), folder / "model.pt"), engine=engine)
+        return _SavingMethod(step, lambda: torch.save(engine.module.state_dict(), folder / "model.pt"), engine=engine)
 
     def save() -> None:
         engine.save_checkpoint(str(folder))
 
     def prepare() -> None:
-        """Takes, and pins, the spare homes of blocks that fold while they wait, without writing anything."""
+        """Takes, and pins, the spare host buffers of blocks that fold while they wait, without writing anything."""
         snapshot = engine.backend.snapshot(hold=True)
         for _ in range(engine.backend.block_store.interval):
             step()
         snapshot.abandon()
 
-    return _Contender(step, save, prepare if method == "zo-async" else _nothing, engine.wait_for_checkpoint, engine)
+    return _SavingMethod(step, save, prepare if method == "zo-async" else _nothing, engine.wait_for_checkpoint, engine)
 
 
 # Cases
@@ -263,25 +253,16 @@ def cases(
 
     found = [Case("disk", f"{here}:run_disk", {"folder": folder, "gb": disk_gb}, timeout_s=timeout_s)]
     for shape, method in sorted(((shape, method) for shape in shapes for method in methods), key=turn):
-        params = {"shape": shape, "method": method, "folder": folder, **more}
-        params["steps"] = params.get("steps", _STEPS)
+        case = CheckpointCase(shape, method, folder=folder, **more)
         if method in _PERIODS:
-            params["steps"] = min(params["steps"], _PERIODS[method] * params.get("every", _EVERY))
+            case = replace(case, steps=min(case.steps, _PERIODS[method] * case.every))
         if method.startswith("mezo"):
-            params["warmup"] = min(params.get("warmup", _WARMUP), _MEZO_WARMUP)
+            case = replace(case, warmup=min(case.warmup, _MEZO_WARMUP))
         copies = 0.5 if method == "mezo" else 1.0 if method in ("mezo-torch-save", "zo") else 2.0
         needed = _PARAMETERS_B[shape] * _EXPECTED_GB * copies if shape in _PARAMETERS_B else None
         expected_s = _STARTING_S + _EXPECTED_S[method] * _PARAMETERS_B[shape] if needed and method in _EXPECTED_S else 0
-        found.append(
-            Case(
-                f"{shape}/{method}",
-                f"{here}:run_case",
-                params,
-                timeout_s=timeout_s,
-                planned_host_gb=needed,
-                expected_s=expected_s,
-            )
-        )
+        limits = {"timeout_s": timeout_s, "planned_host_gb": needed, "expected_s": expected_s}
+        found.append(case.to_run(f"{shape}/{method}", f"{here}:run_case", **limits))
     return found
 
 

@@ -47,7 +47,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Case:
+class GridCase:
     """One training run."""
 
     method: str
@@ -82,7 +82,7 @@ class Grid:
     arguments: tuple[str, ...] = ()
     """For launch/train.py in every case."""
 
-    def cases(self, *, lrs: dict[str, float] | None = None, steps: int | None = None) -> Iterator[Case]:
+    def cases(self, *, lrs: dict[str, float] | None = None, steps: int | None = None) -> Iterator[GridCase]:
         """`lrs` fixes a method's rate instead of trying all; `steps` overrides all methods'. The order puts what is
         compared side by side, so that an unfinished sweep is a smaller table, not one with holes."""
         for seed, task in itertools.product(self.seeds, self.tasks):
@@ -107,7 +107,7 @@ def _case(
     warmup: float | None,
     rank: int | None,
     steps: int | None,
-) -> Case:
+) -> GridCase:
     num_steps = method.steps if steps is None or not method.steps else steps
     config = copy.deepcopy(method.config)
     config["train_micro_batch_size_per_gpu"] = method.batch_size
@@ -123,7 +123,7 @@ def _case(
             "type": "WarmupDecayLR",
             "params": {**schedule, "warmup_max_lr": lr, "warmup_min_lr": 0.0, "warmup_type": "linear"},
         }
-    return Case(
+    return GridCase(
         method=name,
         task=task,
         lr=lr,

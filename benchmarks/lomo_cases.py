@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_zo.bench.lomo_peers import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
+from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
+from benchmarks.training_case import TrainingCase
 from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks, start_device
-from ds_zo.bench.shapes import materialise, random_model
+from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
-from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import expand_segments, num_retries
 from ds_zo.streaming.blocks import find_blocks
@@ -24,48 +25,58 @@ _ROOM = 0.97
 """Share of a card that tensors can be expected to get."""
 
 
-def speed(
-    *,
-    method: str,
-    shape: str,
-    batch: int,
-    length: int,
-    warmup: int = 2,
-    steps: int = 6,
-    checkpointing: bool = True,
-    attention: str = "sdpa",
-    stream: Mapping[str, Any] | None = None,
-    cap_gb: float | None = None,
-    lr: float | None = None,
-    compiled: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-    device: str = "cuda",
-) -> Row:
-    """Tokens a second of one method on random weights and one random batch; `cap_gb` makes the card smaller."""
-    where = start_device(device)
-    if cap_gb is not None and where.type == "cuda":
+@dataclass(frozen=True)
+class LOMOCase(TrainingCase):
+    """A case of LOMO or of a first-order method beside it, in bf16."""
+
+    attention: str | None = "sdpa"
+    checkpointing: bool = True
+    """Whether transformers checkpoints each block. Streamed LOMO recomputes blocks itself and needs none."""
+    warmup: int = 2
+    steps: int = 6
+
+    @property
+    def num_positions(self) -> int:
+        return max(self.length, 2048)
+
+
+@dataclass(frozen=True)
+class MemoryCase(LOMOCase):
+    """A case of device memory by part; it makes two steps."""
+
+    attention: str | None = "eager"
+
+
+def speed(**settings: Any) -> Row:
+    """Tokens a second of one `LOMOCase`, in this process."""
+    case = LOMOCase(**settings)
+    where = start_device(case.device)
+    if case.cap_gb is not None and where.type == "cuda":
         expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: the engine advises it where memory is short
-        cap_device_memory(cap_gb, where)
-    model = _model(shape, length=length, attention=attention, overrides=overrides, device=where)
+        cap_device_memory(case.cap_gb, where)
+    model = case.lazy_model(where)
     numel = _numel(model)
-    needed_gb = _least_nbytes(method, numel, streamed=stream is not None or method == "zero3_offload") / 1e9
-    about = {"method": method, "shape": shape, "tokens_a_step": batch * length, "parameters": numel}
+    streamed = case.stream is not None
+    needed_gb = _least_nbytes(case.method, numel, streamed=streamed or case.method == "zero3_offload") / 1e9
+    num_tokens = case.batch * case.length
+    about = {"method": case.method, "shape": case.shape, "tokens_a_step": num_tokens, "parameters": numel}
     if where.type == "cuda" and needed_gb > _ROOM * torch.cuda.get_device_properties(where).total_memory / 1e9:
         return {**about, "fits": False, "needed_gb": needed_gb}
-    if stream is None:
+    if not streamed:
         model = materialise(model).to(where)  # buffers
-    set_checkpointing(model, checkpointing)
+    set_checkpointing(model, case.checkpointing)
     model.train()
     said = _Progress(where)
-    trainer = make_trainer(method, model, batch_size=batch, lr=lr, stream=stream, compiled=compiled)
+    options: Row = {"lr": case.lr, "stream": case.stream, "compiled": case.compiled}
+    trainer = make_trainer(case.method, model, batch_size=case.batch, **options)
     load_s = said("weights are in place")
-    ids = random_batch(model, batch, length, where)
+    ids = random_batch(model, case.batch, case.length, where)
     first = [float(trainer.step(ids))]
     first_step_s = said("step 1 done")
-    for number in range(2, warmup + 1):
+    for number in range(2, case.warmup + 1):
         first.append(float(trainer.step(ids)))
         said(f"step {number} done")
-    before = _moved(trainer)  # a streaming engine settles where blocks live in its first step
+    before = _moved(trainer)  # a streaming engine places its blocks in its first step
     retries = num_retries(where)
 
     def step() -> torch.Tensor:
@@ -73,49 +84,42 @@ def speed(
         said("a step issued")
         return loss
 
-    measured = measure_steps(step, warmup=0, steps=steps, device=where)
+    measured = measure_steps(step, warmup=0, steps=case.steps, device=where)
     return {
         **about,
         "fits": True,
         "settings": trainer.settings,
-        "checkpointing": checkpointing,
-        "attention": attention,
-        "compiled": compiled,
-        "cap_gb": cap_gb,
+        "checkpointing": case.checkpointing,
+        "attention": case.attention,
+        "compiled": case.compiled,
+        "cap_gb": case.cap_gb,
         "load_s": load_s,
         "first_step_s": first_step_s,
         "alloc_retries": num_retries(where) - retries,
-        "tokens_per_s": batch * length / measured["step_s"],
+        "tokens_per_s": num_tokens / measured["step_s"],
         **measured,
         **trainer.facts,
         "losses": first + measured["losses"],
-        **_streaming(trainer, before, num_steps=steps),
+        **_streaming(trainer, before, num_steps=case.steps),
     }
 
 
-def memory(
-    *,
-    method: str,
-    shape: str,
-    batch: int,
-    length: int,
-    checkpointing: bool,
-    attention: str = "eager",
-    compiled: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-    device: str = "cuda",
-) -> Row:
-    """Device memory by part, as the LOMO paper's table lists it. What does not fit is computed from its parts:
-    activations are measured with the weights alone, the rest are counted. A compiled block hands over the gradients of
-    its parameters together."""
-    where = start_device(device)
+def memory(**settings: Any) -> Row:
+    """Device memory of one `MemoryCase` by part, as the LOMO paper's table lists it.
+
+    A case that does not fit has the sum of its parts: activations are measured with the weights alone, the other parts
+    are counted. A compiled block returns the gradients of its parameters together.
+    """
+    case = MemoryCase(**settings)
+    method = case.method
+    where = start_device(case.device)
     _warm_libraries(where)
-    model = materialise(_model(shape, length=length, attention=attention, overrides=overrides, device=where)).to(where)
+    model = materialise(case.lazy_model(where)).to(where)
     model.train()
-    set_checkpointing(model, checkpointing)
+    set_checkpointing(model, case.checkpointing)
     numel = _numel(model)
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    ids = random_batch(model, batch, length, where)
+    ids = random_batch(model, case.batch, case.length, where)
     before = _allocated(where)
     loss = model(**ids, use_cache=False).loss
     activations = _allocated(where) - before
@@ -129,12 +133,12 @@ def memory(
     computed_gb = sum(parts.values())
     row = {
         "method": method,
-        "shape": shape,
-        "tokens_a_step": batch * length,
+        "shape": case.shape,
+        "tokens_a_step": case.batch * case.length,
         "parameters": numel,
-        "checkpointing": checkpointing,
-        "attention": attention,
-        "compiled": compiled,
+        "checkpointing": case.checkpointing,
+        "attention": case.attention,
+        "compiled": case.compiled,
         **parts,
         "computed_total_gb": computed_gb,
     }
@@ -142,7 +146,7 @@ def memory(
     if computed_gb * 1e9 > _ROOM * room:
         return {**row, "fits": False, "total_gb": computed_gb}
     try:
-        measured = _measured_parts(method, model, ids, batch, where, compiled=compiled)
+        measured = _measured_parts(method, model, ids, case.batch, where, compiled=case.compiled)
     except torch.OutOfMemoryError:
         return {**row, "fits": False, "total_gb": computed_gb}
     return {**row, "fits": True, **measured, "total_gb": measured["peak_gb"] or computed_gb}
@@ -288,17 +292,6 @@ def _text_rows(num_rows: int, length: int) -> torch.Tensor:
 
 
 # What cases share
-
-
-def _model(
-    shape: str, *, length: int, attention: str, overrides: Mapping[str, Any] | None, device: torch.device
-) -> nn.Module:
-    """Still on the meta device: drawn when it is materialised, or block by block when a streaming engine reads it."""
-    config = config_of(shape, max_length=max(length, 2048))
-    for name, value in (overrides or {}).items():
-        setattr(config, name, value)
-    config._attn_implementation = attention
-    return random_model(config, dtype=torch.bfloat16, device=device)
 
 
 class _Progress:

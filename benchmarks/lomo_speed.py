@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import presets
+from benchmarks.lomo_cases import LOMOCase, MemoryCase
 from benchmarks.lomo_plans import planned
 from benchmarks.lomo_report import markdown
 from ds_zo.bench.runner import WARM, Case
@@ -21,8 +22,8 @@ _WARM = (*WARM, _CASES)
 
 
 def _speed(name: str, method: str, shape: str, *, timeout_s: float = 90, host_gb: float = 8, **params: Any) -> Case:
-    params = {"method": method, "shape": shape, "batch": 4, "length": 1024, **params}
-    return Case(name, f"{_CASES}:speed", params, timeout_s=timeout_s, planned_host_gb=host_gb)
+    case = LOMOCase(shape, method, **{"batch": 4, "length": 1024, **params})
+    return case.to_run(name, f"{_CASES}:speed", timeout_s=timeout_s, planned_host_gb=host_gb)
 
 
 def speed_cases() -> list[Case]:
@@ -40,24 +41,10 @@ def speed_cases() -> list[Case]:
     ]
 
 
-def _under_24gb(name: str, size: str, *, timeout_s: float, host_gb: float, steps: int = 18, **params: Any) -> Case:
-    return _speed(
-        name,
-        "lomo",
-        f"llama-{size}",
-        checkpointing=False,
-        cap_gb=24,
-        stream={"device_memory_gb": 22},
-        steps=steps,
-        timeout_s=timeout_s,
-        host_gb=host_gb,
-        **params,
-    )
-
-
 def streamed_cases() -> list[Case]:
     """Streamed LOMO recomputes each block itself, so its cases ask for no checkpointing."""
     all_on_host = {"resident_blocks": 0}
+    within_24: dict[str, Any] = {"checkpointing": False, "cap_gb": 24, "stream": {"device_memory_gb": 22}, "steps": 18}
     return [
         _speed("streamed/1.3b", "lomo", "llama-1.3b", checkpointing=False, stream=all_on_host, host_gb=12),
         _speed("streamed/1.3b-zero3", "zero3_offload", "llama-1.3b", timeout_s=240, host_gb=40),
@@ -72,35 +59,19 @@ def streamed_cases() -> list[Case]:
             timeout_s=120,
             host_gb=24,
         ),
-        _under_24gb("streamed/13b-24gb", "13b", timeout_s=150, host_gb=38),
-        _under_24gb("streamed/30b-24gb", "30b", timeout_s=300, host_gb=78),
+        *(
+            _speed(f"streamed/{size}-24gb", "lomo", f"llama-{size}", timeout_s=timeout_s, host_gb=host_gb, **within_24)
+            for size, timeout_s, host_gb in (("13b", 150, 38), ("30b", 300, 78))
+        ),
     ]
-
-
-def probe_cases() -> list[Case]:
-    """Where 30B's time goes, in 150 s: by the same budget cut in depth, so that the allocator is as full with a quarter
-    and a half of the host memory, then whole. Each leaves a row within its own limit."""
-    cut = [
-        _under_24gb(
-            f"probe/30b-{layers}",
-            "30b",
-            steps=4,
-            timeout_s=timeout_s,
-            host_gb=8 + 1.2 * layers,
-            overrides={"num_hidden_layers": layers},
-        )
-        for layers, timeout_s in ((16, 25), (32, 35))
-    ]
-    return [*cut, _under_24gb("streamed/30b-24gb", "30b", timeout_s=100, host_gb=78)]
 
 
 def paper_cases() -> list[Case]:
     """The LOMO paper's table 1 (8 x 512, its plain attention), table 2 (1 x 1024), and sequential accumulation."""
     memory = [
-        Case(
+        MemoryCase("llama-7b", method, batch=8, length=512, checkpointing=checkpointing).to_run(
             f"paper/memory-{method}-{'checkpointed' if checkpointing else 'plain'}",
             f"{_CASES}:memory",
-            {"method": method, "shape": "llama-7b", "batch": 8, "length": 512, "checkpointing": checkpointing},
             timeout_s=90,
             planned_host_gb=8,
         )
@@ -122,7 +93,6 @@ def paper_cases() -> list[Case]:
 PRESETS: dict[str, Callable[[], list[Case]]] = {
     "speed": speed_cases,
     "streamed": streamed_cases,
-    "probe": probe_cases,
     "paper": paper_cases,
     "all": lambda: [*speed_cases(), *streamed_cases(), *paper_cases()],
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,9 +21,10 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benchmarks.training_case import TrainingCase
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
-from ds_zo.bench.shapes import materialise, random_model
+from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import (
     Batch,
     Trainer,
@@ -33,37 +34,46 @@ from ds_zo.bench.trainer import (
     random_batch,
     set_checkpointing,
 )
-from ds_zo.planner.shapes import config_of as shape_config
 from ds_zo.records.environment import host_peak_gb
 from ds_zo.records.rows import Row
 
 
-def speed(
-    *,
-    method: str,
-    shape: str,
-    batch: int,
-    length: int,
-    params: Mapping[str, Any] | None = None,
-    clipping: float = 1.0,
-    warmup: int = 4,
-    steps: int = 12,
-    max_s: float | None = None,
-    then_batch: int | None = None,
-    take_apart: bool = False,
-    cap_gb: float | None = None,
-    streams: bool = False,
-    compiled: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-    device: str = "cuda",
-) -> Row:
-    """One method on random weights and one random batch, checkpointed. `method` is `forward_backward`, `adamw-torch` or
-    a contender's name; `params` changes its optimizer's. `streams`: weights on the host, within `cap_gb` of the device.
-    `compiled`: blocks are, as `ds_zo.compile_blocks` has them; a compiler that fails ends the case. `max_s`: of timed
-    steps, of which there are then fewer. `then_batch`: the same engine goes on with batches of that size, whose row is
-    under `then`: to set up is what some cases take longest for."""
-    where = start_device(device, cap_gb=cap_gb)
-    model = _model(shape, length=length, overrides=overrides, device=where, lazy=streams)
+@dataclass(frozen=True)
+class LSPCase(TrainingCase):
+    """A case of LSP or of a method beside it, checkpointed.
+
+    `method` is `forward_backward`, `adamw-torch` or a contender's name. The model is float32 without a GPU.
+    """
+
+    attention: str | None = "sdpa"
+    clipping: float = 1.0
+    """`gradient_clipping`; 0: none."""
+    warmup: int = 4
+    steps: int = 12
+    max_s: float | None = None
+    """Most seconds that timed steps may take, in place of some of `steps`; None: no limit."""
+    then_batch: int | None = None
+    """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
+    None: one batch size only."""
+    take_apart: bool = False
+    """Whether the step is measured again without its parts: [Note: taken apart by switching off]."""
+
+    @property
+    def num_positions(self) -> int:
+        return max(self.length, 2048)
+
+
+def speed(**settings: Any) -> Row:
+    """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`. A compiler that fails ends the
+    case."""
+    case = LSPCase(**settings)
+    method, clipping = case.method, case.clipping
+    where = start_device(case.device, cap_gb=case.cap_gb)
+    if where.type != "cuda":
+        case = replace(case, dtype="fp32")
+    model = case.lazy_model(where)
+    if case.stream is None:
+        model = materialise(model, where)
     numel = sum(p.numel() for p in model.parameters())
     host_before_gb = host_peak_gb()
     begin = time.perf_counter()
@@ -72,37 +82,35 @@ def speed(
     if method in _WITHOUT_DEEPSPEED:
         trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
     else:
-        stream: dict[str, Any] | None = {"device_memory_gb": cap_gb} if streams else None
-        options: Row = {"params": params or {}, "stream": stream, "compiled": compiled}
-        trainer = _engine(ALL[method], model, batch=batch, clipping=clipping, **options)
-    if compiled:
+        trainer = _engine(ALL[method], model, case)
+    if case.compiled:
         trainer.compile(model)
-    ids = random_batch(model, batch, length, where)
+    ids = random_batch(model, case.batch, case.length, where)
     synchronize(where)
     load_s = time.perf_counter() - begin
     trainer.step(ids)
     synchronize(where)
     first_step_s = time.perf_counter() - begin - load_s
-    counts = _Counts(warmup, steps, max_s, period=ALL[method].period if method in ALL else 1)
+    counts = _Counts(case.warmup, case.steps, case.max_s, period=ALL[method].period if method in ALL else 1)
     measured = _measured(trainer, ids, counts, where)
     row: Row = {
         "method": method,
-        "shape": shape,
+        "shape": case.shape,
         "parameters": numel,
         "settings": trainer.settings,
         "gradient_clipping": clipping,
-        "compiled": compiled,
-        "cap_gb": cap_gb,
+        "compiled": case.compiled,
+        "cap_gb": case.cap_gb,
         "load_s": load_s,
         "first_step_s": first_step_s,
         **measured,
         "host_gb_added": measured["host_peak_gb"] - host_before_gb,
         **trainer.facts,
     }
-    if take_apart:
+    if case.take_apart:
         row |= _taken_apart(trainer, ids, counts, where)
-    if then_batch is not None:
-        row["then"] = _measured(trainer, random_batch(model, then_batch, length, where), counts, where)
+    if case.then_batch is not None:
+        row["then"] = _measured(trainer, random_batch(model, case.then_batch, case.length, where), counts, where)
         row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
     biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
     if biases:
@@ -204,28 +212,19 @@ def _no_zero_adam(engine: Any) -> Iterator[None]:
 # Who trains
 
 
-def _engine(
-    contender: Contender,
-    model: Any,
-    *,
-    batch: int,
-    params: Mapping[str, Any],
-    clipping: float,
-    stream: dict[str, Any] | None,
-    compiled: bool,
-) -> Trainer:
+def _engine(contender: Contender, model: Any, case: LSPCase) -> Trainer:
     import deepspeed
 
     import ds_zo  # noqa: F401
 
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[next(model.parameters()).dtype]
-    config = config_of(contender, shared_config(batch=batch, dtype=dtype, gradient_clipping=clipping))
-    config["optimizer"]["params"] |= params
-    if stream is not None:
+    config = config_of(contender, shared_config(batch=case.batch, dtype=dtype, gradient_clipping=case.clipping))
+    config["optimizer"]["params"] |= case.params or {}
+    if case.stream is not None:
         config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-        config["ds_zo"] = {"stream": stream}
+        config["ds_zo"] = {"stream": dict(case.stream)}
     is_lsp = contender.backend == "lsp"
-    if compiled and is_lsp:
+    if case.compiled and is_lsp:
         config["ds_zo"] = {**config.get("ds_zo", {}), "compile_blocks": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
@@ -262,16 +261,3 @@ _WITHOUT_DEEPSPEED: dict[str, Callable[[nn.Module, float], Trainer]] = {
     "forward_backward": _forward_backward,
     "adamw-torch": _torch_adamw,
 }
-
-
-def _model(
-    shape: str, *, length: int, overrides: Mapping[str, Any] | None, device: torch.device, lazy: bool
-) -> nn.Module:
-    """`lazy`: on the meta device, drawn block by block when a streaming engine reads it."""
-    config = shape_config(shape, max_length=max(length, 2048))
-    for name, value in (overrides or {}).items():
-        setattr(config, name, value)
-    config._attn_implementation = "sdpa"
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = random_model(config, dtype=dtype, device=device)
-    return model if lazy else materialise(model, device)

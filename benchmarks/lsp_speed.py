@@ -9,9 +9,11 @@ python -m benchmarks.lsp_speed report rows.jsonl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import presets
+from benchmarks.lsp_cases import LSPCase
 from benchmarks.lsp_claims import BATCHES, by_batch, claims_table
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.runner import WARM, Case
@@ -20,6 +22,7 @@ from ds_zo.records.rows import Row, table_lines
 TINY = {**presets.TINY, "num_hidden_layers": 2}
 
 _CASES = "benchmarks.lsp_cases"
+_SPEED = f"{_CASES}:speed"
 _WARM = (*WARM, _CASES)
 
 Contenders = dict[str, tuple[str, Mapping[str, Any]]]
@@ -52,13 +55,12 @@ def _cases(shape: str, batch: int, contenders: Contenders, *, prefix: str = "", 
     cases = []
     for name, (method, params) in contenders.items():
         slow = method in ("zero2-offload", "zenflow") or params.get("projector") == "none"
-        wanted = {"method": method, "shape": f"llama-{shape}", "batch": batch, "length": 1024, "params": dict(params)}
+        case = LSPCase(f"llama-{shape}", method, batch=batch, params=params, **{"length": 1024, **more})
         host_gb = {"1.3b": 45.0, "3b": 100.0}.get(shape, 60.0) if slow else 12.0
-        host_gb += 16.0 if more.get("streams") else 0.0
-        case_name = f"{prefix}{shape}/{batch}/{name}"
-        timeout_s = 240 if slow or more.get("compiled") else 120
+        host_gb += 16.0 if case.stream is not None else 0.0
+        timeout_s = 240 if slow or case.compiled else 120
         cases.append(
-            Case(case_name, f"{_CASES}:speed", {**wanted, **more}, timeout_s=timeout_s, planned_host_gb=host_gb)
+            case.to_run(f"{prefix}{shape}/{batch}/{name}", _SPEED, timeout_s=timeout_s, planned_host_gb=host_gb)
         )
     return cases
 
@@ -77,12 +79,9 @@ def speed_cases() -> list[Case]:
 def breakdown_cases() -> list[Case]:
     names = ("ceiling", "lsp-512", "lsp-none", "zero2-offload")
     chosen = {name: CONTENDERS[name] for name in names}
-    cases = _cases("1.3b", 4, chosen, prefix="breakdown/")
-    taken_apart = [
-        Case(case.name, case.target, {**case.params, "take_apart": True}, timeout_s=300, planned_host_gb=45.0)
-        for case in cases[1:]
-    ]
-    return [cases[0], *taken_apart]
+    ceiling, *_ = _cases("1.3b", 4, chosen, prefix="breakdown/")
+    _, *taken_apart = _cases("1.3b", 4, chosen, prefix="breakdown/", take_apart=True)
+    return [ceiling, *(replace(case, timeout_s=300, planned_host_gb=45.0) for case in taken_apart)]
 
 
 def ablation_cases() -> list[Case]:
@@ -102,13 +101,11 @@ def ablation_cases() -> list[Case]:
 def capped_cases() -> list[Case]:
     """The paper's laptop and workstation cards: 1.3B at 1 x 384 within 4 GB, 6.7B at 4 x 1024 within 24 GB; the latter
     with weights on the host within 8."""
-    small = _cases("1.3b", 1, {"lsp-512": _lsp(512)}, prefix="capped/", cap_gb=4)
+    small = _cases("1.3b", 1, {"lsp-512": _lsp(512)}, prefix="capped/", cap_gb=4, length=384)
     large = _cases("7b", 4, {"lsp-512": _lsp(512)}, prefix="capped/", cap_gb=24)
-    resized = [
-        Case(c.name, c.target, {**c.params, "length": 384}, timeout_s=c.timeout_s, planned_host_gb=12) for c in small
-    ]
-    streamed = _cases("7b", 4, {"lsp-512-streamed": _lsp(512)}, prefix="capped/", cap_gb=8, streams=True)
-    return [*resized, *large, *streamed]
+    within_8 = {"cap_gb": 8, "stream": {"device_memory_gb": 8}}
+    streamed = _cases("7b", 4, {"lsp-512-streamed": _lsp(512)}, prefix="capped/", **within_8)
+    return [*small, *large, *streamed]
 
 
 _NUMEL = {"1.3b": 1_345_423_360, "3b": 3_426_473_600}
@@ -144,15 +141,22 @@ def issue_cases() -> list[Case]:
 def _issue_case(shape: str, name: str, seconds: float) -> Case:
     method, params = CONTENDERS[name]
     first, then = BATCHES
-    wanted: dict[str, Any] = {"method": method, "shape": f"llama-{shape}", "params": dict(params), "length": 1024}
-    wanted |= {"batch": first, "then_batch": then, "max_s": 5.0}
-    wanted["take_apart"] = shape == "1.3b" and name in ("lsp-512", "lsp-none", "zero2-offload")
+    case = LSPCase(
+        f"llama-{shape}",
+        method,
+        params=params,
+        length=1024,
+        batch=first,
+        then_batch=then,
+        max_s=5.0,
+        take_apart=shape == "1.3b" and name in ("lsp-512", "lsp-none", "zero2-offload"),
+    )
     numel = _NUMEL[shape]
     dense = 20 * numel if name == "lsp-none" else 0
     host_gb = 8.0 + (dense + (ALL[method].host_bytes(numel) if method in ALL else 0)) / 1e9
     name = f"issue/{shape}/{first}+{then}/{name}"
     timeout_s = max(_LEAST_TIMEOUT_S, _SLACK * seconds)
-    return Case(name, f"{_CASES}:speed", wanted, timeout_s=timeout_s, planned_host_gb=host_gb)
+    return case.to_run(name, _SPEED, timeout_s=timeout_s, planned_host_gb=host_gb)
 
 
 PRESETS: dict[str, Callable[[], list[Case]]] = {
@@ -168,15 +172,21 @@ def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[C
     """`tiny` keeps a preset's cases and shrinks their models: a rehearsal that needs no GPU."""
     cases = []
     for case in PRESETS[preset]():
-        params = {**case.params, "device": device}
+        wanted = replace(LSPCase(**case.params), device=device)
+        host_gb = case.planned_host_gb
         if tiny:
-            small = {**params["params"], "fit_steps": 1} if params["method"] == "lsp" else params["params"]
-            small |= {"subspace_dim": 8} if "subspace_dim" in small else {}
-            params |= {"overrides": TINY, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
-            params |= {"params": small, **({"then_batch": 1} if "then_batch" in params else {})}
-        host_gb = None if tiny else case.planned_host_gb
-        cases.append(Case(case.name, case.target, params, timeout_s=case.timeout_s, planned_host_gb=host_gb))
+            wanted, host_gb = _tiny(wanted), None
+        cases.append(wanted.to_run(case.name, case.target, timeout_s=case.timeout_s, planned_host_gb=host_gb))
     return cases
+
+
+def _tiny(case: LSPCase) -> LSPCase:
+    params = dict(case.params or {})
+    params |= {"fit_steps": 1} if case.method == "lsp" else {}
+    params |= {"subspace_dim": 8} if "subspace_dim" in params else {}
+    sizes: dict[str, Any] = {"overrides": TINY, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+    sizes |= {"then_batch": None if case.then_batch is None else 1, "stream": None if case.stream is None else {}}
+    return replace(case, params=params, **sizes)
 
 
 # Report

@@ -36,13 +36,13 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from benchmarks.grid import Case
+from benchmarks.grid import GridCase
 from ds_zo.bench.runner import end_with_parent
 from ds_zo.records.rows import Row, append_row, read_objects
 
-Listing = Callable[[Sequence[Row]], Sequence[Case]]
+Listing = Callable[[Sequence[Row]], Sequence[GridCase]]
 """What is left to run, in order, given all rows so far: rates that rows decide bring new cases."""
-Expectation = Callable[[Case, Sequence[Row]], "float | None"]
+Expectation = Callable[[GridCase, Sequence[Row]], "float | None"]
 """Seconds a case will take; None: unknown."""
 Start = Literal["forkserver", "fork", "spawn"]
 """A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
@@ -106,11 +106,11 @@ class Sweep:
             return self.grace_s
         return 45.0 if self.max_seconds is None else min(45.0, _GRACE_SHARE * self.max_seconds)
 
-    def checkpoint(self, case: Case) -> Path:
+    def checkpoint(self, case: GridCase) -> Path:
         """The file that says there is one to go on from."""
         return self.folder / safe_name(case.key) / "checkpoints" / "latest"
 
-    def command(self, case: Case) -> list[str]:
+    def command(self, case: GridCase) -> list[str]:
         """What launch/train.py is called with."""
         folder = self.folder / safe_name(case.key)
         command = ["--deepspeed", str(folder / "config.json"), "--model", self.model, "--task", case.task]
@@ -148,10 +148,10 @@ def rows_of(paths: Iterable[Path]) -> list[Row]:
     return found
 
 
-def remaining(cases: Iterable[Case], rows: Sequence[Row]) -> list[Case]:
+def remaining(cases: Iterable[GridCase], rows: Sequence[Row]) -> list[GridCase]:
     """Cases without a row, each once."""
     settled = {row["key"] for row in rows}
-    found: dict[str, Case] = {}
+    found: dict[str, GridCase] = {}
     for case in cases:
         if case.key not in settled:
             found.setdefault(case.key, case)
@@ -211,11 +211,13 @@ def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda cas
     return num_rows
 
 
-def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[Case]:
+def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[GridCase]:
     return [case for case in listing(rows) if case.key not in begun]
 
 
-def next_case(sweep: Sweep, waiting: Sequence[Case], seconds: Sequence[float | None], left_s: float) -> Case | None:
+def next_case(
+    sweep: Sweep, waiting: Sequence[GridCase], seconds: Sequence[float | None], left_s: float
+) -> GridCase | None:
     """The first that fits into what is left of this piece; else, in its first half, one that no piece is long enough
     for, which checkpoints bring to its end: [Note: a sweep may be cut into pieces]."""
     too_long = None
@@ -248,7 +250,7 @@ def _stop(running: list[_Running], grace_s: float) -> int:
 class _Running:
     """A case in its process."""
 
-    def __init__(self, sweep: Sweep, case: Case, context: Any, start: Start) -> None:
+    def __init__(self, sweep: Sweep, case: GridCase, context: Any, start: Start) -> None:
         self.sweep, self.case, self.start = sweep, case, start
         self.folder = sweep.folder / safe_name(case.key)
         self.resumed = sweep.checkpoint(case).is_file()

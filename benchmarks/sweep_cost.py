@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid import Case
+from benchmarks.grid import GridCase
 from ds_zo.config import backend_of
 from ds_zo.planner.rates import Rates
 from ds_zo.records.rows import Row, table_lines
@@ -104,7 +104,7 @@ def num_tokens(path: Path) -> tuple[int, ...]:
     return tuple(max(4, round(length / CHARS_PER_TOKEN)) for length in texts)
 
 
-def cost(case: Case, size: Size, folder: Path, *, arguments: Sequence[str] = ()) -> Cost | None:
+def cost(case: GridCase, size: Size, folder: Path, *, arguments: Sequence[str] = ()) -> Cost | None:
     """From first principles; None without data."""
     options = [*case.arguments, *arguments]
     most = int(options[options.index("--max-length") + 1]) if "--max-length" in options else 512
@@ -133,12 +133,12 @@ def cost(case: Case, size: Size, folder: Path, *, arguments: Sequence[str] = ())
     )
 
 
-def _params(case: Case) -> dict[str, Any]:
+def _params(case: GridCase) -> dict[str, Any]:
     found: dict[str, Any] = case.config["optimizer"].get("params") or {}
     return found
 
 
-def _dtype(case: Case, options: Sequence[str]) -> str:
+def _dtype(case: GridCase, options: Sequence[str]) -> str:
     half = next((name for name in ("bf16", "fp16") if (case.config.get(name) or {}).get("enabled")), None)
     return half or ("tf32" if "--tf32" in options else "fp32")
 
@@ -148,7 +148,7 @@ def _forward(size: Size, *, tokens: int, batches: float, flops: float) -> tuple[
     return 2 * size.numel * tokens / flops, batches * OPS_PER_LAYER * size.num_layers * OP_US * 1e-6
 
 
-def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float, float]:
+def _passes(case: GridCase, size: Size, *, tokens: int, flops: float) -> tuple[float, float]:
     kind = str(case.config["optimizer"]["type"]).lower()
     num_forward = 2 if kind in ("zo", "mezo") else 1
     two_pass = kind in ("lomo", "adalomo") and case.config.get("gradient_clipping")
@@ -163,7 +163,9 @@ def _passes(case: Case, size: Size, *, tokens: int, flops: float) -> tuple[float
     return (num_forward + 2 * num_backward) * device_s + sweeps, host_s
 
 
-def plan_table(cases: Sequence[Case], *, model: str, data_root: Path, jobs: int, arguments: Sequence[str] = ()) -> str:
+def plan_table(
+    cases: Sequence[GridCase], *, model: str, data_root: Path, jobs: int, arguments: Sequence[str] = ()
+) -> str:
     """Markdown: seconds by method, and what `jobs` runs at once need for all; a ValueError where nothing is known."""
     size = model_size(model)
     if size is None:
@@ -189,11 +191,11 @@ def plan_table(cases: Sequence[Case], *, model: str, data_root: Path, jobs: int,
 
 def expectation(
     *, model: str, data_root: Path | None, jobs: int, arguments: Sequence[str] = ()
-) -> Callable[[Case, Sequence[Row]], float | None]:
+) -> Callable[[GridCase, Sequence[Row]], float | None]:
     """Tells the seconds a case will take beside `jobs` - 1 others; None where nothing is known."""
     size = model_size(model)
 
-    def seconds(case: Case, rows: Sequence[Row]) -> float | None:
+    def seconds(case: GridCase, rows: Sequence[Row]) -> float | None:
         alike = [row["wall_s"] for row in rows if row["status"] == "ok" and _alike(row, case, jobs=jobs)]
         if alike:
             return SAFETY * statistics.median(alike)
@@ -205,6 +207,6 @@ def expectation(
     return seconds
 
 
-def _alike(row: Row, case: Case, *, jobs: int) -> bool:
+def _alike(row: Row, case: GridCase, *, jobs: int) -> bool:
     found = [row.get(name) for name in ("method", "task", "steps", "jobs")]
     return found == [case.method, case.task, case.steps, jobs] and not row.get("resumed")

@@ -34,15 +34,15 @@ def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, A
     device = start_device("cuda")
     config = config_of(shape, num_layers=layers, max_length=_LENGTH)
     model = random_model(config, dtype=DTYPES[dtype], device=device)
-    contender = zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream)
+    prepared = zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream)
     ids = token_ids(config, 1, _LENGTH, device)
     for _ in range(_NUM_WARMUPS):
-        contender.step(ids)
+        prepared.step(ids)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for i in range(3):
             with torch.profiler.record_function(f"ds_zo step {i}"):
-                contender.step(ids)
+                prepared.step(ids)
         torch.cuda.synchronize()
     about = {"shape": shape, "layers": layers, "dtype": dtype, "stream": dict(stream), "method": "timeline"}
     return about | from_trace(trace_events(profiler), num_steps=3)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.training_case import TrainingCase
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
-from ds_zo.bench.shapes import materialise, random_model
+from ds_zo.bench.shapes import materialise
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
@@ -22,14 +23,14 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 METHODS = ("zo", "mezo", "adamw", "sgd")
 COPIES_HELD = {"mezo": 1, "sgd": 2, "adamw": 4}
 """Of the parameters, by a method that keeps them on the device: weights, gradients, two moments."""
-_ZO_EPS = 1e-3
+_LR, _ZO_EPS = 1e-7, 1e-3
 _SETTLING_STEPS = 2
 """The first step compares two ways to run, and an automatic placement moves blocks after it."""
 _LONGEST_WARMUP = 16
 
 
 @dataclass
-class Contender:
+class PreparedMethod:
     """A method made ready on a model."""
 
     step: Step
@@ -39,67 +40,73 @@ class Contender:
     facts: Row = field(default_factory=dict)
 
 
-def run_case(
-    *,
-    shape: str,
-    method: str,
-    dtype: str = "bf16",
-    batch: int = 1,
-    length: int = 2048,
-    inputs: Sequence[Sequence[int]] | None = None,
-    layers: int | None = None,
-    stream: Mapping[str, Any] | None = None,
-    params: Mapping[str, Any] | None = None,
-    resident: bool = False,
-    cap_gb: float | None = None,
-    lr: float = 1e-7,
-    warmup: int = 3,
-    steps: int = 8,
-    age: bool = True,
-    fill_steps: int = 0,
-    device: str = "cuda",
-) -> Row:
-    """The row of one case, in this process.
+@dataclass(frozen=True)
+class ZOCase(TrainingCase):
+    """A case of ZO or of an in-memory method beside it. ZO streams its blocks unless `resident`."""
 
-    `inputs` measures several (batch, length) pairs on one loaded model; they come back as `points`. `fill_steps` runs
-    that many steps more after the blocks that fit `device_memory_gb` have moved to the device, so that one load of a
-    large model gives both its smallest footprint and its speed within a budget; they come back as `filled`. Streamed
-    ZO warms up for at least one write-back interval (`age`): before that fewer updates are pending, and replay is
-    cheaper.
-    """
-    where = start_device(device, cap_gb=cap_gb)
-    pairs = [(int(b), int(t)) for b, t in inputs] if inputs else [(batch, length)]
-    config = config_of(shape, num_layers=layers, max_length=max(t for _, t in pairs))
-    model = random_model(config, dtype=DTYPES[dtype], device=where)
+    inputs: Sequence[Sequence[int]] | None = None
+    """Several (batch, length) pairs that are measured on one loaded model, in place of `batch` and `length`."""
+    resident: bool = False
+    """Whether all blocks stay on the device."""
+    age: bool = True
+    """Whether streamed ZO warms up for at least one write-back interval. Before that fewer updates are pending, and
+    replay is cheaper than in the middle of a run."""
+    fill_steps: int = 0
+    """Steps more, once the blocks that fit `device_memory_gb` have moved to the device. One load of a large model then
+    gives its smallest footprint and its speed within a budget."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return _LR if self.lr is None else self.lr
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The (batch, length) pairs that are measured."""
+        return [(int(b), int(t)) for b, t in self.inputs] if self.inputs else [(self.batch, self.length)]
+
+    @property
+    def num_positions(self) -> int:
+        return max(t for _, t in self.pairs)
+
+
+def run_case(**settings: Any) -> Row:
+    """Measures one `ZOCase` in this process. The row has `points` for `inputs`, and `filled` for `fill_steps`."""
+    case = ZOCase(**settings)
+    where = start_device(case.device, cap_gb=case.cap_gb)
+    model: Any = case.lazy_model(where)
+    config = model.config
+    is_zo = case.method == "zo"
     row: Row = {
-        "shape": shape,
-        "method": method,
-        "dtype": dtype,
+        "shape": case.shape,
+        "method": case.method,
+        "dtype": case.dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
         "layers": config.num_hidden_layers,
-        "full_layers": config_of(shape).num_hidden_layers,
+        "full_layers": config_of(case.shape).num_hidden_layers,
         "input": "random token ids",
-        "resident": method != "zo" or resident,
-        "stream": dict(stream or {}) if method == "zo" else None,
-        "cap_gb": cap_gb,
+        "resident": not is_zo or case.resident,
+        "stream": dict(case.stream or {}) if is_zo else None,
+        "cap_gb": case.cap_gb,
     }
-    if lacking := _lacking_memory(row, where, cap_gb):
+    if lacking := _lacking_memory(row, where, case.cap_gb):
         return row | lacking
     start = time.perf_counter()
-    if method == "zo":
-        contender = zo(model, dtype=dtype, batch=pairs[0][0], lr=lr, stream=stream, params=params, resident=resident)
+    if is_zo:
+        options: Row = {"stream": case.stream, "params": case.params, "resident": case.resident}
+        prepared = zo(model, dtype=case.dtype, batch=case.pairs[0][0], lr=case.rate, **options)
     else:
-        contender = in_memory(model, method=method, lr=lr)
-    row |= {"load_s": time.perf_counter() - start, **contender.facts}
-    points = [
-        _measure(contender, token_ids(config, b, t, where), warmup=warmup, steps=steps, age=age and i == 0)
-        for i, (b, t) in enumerate(pairs)
-    ]
-    row |= points[0] | {"points": points if inputs else None}
-    if fill_steps and where.type == "cuda":
-        contender.engine.backend.block_store.may_fill_device = True
-        ids = token_ids(config, *pairs[0], where)
-        row["filled"] = _measure(contender, ids, warmup=_SETTLING_STEPS, steps=fill_steps - _SETTLING_STEPS, age=False)
+        prepared = in_memory(model, method=case.method, lr=case.rate)
+    row |= {"load_s": time.perf_counter() - start, **prepared.facts}
+    points = []
+    for i, (b, t) in enumerate(case.pairs):
+        ids = token_ids(config, b, t, where)
+        points.append(_measure(prepared, ids, warmup=case.warmup, steps=case.steps, age=case.age and i == 0))
+    row |= points[0] | {"points": points if case.inputs else None}
+    if case.fill_steps and where.type == "cuda":
+        prepared.engine.backend.block_store.may_fill_device = True
+        ids, steps = token_ids(config, *case.pairs[0], where), case.fill_steps - _SETTLING_STEPS
+        row["filled"] = _measure(prepared, ids, warmup=_SETTLING_STEPS, steps=steps, age=False)
     return row
 
 
@@ -128,7 +135,7 @@ def zo(
     params: Mapping[str, Any] | None = None,
     resident: bool = False,
     checkpoint: Mapping[str, Any] | None = None,
-) -> Contender:
+) -> PreparedMethod:
     import deepspeed
 
     import ds_zo  # noqa: F401
@@ -153,17 +160,17 @@ def zo(
         return loss
 
     facts = {"master": (stream or {}).get("master", "split"), "optimizer_params": dict(params or {})}
-    return Contender(step, engine, facts)
+    return PreparedMethod(step, engine, facts)
 
 
-def in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
+def in_memory(model: nn.Module, *, method: str, lr: float) -> PreparedMethod:
     """MeZO with plain SDPA and no KV cache, or a first-order optimizer as PyTorch ships it."""
     model = materialise(model)
     if method == "mezo":
         from ds_zo.reference.mezo import MeZO
 
         trainer = MeZO(model.eval(), lr=lr, zo_eps=_ZO_EPS)
-        return Contender(lambda ids: trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss))
+        return PreparedMethod(lambda ids: trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss))
     model.train()
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[method]
     optimizer = kind(model.parameters(), lr=lr, fused=next(model.parameters()).is_cuda or None)
@@ -175,47 +182,47 @@ def in_memory(model: nn.Module, *, method: str, lr: float) -> Contender:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return Contender(step)
+    return PreparedMethod(step)
 
 
-def _measure(contender: Contender, ids: torch.Tensor, *, warmup: int, steps: int, age: bool) -> Row:
+def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps: int, age: bool) -> Row:
     """`age`: warm up until every block has been written back once, as in the middle of a run."""
-    homes = contender.engine.backend.block_store if contender.engine is not None else None
-    step = partial(contender.step, ids)
+    block_store = prepared.engine.backend.block_store if prepared.engine is not None else None
+    step = partial(prepared.step, ids)
     start = time.perf_counter()
     step()
     synchronize(ids.device)
     first_step_s = time.perf_counter() - start
     for _ in range(min(warmup, _SETTLING_STEPS) - 1):
         step()
-    if age and homes is not None and any(unit.streamed for unit in homes.placement.blocks):
-        warmup = max(warmup, min(homes.interval, _LONGEST_WARMUP))
+    if age and block_store is not None and any(unit.streamed for unit in block_store.placement.blocks):
+        warmup = max(warmup, min(block_store.interval, _LONGEST_WARMUP))
     for _ in range(warmup - _SETTLING_STEPS):
         step()
-    before = _moved(homes)
+    before = _moved(block_store)
     row: Row = {"batch": ids.shape[0], "length": ids.shape[1], "warmup": warmup, "steps": steps}
     synchronize(ids.device)
     row |= {"first_step_s": first_step_s, "warmup_s": time.perf_counter() - start}
     row |= measure_steps(step, warmup=0, steps=steps, device=ids.device)
     row["tokens_per_s"] = ids.numel() / row["step_s"]
-    if homes is None:
+    if block_store is None:
         return row
-    up, down = ((after - start) / steps / 1e9 for start, after in zip(before, _moved(homes), strict=True))
-    blocks = homes.placement.blocks
+    up, down = ((after - start) / steps / 1e9 for start, after in zip(before, _moved(block_store), strict=True))
+    blocks = block_store.placement.blocks
     return row | {
         "up_gb_a_step": up,
         "down_gb_a_step": down,
-        "interval": homes.interval,
-        "tempo": homes.step_time,
-        "host_gb": homes.store.nbytes / 1e9,
-        "pinned_gb": homes.store.pinned_nbytes / 1e9,
+        "interval": block_store.interval,
+        "tempo": block_store.step_time,
+        "host_gb": block_store.store.nbytes / 1e9,
+        "pinned_gb": block_store.store.pinned_nbytes / 1e9,
         "resident_blocks": sum(not unit.streamed for unit in blocks),
         "num_blocks": len(blocks),
     }
 
 
-def _moved(homes: Any) -> tuple[int, int]:
-    return (0, 0) if homes is None else (homes.runtime.bytes_up, homes.runtime.bytes_down)
+def _moved(block_store: Any) -> tuple[int, int]:
+    return (0, 0) if block_store is None else (block_store.runtime.bytes_up, block_store.runtime.bytes_down)
 
 
 def run_machine(*, numel: int = 200_000_000, device: str = "cuda") -> Row:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.zo_case import COPIES_HELD
+from benchmarks.zo_case import COPIES_HELD, ZOCase
 from ds_zo.bench.runner import Case
 from ds_zo.planner.shapes import BLOOM, OPT
 
@@ -240,34 +240,45 @@ _MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
 
 def tiny(case: Case, *, device: str) -> Case:
     """The same case in kind, on a model that a CPU trains in no time: a rehearsal."""
-    params: dict[str, Any] = {**case.params}
-    if case.target in (CASE, WARMUP):  # the others need a GPU
-        params["device"] = device
-    if case.target == CASE:
-        shape = "bloom-tiny" if params["shape"] in BLOOM else "opt-tiny"
-        params |= {"shape": shape, "layers": 4, "length": 8, "warmup": 1, "steps": 1, "age": False, "cap_gb": None}
-        params |= {"inputs": [[2, 4], [1, 8]]} if "inputs" in params else {}
-        stream = {key: value for key, value in params.get("stream", {}).items() if key != "device_memory_gb"}
-        params |= {"stream": {**stream, "resident_blocks": 1}} if stream.get("resident_blocks") else {"stream": stream}
-    return Case(case.name, case.target, params, timeout_s=case.timeout_s)
+    if case.target != CASE:  # of the other targets all but WARMUP need a GPU
+        params = {**case.params, "device": device} if case.target == WARMUP else case.params
+        return Case(case.name, case.target, params, timeout_s=case.timeout_s)
+    whole = ZOCase(**case.params)
+    stream = {key: value for key, value in (whole.stream or {}).items() if key != "device_memory_gb"}
+    if stream.get("resident_blocks"):
+        stream["resident_blocks"] = 1
+    small = replace(
+        whole,
+        shape="bloom-tiny" if whole.shape in BLOOM else "opt-tiny",
+        layers=4,
+        length=8,
+        inputs=[[2, 4], [1, 8]] if whole.inputs else None,
+        stream=stream,
+        warmup=1,
+        steps=1,
+        age=False,
+        cap_gb=None,
+        device=device,
+    )
+    return small.to_run(case.name, CASE, timeout_s=case.timeout_s)
 
 
 def compiled_first(cases: Sequence[Case]) -> list[Case]:
     """With a case before them that compiles their kernels."""
-    kinds = toy_kinds([case.params for case in cases if case.target == CASE])
+    kinds = toy_kinds([ZOCase(**case.params) for case in cases if case.target == CASE])
     warmup = Case("warmup", WARMUP, {"kinds": kinds}, timeout_s=120, expected_s=_WARMUP_S)
     return [warmup, *cases] if kinds else [*cases]
 
 
-def toy_kinds(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def toy_kinds(cases: Sequence[ZOCase]) -> list[dict[str, Any]]:
     """A toy case for each kind of `cases` whose kernels differ: by the dtypes of model and store, by what stays on the
     device, and by whether working copies are made in pairs, which an automatic interval decides."""
     found: dict[str, dict[str, Any]] = {}
-    for params in cases:
-        if params["method"] != "zo":
+    for case in cases:
+        if case.method != "zo":
             continue
-        given = params.get("stream", {})
-        toy = {"method": "zo", "dtype": params.get("dtype", "bf16"), "resident": params.get("resident", False)}
+        given = case.stream or {}
+        toy = {"method": "zo", "dtype": case.dtype, "resident": case.resident}
         stream = {key: given[key] for key in ("master", "wire_dtype", "fuse_update") if key in given}
         stream = {key: value for key, value in stream.items() if value != toy["dtype"]}
         if not toy["resident"]:
@@ -281,53 +292,50 @@ def toy_kinds(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _case(name: str, shape: str, method: str = "zo", **params: Any) -> Case:
-    params = {"shape": shape, "method": method, **params}
     if "stream" in params:
         params["stream"] = {key: value for key, value in params["stream"].items() if value is not None}
-    host_gb = stored_gb(params)
+    case = ZOCase(shape, method, **params)
+    host_gb = stored_gb(case)
     planned = 1.05 * host_gb + 2 if host_gb else None
-    expected_s = estimate_s(params) if planned is None or planned < _HOST_GB else 0.0  # recorded, not run
-    return Case(
-        name, CASE, params, timeout_s=round(30 + 3 * expected_s), planned_host_gb=planned, expected_s=expected_s
-    )
+    expected_s = estimate_s(case) if planned is None or planned < _HOST_GB else 0.0  # recorded, not run
+    limits = {"timeout_s": round(30 + 3 * expected_s), "planned_host_gb": planned, "expected_s": expected_s}
+    return case.to_run(name, CASE, **limits)
 
 
-def stored_gb(params: Mapping[str, Any]) -> float:
-    """What a case keeps in the host store."""
-    if params["method"] != "zo" or params.get("resident"):
+def stored_gb(case: ZOCase) -> float:
+    """GB (10**9 bytes) that a case keeps in the host store."""
+    if case.method != "zo" or case.resident:
         return 0.0
-    stream = params.get("stream", {})
-    wire = stream.get("wire_dtype", params.get("dtype", "bf16"))
+    stream = case.stream or {}
+    wire = stream.get("wire_dtype", case.dtype)
     nbytes = _NBYTES[wire] + (_LOW_NBYTES[wire] if stream.get("master", "split") == "split" else 0)
-    num_streamed = (params.get("layers") or _shape(params["shape"])[0]) - (stream.get("resident_blocks") or 0)
-    return max(0, num_streamed) * _block_numel(params["shape"]) * nbytes / 1e9
+    num_streamed = (case.layers or _shape(case.shape)[0]) - (stream.get("resident_blocks") or 0)
+    return max(0, num_streamed) * _block_numel(case.shape) * nbytes / 1e9
 
 
-def estimate_s(params: Mapping[str, Any]) -> float:
+def estimate_s(case: ZOCase) -> float:
     """About how long a case takes, start and loading included, on the machine the presets are cut for: 128 GiB of
     host memory, a GPU of 140 GB."""
-    dtype = params.get("dtype", "bf16")
-    compute = params.get("params", {}).get("compute_dtype", dtype)
-    numel = _num_parameters(params["shape"], params.get("layers"))
-    gb = stored_gb(params)
-    without_low_planes = {**params, "stream": {**params.get("stream", {}), "master": "wire"}}  # which seldom travel
-    crossing_gb = stored_gb(without_low_planes)
-    pairs = params.get("inputs") or [(params.get("batch", 1), params.get("length", 2048))]
-    passes = 2 if params["method"] in ("zo", "mezo") else 3
-    if numel * _NBYTES[dtype] * COPIES_HELD.get(params["method"], 0) > _DEVICE_BYTES:
+    stream = case.stream or {}
+    compute = (case.params or {}).get("compute_dtype", case.dtype)
+    numel = _num_parameters(case.shape, case.layers)
+    gb = stored_gb(case)
+    crossing_gb = stored_gb(replace(case, stream={**stream, "master": "wire"}))  # low planes seldom cross the link
+    passes = 2 if case.method in ("zo", "mezo") else 3
+    if numel * _NBYTES[case.dtype] * COPIES_HELD.get(case.method, 0) > _DEVICE_BYTES:
         return _LOOK_S  # recorded, not run
-    total = _START_S + gb * 1e9 / _PIN + (_ENGINE_S if params["method"] == "zo" else 0.0)
-    for i, (batch, length) in enumerate(pairs):
+    total = _START_S + gb * 1e9 / _PIN + (_ENGINE_S if case.method == "zo" else 0.0)
+    for i, (batch, length) in enumerate(case.pairs):
         busy = passes * 2 * numel * batch * length / _FLOPS[compute]
-        busy += numel / _NOISE * _SWEEPS.get(params["method"], 0.0)
+        busy += numel / _NOISE * _SWEEPS.get(case.method, 0.0)
         link = crossing_gb * 1e9 / _LINK
         step = max(busy, link)
-        warmup = params.get("warmup", 3)
+        warmup = case.warmup
         if gb and i == 0:
             chosen = next(interval for times, interval in _INTERVALS if busy >= times * link)
-            interval = params["stream"].get("writeback_interval", chosen)
-            warmup = max(warmup, interval if params.get("age", True) else 0) + _FIRST_FORWARDS
-        total += (warmup + params.get("steps", 8) + params.get("fill_steps", 0)) * step
+            interval = stream.get("writeback_interval", chosen)
+            warmup = max(warmup, interval if case.age else 0) + _FIRST_FORWARDS
+        total += (warmup + case.steps + case.fill_steps) * step
     return total
 
 

@@ -4,7 +4,6 @@ python -m benchmarks.zo_speed preset targets --out rows.jsonl
 python -m benchmarks.zo_speed preset paper --out rows.jsonl --only '^t1' --total-s 300 --resume
 python -m benchmarks.zo_speed preset all --out rows.jsonl --skip 'split|half' --total-s 600
 python -m benchmarks.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
-python -m benchmarks.zo_speed link
 python -m benchmarks.zo_speed report rows.jsonl > report.md
 python -m benchmarks.zo_speed plot rows.jsonl --out FOLDER
 python -m benchmarks.zo_speed timeline --shape opt-6.7b --layers 8 --out step.json
@@ -73,9 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument("--steps", type=int, default=12)
     case.add_argument("--device", default="cuda")
     case.set_defaults(run=_case)
-
-    link = commands.add_parser("link", help="measure the link")
-    link.set_defaults(run=_link)
 
     report = commands.add_parser("report", help="Markdown tables from rows")
     report.add_argument("rows", type=Path, nargs="+")
@@ -147,12 +143,6 @@ def _case(args: argparse.Namespace) -> None:
     os.environ.update(single_process() | os.environ)
     params = {key: value for key, value in vars(args).items() if key not in ("command", "run", "forks")}
     print("ROW " + json.dumps(run_case(**params) | environment()), flush=True)
-
-
-def _link(args: argparse.Namespace) -> None:
-    from ds_zo.bench.measure import link_gbps
-
-    print(json.dumps({"link_gbps": link_gbps("cuda"), **environment()}))
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:

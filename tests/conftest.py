@@ -39,7 +39,8 @@ distributed/test_launchers.py backends/zo/test_zo_traps.py checkpoint/test_kill.
 distributed/test_two_hosts.py checkpoint/test_resume.py checkpoint/test_resume_first_order.py
 distributed/test_zo_rank_checkpoints.py backends/zo/test_zo_precision.py planner/test_plan_matches_engine.py
 test_readme.py plugin/test_plugin.py backends/lomo/test_lomo_matches_sgd.py planner/test_plan_matches_measured.py
-launch/test_sweep.py bench/test_zo_case.py integrations/test_equivalence.py test_packaging.py integrations/test_ranks.py
+launch/test_sweep.py benchmarks/test_zo_case.py integrations/test_equivalence.py test_packaging.py
+integrations/test_ranks.py
 ops/test_kernels_interpreted.py integrations/test_engine.py backends/lomo/test_adalomo.py
 backends/recompute/test_compiled_blocks.py backends/lsp/test_lsp_training.py
 bench/test_compare.py streaming/test_loading.py distributed/test_zo_two_ranks.py

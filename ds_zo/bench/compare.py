@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """What the arguments ask for; a `ValueError` says what is wrong with them."""
+    """Runs the command that the arguments describe. Raises a `ValueError` that names a wrong argument."""
     from ds_zo.bench.contenders import ALL
 
     if args.into and not args.headline:
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Before every case fails for the same reason."""
+    """Checks the arguments once, before every case fails for the same reason."""
     for name, least in (("batch", 1), ("seq", 2), ("steps", 1), ("warmup", 0), ("layers", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -174,7 +174,7 @@ def _compare(args: argparse.Namespace) -> None:
             import_warm()
         builds.wait()
         _run_groups(groups, args, device=device, ends=ends)
-    finally:  # also when it is told to end
+    finally:  # also on SIGTERM
         if args.preset is None:
             begun = [part.folder for part in tables[0] if part.out.exists()]
             for folder, rows in runs_of(begun, groups[0].run_id, needed=False):
@@ -195,8 +195,8 @@ def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
 
 
 def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[Group]:
-    """Of a preset: what every table must have, model by model, before what some have beside. A run that has the former
-    is gone on with, or left as it is on another machine."""
+    """Returns the groups of a preset: the main tier of every model comes before the variants. On another machine, a run
+    that has its main tier is kept as it is."""
     from ds_zo.bench.contenders import TIERS
 
     tiers: list[str | None] = [None] if args.preset is None else list(TIERS)
@@ -213,7 +213,7 @@ def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[
 
 
 def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: str, ends: float) -> None:
-    """What is found out about the machine counts for all of them."""
+    """Runs groups one after the other. The rows that describe the machine count for all of them."""
     from ds_zo.records.environment import machine_id
 
     machine: list[Row] = []
@@ -233,7 +233,7 @@ def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: st
 
 
 def _run_group(group: Group, args: argparse.Namespace, *, known: Sequence[Row], device: str, ends: float) -> None:
-    """`known`: what this call has found out about the machine."""
+    """Runs one group. `known` are the rows of the machine that this call has measured."""
     done = list(known)
     for part in group.parts:
         cases = part.of_tier(group.tier)
@@ -265,7 +265,7 @@ def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> str:
 
 
 def _caps(text: str) -> list[float | None]:
-    """The largest first: what ran there may hold for smaller ones."""
+    """Reads the caps in GB, the largest first: a row of a larger card may hold for a smaller one. None: no cap."""
     try:
         caps = {None if word.strip() == "none" else float(word) for word in text.split(",")}
     except ValueError:
@@ -278,7 +278,7 @@ def folder_of(cap: float | None) -> str:
 
 
 def folders_with_rows(out: Path) -> list[Path]:
-    """A comparison's own folder, or those of its caps."""
+    """Returns a comparison's own folder, or the folders of its caps."""
     if (out / "rows.jsonl").exists():
         return [out]
     found = sorted(path.parent for pattern in ("*", "*/*") for path in out.glob(f"{pattern}/rows.jsonl"))
@@ -294,7 +294,7 @@ def _device() -> str:
 
 
 def last_run(path: Path, run_id: str | None) -> list[Row]:
-    """The rows of a run, by default the last one; of a case that was run again, the last row."""
+    """Returns the rows of a run, by default the last run. A case that was run again has its last row only."""
     rows = read_rows(path) if path.exists() else []
     if not rows:
         raise ValueError(f"looked for rows in {path}: there are none (--out)")
@@ -307,8 +307,8 @@ def last_run(path: Path, run_id: str | None) -> list[Row]:
 
 
 def runs_of(folders: Sequence[Path], run_id: str | None, *, needed: bool = True) -> list[tuple[Path, list[Row]]]:
-    """As `last_run`, of all of them that have a contender's row: a call may have ended before another's first. Where
-    none has, that is an error if one is `needed`."""
+    """Returns (folder, rows of `last_run`) for the folders that have a contender's row: a call may have ended before
+    the first row of a folder. With `needed`, it is an error if no folder has one."""
     from ds_zo.bench.report import contenders
 
     found, lacking = [], []
@@ -328,7 +328,7 @@ def runs_of(folders: Sequence[Path], run_id: str | None, *, needed: bool = True)
 
 
 def write_configs(params_of: Mapping[str, Row], folder: Path) -> None:
-    """Each contender's JSON, ready for `deepspeed launch/train.py --deepspeed FILE`."""
+    """Writes each contender's JSON, ready for `deepspeed launch/train.py --deepspeed FILE`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, params in params_of.items():
         if "config" in params:
@@ -337,7 +337,7 @@ def write_configs(params_of: Mapping[str, Row], folder: Path) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """The numbers, without curves and last words."""
+    """Writes the rows' numbers without learning curves and logs."""
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _LISTS))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore")

@@ -14,7 +14,7 @@ from ds_zo.records.environment import host_peak_gb
 
 _FEWEST_STEPS = 2
 _SETTLING_STEPS = 2
-"""After these an engine has made its choices: what it placed where, how often it writes back."""
+"""Steps after which an engine has chosen where blocks are placed and how often they are written back."""
 
 
 def measure_steps(
@@ -27,15 +27,16 @@ def measure_steps(
     period: int = 1,
     ages_after: Callable[[], int] | None = None,
 ) -> dict[str, Any]:
-    """Median, fastest and slowest of `steps` calls after `warmup` untimed ones, with the peaks of memory.
+    """Returns the median, fastest and slowest seconds of `steps` calls after `warmup` untimed ones, and peaks of
+    memory.
 
-    A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
-    timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, two at
-    least, where the warm-up says that they would take longer, and ends a warm-up of which two steps or more took half
-    of it: the first, in which kernels are compiled, says nothing of those to come. Steps that differ in turns of
-    `period` are warmed up and timed in whole turns, or their mean would depend on where it stops. `ages_after` is
-    asked, once the engine has settled, how many steps it takes until they cost what they cost in the middle of a run:
-    those are warmed up whatever they take.
+    A step may return its loss, which stays on the device and is read after the last step. On CUDA, events on the
+    current stream time each step, so that nothing waits between steps. `max_s` limits the seconds of timed steps: if
+    the warm-up shows that they would take longer, fewer are timed, at least two. It also ends the warm-up after two or
+    more steps once they took half of `max_s`; the first step, in which kernels are compiled, does not count as typical.
+    Steps of which `period` differ are warmed up and timed in whole periods, or their mean would depend on where it
+    stops. `ages_after` is called once the engine has settled. It returns the number of warm-up steps after which a step
+    costs what it costs in the middle of a run; these are made however long they take.
     """
     device = torch.device(device)
     warmup_seconds: list[float] = []
@@ -100,7 +101,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_peaks(device: torch.device | str) -> dict[str, float]:
-    """GB (10**9 bytes) on the device since the last reset, and the largest this process's host memory ever was."""
+    """Peak GB (10**9 bytes) on the device after the last reset, and the peak of this process's host memory."""
     on_gpu = torch.device(device).type == "cuda"
     return {
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else 0.0,
@@ -110,7 +111,7 @@ def memory_peaks(device: torch.device | str) -> dict[str, float]:
 
 
 def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
-    """The device that a case runs on, made the current one; `cap_gb` makes it smaller."""
+    """Makes the device of a case the current one and returns it. `cap_gb` limits its memory."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -121,16 +122,16 @@ def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
 
 
 def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
-    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card, and DeepSpeed see such a card.
+    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card, and makes DeepSpeed see such a card.
 
-    The limit binds PyTorch's allocator, cached blocks included; CUDA's own context (about 0.5 GB) is outside of it.
-    DeepSpeed asks the driver what is free, and flattens on the host what a smaller card has no room for (stage 1 and
-    2): not told of the cap, it would run out of memory where on such a card it does not.
+    The limit binds PyTorch's allocator, cached blocks included. CUDA's own context (about 0.5 GB) is not counted.
+    DeepSpeed asks the driver for free memory, and flattens weights on the host if a card has no room for them (stage 1
+    and 2). If it did not know of the cap, it would run out of memory in a step that a real smaller card survives.
     """
     total = torch.cuda.get_device_properties(device).total_memory
     if gb * 1e9 > total:
         raise ValueError(f"a cap must be within the card's {total / 1e9:.1f} GB, got {gb} (--device-memory-gb)")
-    index = torch.device(device).index  # which that function wants to be told
+    index = torch.device(device).index  # `set_per_process_memory_fraction` needs an index
     index = torch.cuda.current_device() if index is None else index
     torch.cuda.set_per_process_memory_fraction(gb * 1e9 / total, index)
     from deepspeed.accelerator import get_accelerator
@@ -141,7 +142,7 @@ def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
 
 
 def link_gbps(device: torch.device | str) -> dict[str, float]:
-    """Copy bandwidth between pinned host memory and the device: up, down, and both at once."""
+    """GB/s of copies between pinned host memory and the device: up, down, and both at once."""
     device, nbytes = torch.device(device), 2**30
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -163,7 +164,7 @@ def link_gbps(device: torch.device | str) -> dict[str, float]:
 
 
 def cpu_adam_gparams_per_s(*, numel: int) -> float:
-    """Speed of DeepSpeed's AdamW on the CPU in G parameters/s, float32, the step ZeRO-Offload waits for."""
+    """G parameters/s of DeepSpeed's AdamW on the CPU in float32: the step that ZeRO-Offload waits for."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     parameter = torch.nn.Parameter(torch.zeros(numel))

@@ -21,14 +21,14 @@ _PACKAGES = ("ds_zo", "deepspeed", "torch", "transformers", "accelerate", "trito
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the software, found without initialising CUDA."""
+    """Describes the machine and the software, without initialising CUDA."""
     machine = {"gpu": gpu_name(), "cpus": os.cpu_count(), "machine": machine_id()}
     return {**machine, "commit": commit(), "versions": versions()}
 
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Tells this machine from others of its kind, which may have the same name, and names neither."""
+    """A short hash that differs between machines, also of one kind, and does not reveal their names."""
     cards = _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader") or ""
     return hashlib.sha256(f"{platform.node()} {cards}".encode()).hexdigest()[:8]
 
@@ -42,7 +42,7 @@ def gpu_name() -> str | None:
 
 @lru_cache(maxsize=1)
 def gpu_memory_gb() -> float | None:
-    """Of the first card, in 10**9 bytes."""
+    """Memory of the first GPU in GB (10**9 bytes); None without a GPU."""
     found = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
     first = found.partition("\n")[0].strip()
     return int(first) * 2**20 / 1e9 if first.isdigit() else None
@@ -50,7 +50,8 @@ def gpu_memory_gb() -> float | None:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """Of the working tree, marked where it was changed; `DS_ZO_COMMIT` says it where there is no repository."""
+    """The commit of the working tree, marked if files were changed. Without a repository, the value of
+    `DS_ZO_COMMIT`."""
     return _output("git", "-C", str(_REPO), "describe", "--always", "--dirty") or os.environ.get("DS_ZO_COMMIT")
 
 
@@ -66,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def extensions_folder() -> Path:
-    """Where torch keeps what it has built; asking torch itself would make the folder."""
+    """The folder of torch's built extensions. Torch's own function would create it."""
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return Path(os.environ["TORCH_EXTENSIONS_DIR"])
     from torch.utils.cpp_extension import get_default_build_root
@@ -76,7 +77,8 @@ def extensions_folder() -> Path:
 
 
 def host_peak_gb() -> float:
-    """VmHWM: resident pages at their most, pinned ones included. `ru_maxrss` would report a larger parent's."""
+    """Peak of this process's resident memory in GB, pinned pages included (VmHWM). `ru_maxrss` would report a larger
+    parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e9
@@ -84,7 +86,8 @@ def host_peak_gb() -> float:
 
 
 def host_free_bytes() -> int:
-    """What may still be allocated on the host: the kernel's estimate, or less where a container's limit is nearer."""
+    """Bytes that can still be allocated on the host: the kernel's estimate, or less if a container's limit is
+    nearer."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     folder = Path("/sys/fs/cgroup")
@@ -102,7 +105,7 @@ def host_free_bytes() -> int:
 
 
 def host_total_bytes() -> int:
-    """Of the machine, or of the container where its limit is less."""
+    """Bytes of the machine's memory, or of the container's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
@@ -113,13 +116,14 @@ def host_total_bytes() -> int:
 
 
 def _file_cache_bytes(stat: Path) -> int:
-    """File pages that the kernel drops when memory runs short: a limit counts them as used."""
+    """Bytes of file pages that the kernel drops when memory runs short; a container's limit counts them as used."""
     fields = dict(line.split() for line in stat.read_text().splitlines() if len(line.split()) == 2)
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
 def may_lock_memory() -> bool:
-    """Any amount of it, as `mlock` wants: no limit, or the capability to pass over it."""
+    """Whether this process may lock any amount of memory with `mlock`: it has no limit, or a capability to exceed
+    it."""
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
         return True
     cap_ipc_lock = 1 << 14

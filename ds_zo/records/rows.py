@@ -1,4 +1,4 @@
-"""Rows: one JSON object a line of a file, and the Markdown tables that are made of them."""
+"""Rows, each one JSON object on a line of a file, and the Markdown tables made of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Row = dict[str, Any]
 
 
 def read_objects(path: Path) -> list[Row]:
-    """Every line that holds an object: what a killed process left half-written is passed over."""
+    """Reads every line that holds an object, and skips lines that a killed process left unfinished."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
             value = json.loads(line)
-            found += [value] if isinstance(value, dict) else []  # a number may be all that is left of a line
+            found += [value] if isinstance(value, dict) else []  # a cut line may still parse as a number
     return found
 
 
 def append_row(path: Path, row: Row) -> None:
-    """One line by one write, so that runs that end together do not mix theirs; also after a line that a killed process
-    left unfinished."""
+    """Appends a row by one write, so that runs that end together do not mix their lines. Starts a new line if a killed
+    process left one unfinished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -35,7 +35,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def table_lines(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
-    """Of a Markdown table."""
+    """The lines of a Markdown table."""
     escaped = ([cell.replace("|", "\\|") for cell in row] for row in cells)
     return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *escaped)]
 

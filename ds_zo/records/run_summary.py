@@ -1,4 +1,4 @@
-"""What a training run leaves behind: its summary and its learning curve."""
+"""The record of a training run: its summary and its learning curve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Point:
-    """One place on a learning curve."""
+    """One point of a learning curve."""
 
     step: int
     train_s: float
@@ -17,7 +17,7 @@ class Point:
 
 @dataclass
 class Best:
-    """The state that did best on dev: it was tested when it was found, so nothing has to be loaded back."""
+    """The state with the best score on dev. It is tested when it is found, so that nothing has to be loaded back."""
 
     step: int
     metric: str
@@ -31,7 +31,7 @@ class Best:
 
 @dataclass
 class Summary:
-    """What a run came to; printed, written beside the model as summary.json, and a row of --results."""
+    """The result of a run: printed, written beside the model as summary.json, and appended to --results as a row."""
 
     model: str
     task: str
@@ -52,7 +52,8 @@ class Summary:
     metric: str
     before: float | None
     after: float | None
-    """Both on test: zero-shot, and of the best by dev (or, without --eval-every, of the last step)."""
+    """`before` and `after` are scores on test: zero-shot, and of the best state by dev (without --eval-every, of the
+    last step)."""
     before_values: dict[str, float] | None
     after_values: dict[str, float] | None
     dev: float | None

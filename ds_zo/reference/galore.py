@@ -1,8 +1,8 @@
-"""GaLore (Zhao et al., 2024) as plain as it goes, to be compared with LSP: Adam on the gradient's leading singular
-directions, everything on the device.
+"""GaLore (Zhao et al., 2024) in its plain form, to compare LSP with: Adam on the gradient's leading singular
+directions, with all states on the device.
 
-The shorter side of a matrix is projected: R = P^T G or G Q with orthonormal columns, taken anew from the gradient's SVD
-every `refresh_interval` steps. Adam's moments of R stay as they are when that happens, as the authors leave them.
+The shorter side of a matrix is projected: R = P^T G or G Q with orthonormal columns, computed from the gradient's SVD
+every `refresh_interval` steps. Adam's moments of R are kept at a refresh, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from torch import nn
 from ds_zo.config import ConfigError
 
 TYPE = "galore"
-"""The optimizer.type that launch/train.py knows it by."""
+"""The optimizer.type that selects GaLore in launch/train.py."""
 _STATE_BYTES, _VALUE_BYTES = 8, 4
-"""Of Adam's two moments and of a projector's entry, in float32."""
+"""Bytes of Adam's two moments of one value, and of one entry of a projector, in float32."""
 
 
 def bytes_per_rank(num_rows: int, num_cols: int) -> int:
-    """Projector and Adam's states of one singular direction."""
+    """Bytes of the projector and of Adam's states for one singular direction."""
     short, long = sorted((num_rows, num_cols))
     return _VALUE_BYTES * short + _STATE_BYTES * long
 
 
 def rank_within(num_bytes: int, num_rows: int, num_cols: int) -> int:
-    """The largest rank that takes no more than `num_bytes`; 0: not even one does."""
+    """The largest rank that takes at most `num_bytes`; 0: rank 1 takes more."""
     return min(num_bytes // bytes_per_rank(num_rows, num_cols), num_rows, num_cols)
 
 
 @torch.no_grad()
 def biases_by_rank(G_fit: torch.Tensor, G_test: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What G_fit's r leading directions of its shorter side lose of either gradient, relative to it, r = 0, 1, ..."""
+    """Relative error of G_fit and of G_test projected on G_fit's r leading directions of its shorter side, for r = 0,
+    1, ..."""
     G_fit, G_test = (G.double().t() if G.shape[0] > G.shape[1] else G.double() for G in (G_fit, G_test))
-    # Of a Gram matrix half the digits are lost, which float64 has to spare; and it is the short side's size.
+    # The Gram matrix has the size of the short side. It loses half the digits, of which float64 has enough.
     _, P = torch.linalg.eigh(G_fit @ G_fit.t())
     return _lost(P.flip(1), G_fit), _lost(P.flip(1), G_test)
 
 
 def _lost(P: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
-    """The tail sums of the energies in each direction: a rank's error is all that comes after it."""
+    """Relative error by rank: the root of the energy in the directions after the rank, over the whole energy."""
     energies = (P.t() @ G).square().sum(dim=1)
     tails = energies.flip(0).cumsum(0).flip(0)
     return (torch.cat([tails, tails.new_zeros(1)]) / tails[0].clamp(min=1e-300)).sqrt()
 
 
 class GaLoreAdamW(torch.optim.Optimizer):
-    """AdamW; parameters in groups with `rank` are projected, the others are not."""
+    """AdamW that projects the parameters of groups with `rank`, and no others."""
 
     def __init__(
         self,
@@ -105,8 +106,8 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
 
 def galore_engine(model: nn.Module, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine for a JSON whose optimizer.type is `galore`: linear layers but the head are projected, as the
-    authors do it; embeddings, head and vectors get Adam."""
+    """Makes a DeepSpeed engine for a JSON whose optimizer.type is `galore`. As in the authors' code, linear layers
+    except the head are projected; embeddings, head and vectors get Adam."""
     config = copy.deepcopy(config)
     params = dict(config.pop("optimizer").get("params", {}))
     if "rank" not in params:

@@ -1,4 +1,5 @@
-"""In-memory MeZO, the yardstick: the recipe of Malladi et al. (2023), four noise sweeps over all parameters a step."""
+"""In-memory MeZO, which ZO's speed is compared with: the recipe of Malladi et al. (2023), four sweeps of noise over all
+parameters per step."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""MeZO as `launch/train.py` drives an engine: the accuracy yardstick, on the noise that the ZO backend uses.
+"""MeZO with the interface of an engine, as `launch/train.py` uses it, on the noise of the ZO backend: ZO's accuracy is
+compared with it.
 
-z is drawn once a step for all parameters, in the order and at the offsets that ZO counts (`named_parameters()`, tied
-ones once, frozen ones included), and used for the four sweeps. So in float32 the two take the same steps, up to the
-rounding of weights that MeZO perturbs in place; what differs in 16 bit is that rounding, which is what is compared.
-Dropout, which the paper turns off, drops the same in both passes, as ZO has it: masks that differ would drown g.
+z is drawn once per step for all parameters and used for the four sweeps. Order and offsets are ZO's:
+`named_parameters()`, tied parameters once, frozen ones included. In float32 the two methods take the same steps, up to
+the rounding of weights that MeZO perturbs in place. In 16 bits they differ by that rounding, which is the object of the
+comparison. Dropout, which the paper turns off, uses the same masks in both passes, as in ZO: different masks would
+dominate g.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _STATE = "state.pt"
 
 
 class MeZOEngine:
-    """+1, -2, +1 times `zo_eps` in place around two forward passes; no accumulation, no schedule, one process."""
+    """Perturbs the weights in place by +1, -2, +1 times `zo_eps` around two forward passes. It has no accumulation, no
+    schedule, and runs in one process."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any], *, device: torch.device) -> None:
         for rule, holds in (
@@ -57,7 +60,7 @@ class MeZOEngine:
             return plus
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Nothing to do: both losses are known after the forward."""
+        """Does nothing: both losses are known after the forward."""
 
     @torch.no_grad()
     def step(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from clean_process import in_clean_process
 
-from benchmarks.grid import Case, GridError
+from benchmarks.grid import GridCase, GridError
 from benchmarks.grids import GRIDS, read_grid
 from benchmarks.sweep import Sweep, next_case, read_rows, remaining, run, thinned
 from ds_zo.config import backend_of
@@ -110,8 +110,8 @@ def main():
 """
 
 
-def a_case(task: str) -> Case:
-    return Case(method="m", task=task, lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2, config={"a": 1})
+def a_case(task: str) -> GridCase:
+    return GridCase(method="m", task=task, lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2, config={"a": 1})
 
 
 def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import accuracy
 from benchmarks.accuracy import best_rates, staged_cases, table, tuning_cases, whole_sweep
 from benchmarks.accuracy_claims import verdict
-from benchmarks.grid import Case
+from benchmarks.grid import GridCase
 from benchmarks.grids import GRIDS
 from benchmarks.sweep import remaining
 from benchmarks.sweep_cost import Cost, cost, expectation, model_size, plan_table
@@ -54,7 +54,7 @@ def test_rates_are_chosen_by_dev_alone_and_shown_with_their_spread() -> None:
     assert table(rows).splitlines()[-1] == "| zo | 0.001 | 10 | – | 50.0 | 60.0 ± 14.1 (2) |"
 
 
-def settle(case: Case, dev: float) -> Row:
+def settle(case: GridCase, dev: float) -> Row:
     return {**row(case.method, case.task, case.lr or 0.0, case.seed, dev=dev, after=dev), "key": case.key}
 
 

@@ -11,10 +11,10 @@ import torch
 from clean_process import in_clean_process
 from torch import nn
 
+from benchmarks.lomo_methods import MasterWeights
 from benchmarks.lomo_plans import planned
 from benchmarks.lomo_report import TARGETS, markdown
 from benchmarks.lomo_speed import PRESETS, WARM, cases_of
-from ds_zo.bench.lomo_peers import MasterWeights
 from ds_zo.bench.runner import Case, run_cases
 from ds_zo.records.rows import Row
 

@@ -1,16 +1,15 @@
-"""Ways of training one causal language model with first-order updates."""
+"""The first-order methods that LOMO is measured beside, each as a `Trainer`."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.bench.lomo_optim import lomo_optim_trainer
 from ds_zo.bench.trainer import Batch, Trainer, drop_gradients, loss_of
 from ds_zo.records.rows import Row
 
@@ -56,7 +55,7 @@ def make_trainer(
     if compiled and method not in COMPILED:
         raise ValueError(f"compiled is for {', '.join(sorted(COMPILED))}, got method {method!r}: leave it out")
     if method.startswith("peer_"):
-        return _lomo_optim(method, model, lr=lr)
+        return lomo_optim_trainer(method, model, lr=lr)
     if method == "zero3_offload":
         return _zero3_offload(model, batch_size=batch_size, lr=lr)
     if method in OURS:
@@ -150,37 +149,6 @@ def _zero3_offload(model: nn.Module, *, batch_size: int, lr: float | None) -> Tr
     }
     words = "DeepSpeed ZeRO-3, parameters and optimizer on the host (pinned), DeepSpeedCPUAdam, overlap_comm"
     return _engine(model, config, settings=words)
-
-
-def _lomo_optim(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
-    """The authors' package. Its two-pass form is given one forward, which its retained graph allows, where its trainer
-    makes two: the faster way to use it."""
-    import torch.distributed as dist
-
-    peer = importlib.import_module("lomo_optim")
-    if not dist.is_initialized():  # it asks for its rank
-        dist.init_process_group("nccl" if next(model.parameters()).is_cuda else "gloo")
-    adaptive, clipped = method == "peer_adalomo", method == "peer_lomo_clipped"
-    rate = lr or (5e-4 if adaptive else 1e-3)
-    make = peer.AdaLomo if adaptive else peer.Lomo
-    optimizer = make(model, lr=rate, clip_grad_norm=1.0 if clipped else None)
-
-    def backward(loss: torch.Tensor) -> None:
-        if clipped:
-            optimizer.grad_norm(loss)
-        optimizer.fused_backward(loss, rate)
-
-    words = f"lomo-optim {_version('lomo-optim')} {make.__name__}" + (
-        ", clip_grad_norm 1, two backwards on one forward" if clipped else ""
-    )
-    return Trainer(loss_of(model), backward, _nothing, words)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # on the path, not installed
-        return "(version unknown)"
 
 
 def _torch(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
