@@ -391,7 +391,8 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
         self.keeps_answers = alone and takes(self.engine, "logits_to_keep")
-        """The head's product is made where labels are; ranks may have to share one batch, and agree on its shape."""
+        """Whether the head computes logits only at the positions of labels. Several ranks may share one batch and must
+        agree on its shape, so that they compute all logits."""
         self.checkpoints = args.output_dir / "checkpoints"
         self.model_folder: Path | None = None
         self.step = 0

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_caps,
         metavar="GB[,GB]",
         default=[None],
-        help="emulate smaller cards, on which allocations beyond this fail; none is the card as it is",
+        help="emulate smaller cards, on which allocations beyond this fail; none: the whole card",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--steps", type=int, default=8, help="timed steps (default: %(default)s)")
@@ -69,26 +69,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-s",
         type=float,
         default=4.0,
-        help="fewer timed steps, two at least, and fewer before them, where they take longer (default: %(default)s)",
+        help="seconds of timed steps: slower cases time fewer steps, at least two (default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
-    how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     how.add_argument("--timeout-s", type=float, default=240.0, help="limit of one case (default: %(default)s)")
     how.add_argument(
-        "--min-free-host-gib", type=float, default=4.0, help="a case leaves this much (default: %(default)s)"
+        "--min-free-host-gib",
+        type=float,
+        default=4.0,
+        help="stop a case that leaves less host memory (default: %(default)s)",
     )
-    how.add_argument("--total-s", type=float, help="end after this; --resume makes the rest")
+    how.add_argument("--total-s", type=float, help="end after this many seconds; --resume runs the rest")
     how.add_argument(
         "--dry-run",
         action="store_true",
-        help="list the cases with what they should take, by calls of --total-s, and end",
+        help="list the cases with their planned memory and time, by calls of --total-s, and end",
     )
-    how.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
+    how.add_argument("--spawn", action="store_true", help="start each case in a fresh interpreter instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
     to = parser.add_argument_group("results")
     to.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: %(default)s")
-    to.add_argument("--run-id", help="default: the time; one that DIR has is gone on with; a table is of one run")
-    to.add_argument("--resume", action="store_true", help="go on with the last run in DIR, if it was on this machine")
+    to.add_argument("--run-id", help="default: the time; a run that DIR has is continued; a table has rows of one run")
+    to.add_argument("--resume", action="store_true", help="continue the last run in DIR, if this machine made it")
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
     to.add_argument("--headline", nargs="+", type=Path, metavar="DIR", help="one table and one plot of several results")
@@ -116,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
     from ds_zo.bench.contenders import ALL
 
     if args.into and not args.headline:
-        raise ValueError("--into is where a headline goes: name its results (--headline DIR ...)")
+        raise ValueError("--into writes a headline into a file: name the results to summarise (--headline DIR ...)")
     if args.list:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
@@ -140,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
     if args.only and not args.preset:
-        raise ValueError("--only chooses of a preset's models: add --preset results, or name one with --model")
+        raise ValueError("--only selects models of a preset: add --preset results, or name one model with --model")
     for name, value in (("timeout-s", args.timeout_s), ("max-s", args.max_s), ("total-s", args.total_s)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be > 0 seconds, got {value:g} (--{name})")
@@ -148,12 +151,12 @@ def _check(args: argparse.Namespace) -> None:
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be >= 0, got {value:g} (--{name})")
     if args.data is not None and not args.data.is_file():
-        raise ValueError(f"data must be a text file, got {args.data}, which is none (--data)")
+        raise ValueError(f"data must be a text file, got {args.data}, which is not a file (--data)")
     if args.device == "cuda" and _device() != "cuda" and not args.dry_run:
-        raise ValueError("PyTorch finds no GPU here, got cuda: see ds-zo report, or write cpu (--device)")
+        raise ValueError("PyTorch finds no GPU here, got cuda: see ds-zo report, or use cpu (--device)")
     for gb in args.device_memory_gb:
         if gb is not None and not 0 < gb < math.inf:
-            raise ValueError(f"a cap must be > 0 GB, or none for the card as it is, got {gb:g} (--device-memory-gb)")
+            raise ValueError(f"a cap must be > 0 GB, or none for the whole card, got {gb:g} (--device-memory-gb)")
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -269,7 +272,7 @@ def _caps(text: str) -> list[float | None]:
     try:
         caps = {None if word.strip() == "none" else float(word) for word in text.split(",")}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers of GB, or none for the card as it is, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"numbers of GB, or none for the whole card, got {text!r}") from None
     return sorted(caps, key=lambda cap: -math.inf if cap is None else -cap)
 
 

@@ -163,7 +163,7 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
         if "contender" in row.get("params", {})
     ]
     if not found:
-        raise ValueError("no contender has a row yet; --resume goes on with the run")
+        raise ValueError("no contender has a row yet: --resume continues the run")
     return in_table_order(found)
 
 

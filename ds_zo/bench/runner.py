@@ -156,7 +156,9 @@ def run_cases(
     known = {key: row for key, row in has_row.items() if row["status"] not in ("skipped", VOID)}
     if any(row.get("machine") != found["machine"] for row in begun):
         if not _has_rows_for(chosen, begun):
-            raise ValueError(f"a run is of one machine: {run_id} was begun on another; leave it out or --resume")
+            raise ValueError(
+                f"a run is of one machine, but {run_id} was begun on another: leave it out, or use --resume (--run-id)"
+            )
         known = has_row
     run_id = run_id or (begun[0]["run_id"] if begun else new_run_id())
     common = {"run_id": run_id, "device": device, **found}
@@ -206,7 +208,7 @@ def run_to_resume(*parts: tuple[Path, Sequence[Case]]) -> str | None:
     here = all(row.get("machine") == machine_id() for found in of_run for row in found)
     if here or all(_has_rows_for(cases, found) for (_, cases), found in zip(parts, of_run, strict=True)):
         return run_id
-    print(f"run {run_id} is of another machine: a new one is begun here", file=sys.stderr)
+    print(f"run {run_id} is of another machine: a new run begins here", file=sys.stderr)
     return None
 
 

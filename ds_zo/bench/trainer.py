@@ -39,7 +39,7 @@ class Trainer:
         self.backward(loss)
         self.update()
         if self.compiler is not None and self.compiler.failure is not None:
-            raise RuntimeError(f"blocks were to be compiled: {self.compiler.failure}")
+            raise RuntimeError(f"blocks could not be compiled: {self.compiler.failure}")
         return loss.detach()
 
     def compile(self, model: nn.Module) -> None:

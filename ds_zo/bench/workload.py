@@ -52,7 +52,7 @@ def text_batches(model_name: str, data: Path | None, *, batch: int, length: int,
         tokenizer = AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"text needs the model's tokenizer, and {model_name} has none that loads: {why}") from error
+        raise ValueError(f"text needs the model's tokenizer, and that of {model_name} does not load: {why}") from error
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(ids) <= length:
         raise ValueError(f"the text must have more than {length} tokens, got {len(ids)} (--data, --seq)")

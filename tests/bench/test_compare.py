@@ -163,7 +163,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--gradient-clipping", "-1"], "must be >= 0, got -1 (--gradient-clipping)"),
         (["--min-free-host-gib", "nan"], "must be >= 0, got nan (--min-free-host-gib)"),
         (["--data", "/no/such/file"], "data must be a text file, got /no/such/file"),
-        (["--into", "README.md"], "name its results (--headline DIR ...)"),
+        (["--into", "README.md"], "name the results to summarise (--headline DIR ...)"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
         assert words in capsys.readouterr().err
@@ -177,5 +177,5 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
     assert main(told) == 1 and "Not a directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--device-memory-gb", "none,eight"])
-    assert "numbers of GB, or none for the card as it is, got 'none,eight'" in capsys.readouterr().err
+    assert "numbers of GB, or none for the whole card, got 'none,eight'" in capsys.readouterr().err
     assert [case.name for case in make_cases(asked("--contenders", "lomo, zo,"), device="cpu")][1:] == ["zo", "lomo"]
