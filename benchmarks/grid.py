@@ -1,6 +1,6 @@
-"""What a grid of training runs is: methods, each a JSON and what is tried with it, on tasks with seeds.
+"""A grid of training runs: methods, each a JSON with the values to try, on tasks with seeds.
 
-One of a user's own is a JSON file with the same names:
+A user's own grid is a JSON file with the same names:
 
     {"tasks": ["sst2"], "seeds": [0, 1],
      "methods": {"my-zo": {"config": {"optimizer": {"type": "ZO", "params": {"zo_eps": 1e-3}}},
@@ -22,12 +22,13 @@ Config = dict[str, Any]
 
 
 class GridError(ValueError):
-    """The message says what was looked for, what was found and what to do."""
+    """A mistake in a grid. The message names what was expected, what was found, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train. `config` is a DeepSpeed JSON without what the grid varies: rate, seed, batch size, schedule."""
+    """One way to train. `config` is a DeepSpeed JSON without the keys that the grid varies: rate, seed, batch size,
+    schedule."""
 
     config: Config
     lrs: tuple[float, ...] = ()
@@ -39,11 +40,11 @@ class Method:
     """Warm-up as a share of the steps, then linear decay to zero; none: a constant rate."""
     lora_ranks: tuple[int, ...] = ()
     arguments: tuple[str, ...] = ()
-    """More for launch/train.py."""
+    """Further arguments of launch/train.py."""
     lr_of: str | None = None
-    """The method whose chosen rate this one takes, so that the two are compared at one."""
+    """The method whose chosen rate this one uses, so that both are compared at one rate; None: its own."""
     seeds: tuple[int, ...] | None = None
-    """Instead of the grid's: a method without randomness needs one."""
+    """Seeds in place of the grid's; None: the grid's. A method without randomness needs one."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ class Grid:
     tasks: tuple[str, ...]
     seeds: tuple[int, ...] = (0,)
     arguments: tuple[str, ...] = ()
-    """For launch/train.py in every case."""
+    """Arguments of launch/train.py in every case."""
 
     def cases(self, *, lrs: dict[str, float] | None = None, steps: int | None = None) -> Iterator[GridCase]:
-        """`lrs` fixes a method's rate instead of trying all; `steps` overrides all methods'. The order puts what is
-        compared side by side, so that an unfinished sweep is a smaller table, not one with holes."""
+        """Yields the cases. `lrs` fixes a method's rate instead of trying all; `steps` overrides the steps of all
+        methods. Cases that are compared are adjacent, so that an unfinished sweep gives a smaller table without
+        gaps."""
         for seed, task in itertools.product(self.seeds, self.tasks):
             for name, method in self.methods.items():
                 if seed not in (self.seeds if method.seeds is None else method.seeds):

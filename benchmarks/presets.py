@@ -19,7 +19,7 @@ TINY: dict[str, Any] = {
     "head_dim": 8,
     "vocab_size": 97,
 }
-"""Of a rehearsal: every case as it is, on a model that a CPU trains in no time."""
+"""Fields of the model's configuration in a rehearsal: every case runs on a model that a CPU trains at once."""
 
 
 def main(
@@ -32,7 +32,8 @@ def main(
     markdown: Callable[..., str],
     plan: Callable[..., Any] | None = None,
 ) -> None:
-    """`cases_of` takes a preset's name, `device` and `tiny`; `markdown` takes rows and, where there is one, `plan`."""
+    """Runs the command line. `cases_of` takes a preset's name, `device` and `tiny`; `markdown` takes rows and, if
+    given, `plan`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
@@ -63,7 +64,7 @@ def main(
 
 
 def add_run_arguments(run: argparse.ArgumentParser) -> None:
-    """What every command that runs cases takes; `chosen` and `run_chosen` read it."""
+    """Adds the arguments of every command that runs cases; `chosen` and `run_chosen` read them."""
     run.add_argument("--out", type=Path, help="rows are appended here as they come; without it they are only shown")
     run.add_argument("--only", help="cases by a glob, a part of the name, or a regular expression")
     run.add_argument("--skip", help="of these leave out, named likewise")
@@ -85,7 +86,7 @@ def chosen(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
 
 
 def listed(cases: Sequence[Case]) -> str:
-    """0 s where nobody said."""
+    """Lists cases with their expected seconds; 0: unknown."""
     lines = [f"{case.expected_s:6.0f}  {case.name}" for case in cases]
     return "\n".join([*lines, f"{sum(case.expected_s for case in cases):6.0f}  in all"])
 

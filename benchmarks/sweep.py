@@ -1,20 +1,18 @@
 """Runs the cases of a grid as rows: several processes at once, resumable, within a time limit.
 
-[Note: a sweep may be cut into pieces]
-A case that has a good row is not run again. When time is up, running cases get SIGTERM, save a checkpoint and are
-resumed by the next call where their folder still exists; where it does not, they start anew. So a sweep can be done in
-pieces of minutes, on machines that keep nothing but the file of rows. Where the time a case takes is known, one that
-would not end within the piece is left to the next, and a shorter one takes its place. A row is written when its case
-ends: a sweep that is killed loses what was running, no more.
+[Note: a sweep may be cut into pieces] A case that has a good row is not run again. When the time is up, running cases
+get SIGTERM and save a checkpoint. The next call resumes them if their folder still exists; otherwise they start again.
+A sweep can thus be done in pieces of minutes, on machines that keep only the file of rows. If the seconds of a case are
+known and it would not end within the piece, the next piece runs it, and a shorter case takes its place. A row is
+written when its case ends: a sweep that is killed loses only the running cases.
 
-[Note: one GPU for several cases]
-Each process gets at most twice its share of the device's memory, so that one that asks for too much fails alone, and
-its share of the cores.
+[Note: one GPU for several cases] Each process gets at most twice its share of the device's memory, so that a process
+that asks for too much fails alone, and its share of the cores.
 
-[Note: forked from a warm server]
-Importing torch, transformers and DeepSpeed takes longer than a short case. A fork server does it once and never touches
-CUDA; PyTorch must then count devices through NVML, because asking the driver would spoil every fork. Where it did
-nevertheless, the child says so by its exit status, and all cases get fresh interpreters from then on.
+[Note: forked from a warm server] Importing torch, transformers and DeepSpeed takes longer than a short case. A fork
+server imports them once and never initialises CUDA. PyTorch must then count devices through NVML, because a query of
+the driver would make CUDA unusable in every fork. If CUDA was initialised nevertheless, the child ends with the status
+`BAD_FORK`, and all later cases get fresh interpreters.
 """
 
 from __future__ import annotations
@@ -41,11 +39,12 @@ from ds_zo.bench.runner import end_with_parent
 from ds_zo.records.rows import Row, append_row, read_objects
 
 Listing = Callable[[Sequence[Row]], Sequence[GridCase]]
-"""What is left to run, in order, given all rows so far: rates that rows decide bring new cases."""
+"""A function from all rows so far to the cases that remain, in order. Rates that rows decide bring new cases."""
 Expectation = Callable[[GridCase, Sequence[Row]], "float | None"]
 """Seconds a case will take; None: unknown."""
 Start = Literal["forkserver", "fork", "spawn"]
-"""A fork of a warm server, a fork of this process (which must not have touched CUDA), or a fresh interpreter."""
+"""How a process starts: as a fork of a warm server, as a fork of this process (which must not have initialised CUDA),
+or as a fresh interpreter."""
 PRELOAD = (
     *("ds_zo.tasks", "deepspeed"),
     *(
@@ -55,49 +54,50 @@ PRELOAD = (
     ),
 )
 BAD_FORK = 97
-"""Exit status of a child that cannot use CUDA because the process it was forked from had touched it."""
+"""Exit status of a child that cannot use CUDA because its parent had initialised it."""
 _LAST_WORDS = 1500
 _GRACE_SHARE = 0.1
 _MEMORY_SHARE = 0.9
-"""Of the device, for all processes together: each has a context beside what PyTorch allocates."""
+"""Share of the device's memory for all processes together: each has a CUDA context beside PyTorch's allocations."""
 _MEMORY_STRETCH = 2.0
-"""A process may take so many times its part: of those that run at once, few are the large ones."""
+"""Factor by which a process may exceed its share of memory: few of the processes that run at once are large."""
 MOST_POINTS = 40
-"""Losses in a row's curve: means over equal spans where a run read more."""
+"""Most losses in a row's curve. They are means over equal spans if a run read more."""
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """How cases are run; everything that is not part of a case itself."""
+    """The settings of a sweep that are not part of a case."""
 
     script: Path
-    """launch/train.py."""
+    """The path of launch/train.py."""
     results: Path
     folder: Path
-    """One folder a case: its JSON, its log, its checkpoints; removed when its row is written."""
+    """The folder of the cases' folders, each with a JSON, a log and checkpoints; a case's folder is removed when its
+    row is written."""
     model: str
     data_root: Path | None = None
-    """Holds a folder for each task."""
+    """The folder of the tasks' data folders; None: the tasks' own data."""
     jobs: int = 1
     max_seconds: float | None = None
     grace_s: float | None = None
-    """Of `max_seconds`, kept for running cases to save themselves; None: a tenth, 45 at most."""
+    """Seconds of `max_seconds` in which running cases save checkpoints; None: a tenth, 45 at most."""
     case_seconds: float | None = None
     most_seconds: float | None = None
-    """A case that takes longer hangs: it is killed, and that is a failure."""
+    """Seconds after which a case is killed and recorded as a failure; None: no limit."""
     arguments: tuple[str, ...] = ()
     start: Start = "forkserver"
     preload: tuple[str, ...] = PRELOAD
     """Modules that are imported once, before the forks."""
     fallback: Start = "spawn"
-    """After a bad fork."""
+    """How processes start after a child ended with `BAD_FORK`."""
     environment: dict[str, str] = field(default_factory=dict)
     num_points: int = MOST_POINTS
 
     @property
     def span_s(self) -> float:
-        """For cases to run in."""
+        """Seconds in which cases may run."""
         return float("inf") if self.max_seconds is None else max(0.0, self.max_seconds - self.saving_s)
 
     @property
@@ -107,11 +107,11 @@ class Sweep:
         return 45.0 if self.max_seconds is None else min(45.0, _GRACE_SHARE * self.max_seconds)
 
     def checkpoint(self, case: GridCase) -> Path:
-        """The file that says there is one to go on from."""
+        """The file that exists if the case has a checkpoint to resume from."""
         return self.folder / safe_name(case.key) / "checkpoints" / "latest"
 
     def command(self, case: GridCase) -> list[str]:
-        """What launch/train.py is called with."""
+        """The arguments of launch/train.py for a case."""
         folder = self.folder / safe_name(case.key)
         command = ["--deepspeed", str(folder / "config.json"), "--model", self.model, "--task", case.task]
         if self.data_root is not None and (self.data_root / case.task).is_dir():
@@ -134,12 +134,12 @@ def safe_name(key: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Of a file that need not be there yet."""
+    """Reads the rows of a file that may not exist yet."""
     return [row for row in read_objects(path) if "key" in row] if path.is_file() else []
 
 
 def rows_of(paths: Iterable[Path]) -> list[Row]:
-    """The rows of files that must be there, as those are that a table is made of."""
+    """Reads the rows of files that must exist: those that a table is made of."""
     found = []
     for path in paths:
         if not path.is_file():
@@ -149,7 +149,7 @@ def rows_of(paths: Iterable[Path]) -> list[Row]:
 
 
 def remaining(cases: Iterable[GridCase], rows: Sequence[Row]) -> list[GridCase]:
-    """Cases without a row, each once."""
+    """Returns the cases that have no row, each once."""
     settled = {row["key"] for row in rows}
     found: dict[str, GridCase] = {}
     for case in cases:
@@ -159,7 +159,7 @@ def remaining(cases: Iterable[GridCase], rows: Sequence[Row]) -> list[GridCase]:
 
 
 def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda case, rows: None) -> int:
-    """Runs cases until they or the time are over; the number that got a row."""
+    """Runs cases until none is left or the time is up. Returns the number of rows written."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sweep.jobs)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -218,8 +218,8 @@ def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[Gri
 def next_case(
     sweep: Sweep, waiting: Sequence[GridCase], seconds: Sequence[float | None], left_s: float
 ) -> GridCase | None:
-    """The first that fits into what is left of this piece; else, in its first half, one that no piece is long enough
-    for, which checkpoints bring to its end: [Note: a sweep may be cut into pieces]."""
+    """Returns the first case that fits the rest of this piece. If there is none, in the first half of the piece, a case
+    that is too long for any piece: checkpoints bring it to its end. See [Note: a sweep may be cut into pieces]."""
     too_long = None
     for case, expected_s in zip(waiting, seconds, strict=True):
         if expected_s is None or expected_s <= left_s or sweep.checkpoint(case).is_file():
@@ -270,7 +270,7 @@ class _Running:
             self.process.join()
 
     def finish(self, *, stopped: bool = False) -> int:
-        """Writes the row; 0 where a stopped case has none yet."""
+        """Writes the row and returns 1; returns 0 for a stopped case, which has none yet."""
         row: Row = {"key": self.case.key, **{k: v for k, v in asdict(self.case).items() if k != "arguments"}}
         row["arguments"] = [*self.case.arguments, *self.sweep.arguments]
         row |= {"wall_s": round(time.monotonic() - self.began, 1), "jobs": self.sweep.jobs, "resumed": self.resumed}
@@ -295,12 +295,12 @@ class _Running:
 
 
 def first_step_s(curve: Sequence[Row]) -> float | None:
-    """What a method builds, records or fits once is in it, and a thinned curve no longer tells it."""
+    """Seconds of the first step, in which a method builds, records or fits once. A thinned curve does not show them."""
     return next((float(point["train_s"]) for point in curve if point["step"] == 1), None)
 
 
 def thinned(curve: Sequence[Row], num_points: int) -> list[Row]:
-    """Losses as means over at most `num_points` spans, all scores, nothing that is null: rows are kept for good."""
+    """Shortens a curve: losses as means over at most `num_points` spans, all scores, no nulls."""
     losses = [point for point in curve if point.get("loss") is not None]
     width = -(-len(losses) // num_points) if losses else 1
     spans = [losses[i : i + width] for i in range(0, len(losses), width)]
@@ -310,7 +310,7 @@ def thinned(curve: Sequence[Row], num_points: int) -> list[Row]:
 
 
 def _train(script: str, arguments: list[str], log: str, environment: dict[str, str], share: float | None) -> None:
-    """In the child: launch/train.py as it would be run from a shell, its output in a file."""
+    """Runs launch/train.py in the child as a shell would, with its output in a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which sends SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
