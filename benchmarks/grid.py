@@ -146,7 +146,7 @@ def grid_of_file(path: Path) -> Grid:
         methods = {key: _from_json(Method, value) for key, value in found.pop("methods").items()}
         grid: Grid = _from_json(Grid, {**found, "methods": methods})
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise GridError(f"{path} is no grid: {type(error).__name__} {error} (ds_zo/bench/grid.py shows one)") from None
+        raise GridError(f"{path} is no grid: {type(error).__name__} {error} (benchmarks/grid.py shows one)") from None
     return grid
 
 

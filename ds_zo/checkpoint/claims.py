@@ -56,7 +56,7 @@ class Claims:
         low = unit.low_buffer
         if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
-        landed = unit.landed if unit.streamed or unit.low_streamed else None
+        landed = unit.written_back if unit.streamed or unit.low_streamed else None
         done_copying = torch.cuda.Event() if copied and unit.store_buffer.is_cuda else None
         if done_copying is not None:
             done_copying.record()
@@ -74,21 +74,21 @@ class Claims:
             claim.tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)), written=lambda: self._finish(claim)
         )
 
-    def before_overwrite(self, unit: Unit, *, home: bool, low: bool) -> None:
+    def before_overwrite(self, unit: Unit, *, weights: bool, low: bool) -> None:
         """A fold is about to be sent back to the unit's home, its low plane or both. See [Note: swap on fold]."""
         with self._lock:
             claim = self._open.get(id(unit))
             if claim is None:
                 return
             new_home, new_low = unit.store_buffer, unit.low_buffer
-            if home and claim.store_buffer is unit.store_buffer:
+            if weights and claim.store_buffer is unit.store_buffer:
                 claim.orphans.append(unit.store_buffer)
                 new_home = self._spare(unit.store_buffer.numel())
             if low and unit.low_buffer is not None and claim.low is unit.low_buffer:
                 claim.orphans.append(unit.low_buffer)
                 new_low = self._spare(unit.low_buffer.numel())
         if new_home is not unit.store_buffer or new_low is not unit.low_buffer:
-            unit.settle(new_home, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
+            unit.assign_buffers(new_home, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
 
     def wait(self) -> None:
         """Until every claim is written: before homes are rewritten by anything but a fold."""

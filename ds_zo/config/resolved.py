@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_zo.config.optimizers import OptimizerParams
+from ds_zo.config.registry import BackendEntry, entry_of
 from ds_zo.config.section import DsZoConfig
 from ds_zo.config.stock import LossScale
 
@@ -16,10 +17,10 @@ class Resolved:
     """A checked configuration, with DeepSpeed's defaults filled in."""
 
     backend: str
-    """One of `BACKENDS`."""
+    """The name of a registered backend, in lower case."""
 
     optimizer: OptimizerParams
-    """ZOParams, LOMOParams, AdaLOMOParams or LSPParams. With a client optimizer lr and weight decay are its own."""
+    """An instance of the entry's `params`. With a client optimizer lr and weight decay are its own."""
 
     section: DsZoConfig
 
@@ -57,6 +58,11 @@ class Resolved:
     """Where the keys of `optimizer` stand in the JSON, or would: `ds_zo.params` where there is no optimizer block."""
 
     @property
+    def entry(self) -> BackendEntry:
+        """What the backend can do."""
+        return entry_of(self.backend)
+
+    @property
     def shards_device(self) -> bool:
         """On several ranks, each device keeps a piece of every block: LOMO at stage 3 without `offload_param`."""
-        return self.zero_stage == 3 and not self.stream and self.backend in ("lomo", "adalomo")
+        return self.zero_stage == 3 and not self.stream and self.entry.shards_device

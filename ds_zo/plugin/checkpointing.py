@@ -69,7 +69,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
 
         self._together(self._finish_last_save)
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             self._together(save)
         return True
 
@@ -167,7 +167,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 aliases = self.backend.aliases()
                 write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
 
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             self._together(save)
         return True
 

@@ -60,6 +60,7 @@ from ds_zo.checkpoint.writer import Background
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve, with_section_on_top
 from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.errors import shown, suggestion
+from ds_zo.config.registry import entries
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show
 from ds_zo.plugin import gathered_parameters, hf_trainer
@@ -152,7 +153,7 @@ def _check_optimizer_type(cls: type[DeepSpeedEngine], config: Mapping[str, Any])
     written = block.get("type") if isinstance(block, dict) else None
     if not isinstance(written, str) or any(cls._is_supported_optimizer(cls, n) for n in (written, written.lower())):
         return
-    names = ("ZO", "LOMO", "AdaLOMO", "LSP", *DEEPSPEED_OPTIMIZERS)
+    names = (*(entry.optimizer_type for entry in entries()), *DEEPSPEED_OPTIMIZERS)
     text = f"neither DeepSpeed, torch.optim nor ds_zo has this optimizer, got {shown(written)}; "
     raise ConfigError(text + suggestion(written, names), at="optimizer.type")
 
@@ -323,7 +324,7 @@ class PluginEngine(CheckpointingEngine):
             lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
             for text in scheduler_warning(self._config._param_dict, lr, at="the script's own"):
                 log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
-        self._backend_class.take_optimizer(self.optimizer, self.resolved)
+        self._backend_class.prepare_optimizer(self.optimizer, self.resolved)
 
     def _check_parameters(self) -> None:
         """An optimizer that was built of another model, or before parameters were replaced, would train in silence."""
@@ -383,8 +384,9 @@ class PluginEngine(CheckpointingEngine):
         if config.ignored:
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
-        if config.backend == "zo" and config.gradient_clipping > 0:
-            text = f"gradient_clipping {config.gradient_clipping:g} does not alter ZO: clip_projected_grad is ZO's own"
+        if not config.entry.clips_gradients and config.gradient_clipping > 0:
+            own = ": clip_projected_grad is ZO's own" if config.entry.zeroth_order else ""
+            text = f"gradient_clipping {config.gradient_clipping:g} does not alter {config.entry.optimizer_type}{own}"
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
         if config.stream and not find_blocks(self.module, config.section.stream.blocks):
             text = "ds_zo: offload_param streams nothing: the model has no list of like modules and stays on the device"
@@ -392,7 +394,7 @@ class PluginEngine(CheckpointingEngine):
             log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
         peak = self._peak_lr()
         told = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR  # by config.warnings
-        if config.backend == "zo" and peak > largest_zo_lr(trainable) and not told:
+        if config.entry.zeroth_order and peak > largest_zo_lr(trainable) and not told:
             given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
             text = large_zo_lr(peak, at=given if self.lr_scheduler is None else f"{given} and its scheduler")
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
@@ -514,7 +516,7 @@ class PluginEngine(CheckpointingEngine):
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        with interrupts.whole():
+        with interrupts.deferred():
             interrupts.release()
             # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
             self._settle_outcome()
@@ -625,7 +627,7 @@ class PluginEngine(CheckpointingEngine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Accelerate and Trainer ask for it whenever the JSON says stage 3."""
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             if dist.get_rank() != 0:
                 return None
             state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

@@ -53,7 +53,7 @@ def _enter(self: Any) -> Any:
         if parameter not in state.gathered_copies:  # else a context around this one shows it, and goes on
             own.setdefault(state, []).append(parameter)
     for state, parameters in own.items():
-        state.lend(parameters)
+        state.gather(parameters)
     self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
     return entered
 
@@ -63,7 +63,7 @@ def _exit(self: Any, *exception: Any) -> Any:
     lent = [(p, state) for p, state in self._ds_zo_lent if p in state.gathered_copies]  # none of an engine that is gone
     # All values first: to write one binds its whole unit to where it is stored.
     values = [
-        state.gathered_copies.take_back(p) if id(p) in self._ds_zo_own else state.gathered_copies.shown(p)
+        state.gathered_copies.remove(p) if id(p) in self._ds_zo_own else state.gathered_copies.value_of(p)
         for p, state in lent
     ]
     for (parameter, state), value in zip(lent, values, strict=True):
@@ -73,5 +73,5 @@ def _exit(self: Any, *exception: Any) -> Any:
                 dist.broadcast(value, self._ds_zo_modifier_rank)
             state.store(parameter, value)
         if id(parameter) in self._ds_zo_own:
-            state.return_home(parameter)
+            state.bind_stored(parameter)
     return _stock_exit(self, *exception)

@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -27,9 +28,8 @@ from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
 from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
-from ds_zo.backends.common import backend as base
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.config import ConfigError
+from ds_zo.config import ConfigError, registry
 from ds_zo.plugin import engine as plugin
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -67,7 +67,7 @@ class SGDBackend(Backend):
 
 @pytest.fixture
 def sgd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base._WHERE, "lomo", (__name__, "SGDBackend"))
+    monkeypatch.setitem(registry._entries, "lomo", replace(registry.entry_of("lomo"), backend=SGDBackend))
 
 
 def sgd_config(*, ours: bool = True, accumulation: int = 1, **extra: Any) -> dict[str, Any]:
