@@ -4,7 +4,7 @@
     python launch/compare.py --model random:llama-1.3b --batch 4 --seq 1024 --out runs/llama-1.3b
     python launch/compare.py --preset results --resume --total-s 540 --out runs/results
 
-The same as `ds-zo bench`, which `--help` describes, from a clone that is not installed.
+The same command as `ds-zo bench`, for a clone that is not installed. `--help` describes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # before torch: a forked case must find CUDA untouched
+# Set before torch is imported: a forked case needs CUDA uninitialised.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from ds_zo.bench.compare import main
 

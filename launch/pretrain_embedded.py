@@ -48,7 +48,7 @@ No other text and no labelled examples were used.
 
 
 def train_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every string has an encoding, so no unknown token exists."""
+    """Trains a byte-level BPE: every string has an encoding, so that no unknown token exists."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def train_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizer
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], *, length: int) -> torch.Tensor:
-    """Documents joined by the end-of-sequence token and cut into rows of `length`."""
+    """Joins documents by the end-of-sequence token and cuts them into rows of `length`."""
     ids: list[int] = []
     for text in texts:
         ids.extend(tokenizer(text)["input_ids"])
@@ -75,7 +75,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], *, length: int) -
 
 
 def batches(rows: torch.Tensor, *, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Epoch after epoch without end, each in its own seeded order."""
+    """Yields batches for ever, each epoch in its own seeded order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator)

@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Run a grid of training runs (method x task x learning rate x seed) as rows of a JSONL file; call again to go on.
+"""Run a grid of training runs (method x task x learning rate x seed) as rows of a JSONL file; call again to continue.
 
     python launch/sweep.py --grid smoke --results runs/smoke.jsonl --jobs 2
     python launch/sweep.py --grid mezo --model facebook/opt-1.3b --data-root DIR --results runs/mezo.jsonl --dry-run
 
-The accuracy table in pieces of eight minutes, many runs at once on one GPU; the same command again goes on. CUDA's
+The accuracy table in pieces of eight minutes, many runs at once on one GPU; the same command again continues. CUDA's
 multi-process service (`nvidia-cuda-mps-control -d`) lets their short kernels run side by side:
 
     python launch/sweep.py --grid accuracy --choose-rates --model DIR --data-root DIR --results rows.jsonl --jobs 14 \\
         --max-seconds 480
-    python -m ds_zo.bench.accuracy rows.jsonl
+    python -m benchmarks.accuracy rows.jsonl
 
-What launch/train.py takes after `--` goes to every run: `-- --num-eval 200 --dtype fp32`.
+Arguments of launch/train.py after `--` are passed to every run: `-- --num-eval 200 --dtype fp32`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from ds_zo.bench.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
-from ds_zo.bench.grid import Case, Grid, GridError
-from ds_zo.bench.grids import GRIDS, read_grid
-from ds_zo.bench.rows import Row
-from ds_zo.bench.sweep import Start, Sweep, read_rows, remaining, rows_of, run
-from ds_zo.bench.sweep_cost import expectation, plan_table
+from benchmarks.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
+from benchmarks.grid import Grid, GridCase, GridError
+from benchmarks.grids import GRIDS, read_grid
+from benchmarks.sweep import Start, Sweep, read_rows, remaining, rows_of, run
+from benchmarks.sweep_cost import expectation, plan_table
+from ds_zo.records.rows import Row
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 
@@ -57,26 +57,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help=f"try methods' rates on {', '.join(SELECT_TASKS)} with seed {SELECT_SEED}, then run the grid at the best",
     )
-    stage.add_argument("--tune", action="store_true", help="only the first half of that")
+    stage.add_argument("--tune", action="store_true", help="only the first half: try the rates")
     stage.add_argument(
         "--rates-from", type=Path, metavar="FILE", help="rows that say which rate each method did best with"
     )
     part.add_argument("--steps", type=int, metavar="N", help="instead of every method's own")
-    part.add_argument("--limit", type=int, metavar="N", help="the first N of what is left")
+    part.add_argument("--limit", type=int, metavar="N", help="the first N cases that have no row yet")
 
     how = parser.add_argument_group("how to run it")
     how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once (default: %(default)s)")
-    how.add_argument("--max-seconds", type=float, metavar="S", help="end within so long; running cases save themselves")
     how.add_argument(
-        "--grace", type=float, metavar="S", help="of --max-seconds, for cases to save themselves (a tenth, 45 at most)"
+        "--max-seconds", type=float, metavar="S", help="end within S seconds; running cases save a checkpoint"
+    )
+    how.add_argument(
+        "--grace",
+        type=float,
+        metavar="S",
+        help="seconds of --max-seconds in which running cases save (default: a tenth, 45 at most)",
     )
     how.add_argument(
         "--fill",
         action="store_true",
-        help="with --max-seconds: begin cases to the end, also such as the next call on this machine must resume",
+        help="with --max-seconds: also begin cases that the next call on this machine must resume",
     )
     how.add_argument(
-        "--case-seconds", type=float, metavar="S", help="training time a case, for comparisons at equal time"
+        "--case-seconds", type=float, metavar="S", help="seconds of training per case, for comparisons at equal time"
     )
     how.add_argument("--most-seconds", type=float, metavar="S", help="kill a case that takes longer, as a failure")
     how.add_argument("--folder", type=Path, metavar="DIR", help="logs and checkpoints (default: beside the results)")
@@ -85,11 +90,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--start",
         choices=get_args(Start),
         default="forkserver",
-        help="how a case's process begins: forkserver saves the imports, spawn is a fresh interpreter",
+        help="how a case's process starts: forkserver saves the imports, spawn is a fresh interpreter",
     )
     shown = how.add_mutually_exclusive_group()
-    shown.add_argument("--dry-run", action="store_true", help="show what would be run")
-    shown.add_argument("--plan", action="store_true", help="show the seconds that what is left will take, by method")
+    shown.add_argument("--dry-run", action="store_true", help="show the cases that would be run")
+    shown.add_argument(
+        "--plan", action="store_true", help="show the seconds that the remaining cases will take, by method"
+    )
     parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
 
     args = parser.parse_args(argv)
@@ -105,7 +112,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_grid(args: argparse.Namespace) -> Grid:
-    """The grid, cut down to what the command line names."""
+    """Reads the grid and keeps the methods, tasks, seeds and rates that the command line names."""
     grid = read_grid(args.grid)
     methods = dict(grid.methods)
     if args.methods:
@@ -128,7 +135,8 @@ def chosen_grid(args: argparse.Namespace) -> Grid:
 
 
 def chosen_rates(path: Path, grid: Grid) -> dict[str, float]:
-    """What another sweep's rows chose; said where they tell a method nothing, and it is run at the grid's own."""
+    """Returns the best rate of each method in another sweep's rows. A method without one runs at the grid's rates; a
+    line on stdout names it."""
     rows = rows_of([path])
     tried = sorted({row["task"] for row in rows if row["status"] == "ok"})
     rates = best_rates(rows, tasks=[task for task in SELECT_TASKS if task in tried] or tried)
@@ -143,8 +151,10 @@ def chosen_rates(path: Path, grid: Grid) -> dict[str, float]:
 
 
 class Listing:
-    """The cases of a command line, asked for again as rows come in; `--retry-failed` and `--limit` mean what there is
-    at the start."""
+    """The cases that a command line selects. `run` asks for them again as rows come in.
+
+    `--retry-failed` and `--limit` refer to the rows and cases at the start of the command.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -157,25 +167,25 @@ class Listing:
         first = self.left(before)[: args.limit]
         self.only = None if args.limit is None else {case.key for case in first}
 
-    def cases(self, rows: Sequence[Row]) -> list[Case]:
+    def cases(self, rows: Sequence[Row]) -> list[GridCase]:
         if self.args.tune:
             return tuning_cases(self.grid, steps=self.args.steps)
         if self.args.choose_rates:
             return staged_cases(self.grid, rows, steps=self.args.steps)
         return list(self.grid.cases(lrs=self.rates, steps=self.args.steps))
 
-    def whole(self, rows: Sequence[Row]) -> list[Case]:
-        """Also what rates that are still open will bring."""
+    def whole(self, rows: Sequence[Row]) -> list[GridCase]:
+        """The remaining cases, with those whose learning rate is not chosen yet."""
         if self.args.choose_rates:
             return remaining(whole_sweep(self.grid, rows, steps=self.args.steps), rows)
         return self(rows)
 
-    def left(self, rows: Sequence[Row]) -> list[Case]:
+    def left(self, rows: Sequence[Row]) -> list[GridCase]:
         before = [row for row in rows[: self.num_before] if row["status"] == "ok" or row["key"] not in self.retried]
         settling = [*before, *rows[self.num_before :]]
         return remaining(self.cases(settling), settling)
 
-    def __call__(self, rows: Sequence[Row]) -> list[Case]:
+    def __call__(self, rows: Sequence[Row]) -> list[GridCase]:
         return [case for case in self.left(rows) if self.only is None or case.key in self.only]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tune a language model, or one with a classification head, through DeepSpeed, by what the JSON names.
+"""Fine-tune a language model, or one with a classification head, through DeepSpeed, by the optimizer in its JSON.
 
 With nothing but a JSON, the embedded model learns the embedded task, offline, on CPU or GPU:
 
@@ -11,11 +11,11 @@ A real job names its model and data:
         --model facebook/opt-1.3b --task sst2 --data-dir DIR
     deepspeed launch/train.py --deepspeed ds_configs/lomo.json --model ./folder --task text --data notes.txt
 
-With `--eval-every`, the state that is best on dev is the one that is tested and saved. `--max-seconds` ends training
-by the clock (evaluation and saving not counted), and `--results FILE` adds the run's row to a JSONL file.
+With `--eval-every`, the state that is best on dev is tested and saved. `--max-seconds` ends training after that many
+seconds, without evaluation and saving. `--results FILE` adds the run's row to a JSONL file.
 
-The learning rates in ds_configs suit the embedded model, which has a million parameters. A real one wants its own:
-with ZO, 1e-7 to 1e-5, and thousands of steps.
+The learning rates in ds_configs suit the embedded model, which has a million parameters. A larger model needs its own
+learning rate: with ZO, 1e-7 to 1e-5, and thousands of steps.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
-from ds_zo.bench.galore import TYPE as GALORE
-from ds_zo.bench.galore import galore_engine
-from ds_zo.bench.measure import commit, host_peak_gb, versions
-from ds_zo.bench.mezo_engine import MeZOEngine
-from ds_zo.bench.rows import append_row
-from ds_zo.bench.run_summary import Best, Point, Summary
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
 from ds_zo.checkpoint.adapters import Adapters, description
 from ds_zo.checkpoint.files import replace_text
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import ConfigError, backend_of
+from ds_zo.records.environment import commit, host_peak_gb, versions
+from ds_zo.records.rows import append_row
+from ds_zo.records.run_summary import Best, Point, Summary
+from ds_zo.reference.galore import TYPE as GALORE
+from ds_zo.reference.galore import galore_engine
+from ds_zo.reference.mezo_engine import MeZOEngine
 from ds_zo.tasks import (
     TASKS,
     DataSource,
@@ -81,13 +81,13 @@ LOSS_EVERY = 10
 """Steps between two readings of the loss: each reading waits for the device."""
 PROGRESS = "progress.json"
 KEPT = ("task", "seed", "data_seed", "num_train", "group_by_length")
-"""Arguments that say which examples come in which order: a position among them means nothing under others."""
+"""Arguments that decide which examples come in which order. A resumed run must have the checkpoint's values."""
 REFERENCE = "mezo"
-"""An optimizer.type of this script's own: in-memory MeZO, which ZO is compared with."""
+"""The optimizer.type of in-memory MeZO, which ZO is compared with. DeepSpeed does not know it."""
 
 
 class UserError(ValueError):
-    """Shown as one line, without a traceback."""
+    """A mistake of the user. `main` shows it as one line, without a traceback."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -134,11 +134,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=1,
         metavar="N",
-        help="batches as long as a multiple of this: fewer shapes, so that ZO's CUDA graphs are used again",
+        help="pad batches to a multiple of this many tokens: fewer shapes, so that ZO reuses its CUDA graphs",
     )
-    what.add_argument(
-        "--group-by-length", action="store_true", help="batches of texts that are about as long: less padding"
-    )
+    what.add_argument("--group-by-length", action="store_true", help="batches of texts of similar length: less padding")
     what.add_argument(
         "--max-length",
         type=int,
@@ -163,7 +161,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     length.add_argument("--epochs", type=float, help="passes over the training data")
     how.add_argument(
-        "--max-seconds", type=float, metavar="S", help="stop training after so long, evaluations and saves not counted"
+        "--max-seconds",
+        type=float,
+        metavar="S",
+        help="stop training after S seconds, evaluations and saves not counted",
     )
     how.add_argument(
         "--lr", type=float, help="instead of the JSON's optimizer.params.lr (and its scheduler's warmup_max_lr)"
@@ -172,7 +173,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--dtype",
         choices=["auto", *DTYPES],
         default="auto",
-        help="auto: what the JSON enables; on a CPU float32, where 16 bit is emulated",
+        help="auto: the dtype that the JSON enables; on a CPU float32, because 16 bit is emulated there",
     )
     how.add_argument("--tf32", action="store_true", help="float32 models multiply matrices in TF32 on a GPU")
     how.add_argument("--seed", type=int, default=0, help="of the data order and of torch (default: %(default)s)")
@@ -194,16 +195,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="STEPS",
-        help="score the dev split on the way and keep the best (default: never)",
+        help="score the dev split every so many steps and keep the best state (default: never)",
     )
     when.add_argument("--skip-zero-shot", action="store_true", help="do not score the model before training")
     when.add_argument("--no-save", action="store_true", help="do not write the trained model")
     when.add_argument("--results", type=Path, metavar="FILE", help="add the run's row to this JSONL file")
     when.add_argument(
-        "--save-every", type=int, default=0, metavar="STEPS", help="write a checkpoint on the way (default: never)"
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="write a checkpoint every so many steps (default: never)",
     )
     when.add_argument(
-        "--resume", metavar="DIR|latest", help="go on from the newest checkpoint in DIR, or in this run's own folder"
+        "--resume", metavar="DIR|latest", help="continue from the newest checkpoint in DIR, or in this run's own folder"
     )
     when.add_argument("--output-dir", type=Path, metavar="DIR", help="default: runs/<JSON's name>-<task>")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -226,7 +231,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON, with the command line's overrides written into it."""
+    """Reads the JSON and writes the command line's overrides into it."""
     if not args.deepspeed.is_file():
         raise UserError(f"looked for a DeepSpeed JSON at {args.deepspeed}: not found (--deepspeed)")
     try:
@@ -241,7 +246,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--lr overrides optimizer.params.lr, but {args.deepspeed} has no optimizer section")
         optimizer["params"] = {**(optimizer.get("params") or {}), "lr": args.lr}
         schedule = (config.get("scheduler") or {}).get("params") or {}
-        if "warmup_max_lr" in schedule:  # it, and not the optimizer's, is what such a schedule rises to
+        if "warmup_max_lr" in schedule:  # such a schedule rises to this rate, not to the optimizer's
             schedule["warmup_max_lr"] = args.lr
     dtype = args.dtype
     if dtype == "auto" and get_accelerator().device_name() == "cpu" and model_dtype(config) != "fp32":
@@ -272,9 +277,11 @@ def data_source(args: argparse.Namespace) -> DataSource:
 
 
 def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a Hub name, a folder, or the embedded model. `lazily`: the engine reads the weights itself,
-    block by block, so that a model larger than the GPU is never whole in host memory twice. `num_labels`: with a new
-    classification head of so many outputs."""
+    """Loads (model, tokenizer) of a Hub name, a folder, or the embedded model.
+
+    `lazily`: the engine reads the weights itself, block by block. The host then never holds two copies of a model that
+    is larger than the GPU. `num_labels`: outputs of a new classification head; None: the language model's own head.
+    """
     path = folder_of(name)
     looks_local = Path(path).is_absolute() or path.startswith((".", "~"))
     if looks_local and not Path(path).is_dir():
@@ -318,7 +325,7 @@ def add_lora(model: Any, args: argparse.Namespace) -> Any:
 
 
 def base_weights(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a PEFT model's weights, those of the model it wraps, by their names there."""
+    """Returns the weights of the model that a PEFT model wraps, by their names in the wrapped model."""
     adapters = Adapters.read(description(model)[PEFT_FILE].decode())
     assert adapters is not None
     placed = ((adapters.place(name), tensor) for name, tensor in state.items())
@@ -337,14 +344,14 @@ def make_engine(model: Any, config: dict[str, Any]) -> Any:
 
 
 def ensure_distributed_environment() -> None:
-    """`python launch/train.py` is a world of one, on a port that torch finds; under the launcher these are set."""
+    """Makes `python launch/train.py` a world of one process, on a free port. A launcher has set these variables."""
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def find_checkpoints(args: argparse.Namespace) -> Path | None:
-    """The folder to resume from, looked for before anything is loaded."""
+    """Finds the folder to resume from, before anything is loaded; None without --resume."""
     if args.resume is None:
         return None
     folder: Path = args.output_dir / "checkpoints" if args.resume == "latest" else Path(args.resume)
@@ -354,7 +361,7 @@ def find_checkpoints(args: argparse.Namespace) -> Path | None:
 
 
 class Trainer:
-    """One engine, one task, one place on disk."""
+    """Trains one engine on one task, and saves in one folder."""
 
     def __init__(self, args: argparse.Namespace, config: dict[str, Any]) -> None:
         self.args = args
@@ -379,17 +386,18 @@ class Trainer:
             model = add_lora(model, args)
         self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
         self.engine = make_engine(model, config)
-        self.engine.train()  # `from_pretrained` leaves dropout off, and a run may begin without a score
+        self.engine.train()  # `from_pretrained` leaves dropout off, and a run may begin without an evaluation
         self.order = self.make_order()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
         self.keeps_answers = alone and accepts_argument(self.engine, "logits_to_keep")
-        """The head's product is made where labels are; ranks may have to share one batch, and agree on its shape."""
+        """Whether the head computes logits only at the positions of labels. Several ranks may share one batch and must
+        agree on its shape, so that they compute all logits."""
         self.checkpoints = args.output_dir / "checkpoints"
         self.model_folder: Path | None = None
         self.step = 0
         self.num_seen = 0
-        """Examples consumed over all ranks: the position in the data order."""
+        """Examples that all ranks have consumed: the position in the data order."""
         self.num_tokens = 0
         self.train_s = 0.0
         self.curve: list[Point] = []
@@ -432,14 +440,14 @@ class Trainer:
             evaluator, split, self.tokenizer, max_length=self.max_length, num_examples=self.args.num_eval
         )
         self.engine.train()
-        if self.world_size == 1:  # the first collective would set up communication with nobody, for seconds
+        if self.world_size == 1:  # a process group of one rank would take seconds to set up
             return score
         sums = torch.tensor(score.sums, dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(sums)
         return score.with_sums(sums.tolist())
 
     def train_step(self) -> torch.Tensor:
-        """One optimizer step; the mean loss of its micro-batches, still on the device."""
+        """Makes one optimizer step. Returns the mean loss of its micro-batches, on the device."""
         size = self.engine.train_micro_batch_size_per_gpu()
         losses = []
         for _ in range(self.engine.gradient_accumulation_steps()):
@@ -467,7 +475,7 @@ class Trainer:
         return torch.stack(losses).mean()
 
     def train(self, preemption: Preemption) -> bool:
-        """All steps; False where SIGTERM came first, and a checkpoint was saved instead."""
+        """Makes all steps. Returns False if SIGTERM came first, and a checkpoint was saved instead."""
         args, num_steps = self.args, self.num_steps()
         bar = tqdm(
             total=num_steps, initial=self.step, desc="train", unit="step", disable=self.rank != 0, mininterval=0.5
@@ -480,7 +488,7 @@ class Trainer:
                 self.curve.append(Point(self.step, 0.0, loss.item()))
                 bar.set_postfix(loss=f"{self.curve[-1].loss:.3f}", refresh=False)
             due = [every for every in (args.eval_every, args.save_every) if every and self.step % every == 0]
-            if due or self.step == num_steps:  # what the device still has to do is training's time, not theirs
+            if due or self.step == num_steps:  # work still queued on the device belongs to the training time
                 get_accelerator().synchronize()
             self.train_s += time.perf_counter() - start
             if self.curve and self.curve[-1].step == self.step:
@@ -499,7 +507,7 @@ class Trainer:
         return finished
 
     def any_rank(self, flag: bool) -> bool:
-        """Clocks differ: one rank past the limit stops all."""
+        """Returns whether any rank's flag is set: clocks differ, and one rank past the limit stops all ranks."""
         if self.world_size == 1:
             return flag
         found = torch.tensor(int(flag), device=self.engine.device)
@@ -507,6 +515,7 @@ class Trainer:
         return bool(found.item())
 
     def keep_best(self, bar: Any) -> None:
+        """Scores dev. If the score is the best so far, scores test and saves the model."""
         score = self.evaluate("dev")
         self.curve.append(Point(self.step, round(self.train_s, 3), dev=score.values))
         better = score.is_better_than(self.best.value if self.best else None)
@@ -536,13 +545,13 @@ class Trainer:
         self.note_progress()
 
     def note_progress(self) -> None:
-        """What a checkpoint says of the run, kept up to date beside it: a trajectory brings the weights further than
-        the checkpoint after a kill, over scores that are not taken again."""
+        """Writes the run's progress beside its checkpoints. After a kill, a trajectory brings the weights further than
+        the last checkpoint, past evaluations that are not repeated; their scores are read from this file."""
         if self.rank == 0 and self.checkpoints.is_dir():
             replace_text(self.checkpoints / PROGRESS, json.dumps(self.client_state()))
 
     def resume(self, folder: Path) -> None:
-        """Weights, optimizer, schedule, step count and data position of the newest checkpoint in a folder."""
+        """Restores weights, optimizer, schedule, step count and data position from a folder's newest checkpoint."""
         path, state = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise UserError(f"the checkpoint in {folder} could not be loaded (--resume)")
@@ -569,12 +578,16 @@ class Trainer:
         self.best = Best(**state["best"]) if state.get("best") else None
         self.curve = [Point(**point) for point in state.get("curve", [])]
         folder = self.args.output_dir / "model"
-        if self.best is not None and not self.args.no_save and folder.is_dir():  # another run's best is not here
+        # A resumed run with another output folder has no best model there.
+        if self.best is not None and not self.args.no_save and folder.is_dir():
             self.model_folder = folder
 
     def save_model(self) -> Path:
-        """A folder that `from_pretrained` loads; weights that ZeRO-3 partitioned are gathered for it. Adapters whose
-        base was trained are in one beside it, as `ds-zo export` puts them: PEFT itself saves nothing else."""
+        """Writes a folder that `from_pretrained` loads, and gathers weights that ZeRO-3 partitioned for it.
+
+        If the base of adapters was trained, the folder holds the base, and its subfolder `adapter` the adapters, as
+        `ds-zo export` writes them. PEFT alone would save the adapters without the base.
+        """
         folder = self.args.output_dir / "model"
         partitioned = self.engine.zero_optimization_partition_weights()
         state = self.engine._zero3_consolidated_16bit_state_dict() if partitioned else None
@@ -590,7 +603,8 @@ class Trainer:
 
 
 def random_states() -> list[str]:
-    """Of the host and the device, for dropout to go on with: DeepSpeed's own checkpoints have none."""
+    """Returns the random states of host and device, which dropout needs after a resume. DeepSpeed's checkpoints have
+    none."""
     return [state.numpy().tobytes().hex() for state in (torch.get_rng_state(), get_accelerator().get_rng_state())]
 
 
@@ -601,7 +615,7 @@ def set_random_states(states: list[str]) -> None:
 
 
 def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Summary:
-    """`after` is the last step's, and None where a best was kept."""
+    """Collects the run's summary. `after` is the test score of the last step; None if a best state was kept."""
     accelerator = get_accelerator()
     on_device = accelerator.device_name() != "cpu"
     args, config, best = trainer.args, trainer.config, trainer.best
@@ -644,7 +658,7 @@ def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Su
 
 
 def run(args: argparse.Namespace) -> Summary | None:
-    """None where the run was stopped before its end."""
+    """Trains and evaluates. Returns None if the run was stopped before its end."""
     config = read_config(args)
     checkpoints = find_checkpoints(args)
     ensure_distributed_environment()
@@ -655,7 +669,7 @@ def run(args: argparse.Namespace) -> Summary | None:
     before = None if args.skip_zero_shot else trainer.evaluate("test")
     if trainer.rank == 0 and before is not None:
         print(f"before: test {before}", flush=True)
-    if checkpoints is not None:  # only now: what a run began with is no less its zero-shot score if it was interrupted
+    if checkpoints is not None:  # after the zero-shot score, which is of the model before any training
         trainer.resume(checkpoints)
     with Preemption() as preemption:
         finished = trainer.train(preemption)

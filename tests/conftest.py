@@ -41,10 +41,10 @@ distributed/test_two_hosts.py checkpoint/test_faults.py checkpoint/test_resume.p
 distributed/test_zo_rank_checkpoints.py backends/lsp/test_lsp_training.py integrations/test_trainer.py
 test_readme.py backends/test_stream_order.py planner/test_repeated_blocks.py
 ops/test_kernels_interpreted.py backends/zo/test_zo_precision.py backends/recompute/test_compiled_blocks.py
-launch/test_sweep.py bench/test_zo_case.py integrations/test_engine.py test_packaging.py
+launch/test_sweep.py benchmarks/test_zo_case.py integrations/test_engine.py test_packaging.py
 bench/test_compare.py checkpoint/test_trajectory.py integrations/test_equivalence.py integrations/test_ranks.py
 backends/zo/test_zo_state.py backends/zo/test_zo_outputs.py integrations/test_accelerate.py
-bench/test_accuracy_sweep.py bench/test_lomo_speed.py backends/lomo/test_lomo_matches_sgd.py
+benchmarks/test_accuracy_sweep.py benchmarks/test_lomo_speed.py backends/lomo/test_lomo_matches_sgd.py
 backends/lsp/test_lsp_streamed.py backends/lomo/test_adalomo.py streaming/test_loading.py
 backends/lomo/test_lomo_lifecycle.py backends/lomo/test_lomo_streamed.py distributed/test_zo_two_ranks.py
 """.split()
@@ -221,9 +221,9 @@ def run_python(run_ranks: Callable[..., list[str]]) -> Callable[..., str]:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host of 128 GiB with one H200, as far as a bench's plan asks; what is changed further is undone too."""
-    from ds_zo.bench import measure
+    from ds_zo.records import environment
 
-    monkeypatch.setattr(measure, "gpu_memory_gb", lambda: 150.75)
-    monkeypatch.setattr(measure, "host_total_bytes", lambda: 128 * 2**30)
-    monkeypatch.setattr(measure, "may_lock_memory", lambda: True)
+    monkeypatch.setattr(environment, "gpu_memory_gb", lambda: 150.75)
+    monkeypatch.setattr(environment, "host_total_bytes", lambda: 128 * 2**30)
+    monkeypatch.setattr(environment, "may_lock_memory", lambda: True)
     return monkeypatch

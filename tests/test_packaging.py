@@ -97,7 +97,7 @@ def test_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     shipped = {path.relative_to(REPO).as_posix() for path in (REPO / "ds_zo").rglob("*.py")}
     shipped |= {f"ds_zo/tasks/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
     assert shipped <= names, shipped - names
-    assert not any(name.startswith(("tests", "launch")) for name in names)
+    assert not any(name.startswith(("tests", "launch", "benchmarks")) for name in names)
 
 
 def test_no_usable_python_is_said_clearly() -> None:

@@ -1,4 +1,4 @@
-"""Extensions of DeepSpeed that contenders use: compiled once a machine, before anything is timed."""
+"""Compiles the DeepSpeed extensions that contenders use, once per machine, before anything is timed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _LONGEST_S = 240.0
 
 
 class Builds:
-    """Begun with the command, in processes of their own: compiling takes as long as the imports of a cold machine."""
+    """Builds in processes of their own, started with the command: compiling takes as long as the imports on a cold
+    machine."""
 
     def __init__(self, *, wanted: bool) -> None:
         started = _BUILDERS if wanted and shutil.which("nvidia-smi") is not None else ()
@@ -27,7 +28,7 @@ class Builds:
         ]
 
     def wait(self) -> None:
-        """What cannot be built is said by whoever needs it."""
+        """Waits for the builds. The case that needs an extension reports a failed build."""
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LONGEST_S)
@@ -35,7 +36,8 @@ class Builds:
 
 
 def load_extensions() -> None:
-    """Builds them here where nobody has. Without DeepSpeed's pinned memory all but two contenders run."""
+    """Loads the extensions, and builds those that are not built. Without DeepSpeed's pinned memory all but two
+    contenders run."""
     from deepspeed.ops import op_builder
 
     required, *others = (getattr(op_builder, name) for name in _BUILDERS)

@@ -1,9 +1,11 @@
-"""How long a contender's case takes, so that a call begins what it can end: from what such cases took on an H200.
+"""Estimates the seconds of a contender's case, so that a call begins only cases that it can finish. The figures are of
+an H200.
 
-The figures are of runs 20261115T212128Z (LLaMA-7B) and 20261115T212919Z (OPT-6.7B and 13B), whose rows have `laps_s`,
-`warmup_seconds`, `step_s`, `target_s` and `wall_s`: `tests/bench/test_contenders.py` holds these figures against them.
-ZenFlow's are of 20261115T150212Z, SuperOffload's steps are a guess. One case was far off: ZeRO-Offload of OPT-6.7B took
-106 s to load where LLaMA-7B took 57 and ZeRO-3 of either 53, with steps as fast as ever; we do not know why.
+They are of runs 20261115T212128Z (LLaMA-7B) and 20261115T212919Z (OPT-6.7B and 13B), whose rows have `laps_s`,
+`warmup_seconds`, `step_s`, `target_s` and `wall_s`. `tests/bench/test_contenders.py` compares these figures with the
+rows. ZenFlow's figures are of 20261115T150212Z, SuperOffload's steps are a guess. One case was far off: ZeRO-Offload of
+OPT-6.7B took 106 s to load, where LLaMA-7B took 57 s and ZeRO-3 of either model 53 s. Its steps were as fast as in
+other runs; the cause is unknown.
 """
 
 from __future__ import annotations
@@ -14,22 +16,25 @@ if TYPE_CHECKING:
     from ds_zo.bench.contenders import Contender
 
 START_S, PEER_START_S = 4.0, 1.0
-"""From the fork to a model on the device, and the end, under DeepSpeed and without: 7B to 13B alike."""
+"""Seconds from the fork to a model on the device, and at the end, with DeepSpeed and without. 7B and 13B are alike."""
 FAILS_S, FLATTENING_FAILS_S = 2.0, 9.0
-"""Until what is too large for the card is out of memory: stage 2 has flattened the weights on the host by then."""
+"""Seconds until a model that is too large for the card runs out of memory. Stage 2 has flattened the weights on the
+host by then."""
 PINNED_S_PER_GB, REGISTERED_S_PER_GB = 0.5, 0.08
-"""Taking, filling and giving back host memory: stock DeepSpeed, and ours."""
+"""Seconds per GB to allocate, fill and free host memory: stock DeepSpeed, and ds_zo."""
 _ZENFLOW_S_PER_GB = 0.25
-"""Most of which it does not pin."""
+"""Seconds per GB of ZenFlow's host memory, most of which is not pinned."""
 PROFILE_S = 2.0
 _FIRST_STEP_S = {"zo": 4.0, "lomo": 1.8, "adalomo": 1.8, "lsp": 11.0}
 _OTHER_FIRST_STEP_S = 0.8
-"""Beyond what later ones take on the GPU, by backend: kernels are compiled or loaded, graphs recorded, rates measured,
-and LSP, which takes 2.5 s longer to start, fits its projectors. Of work on the host it takes as much again."""
+"""Seconds that the first step takes on the GPU beyond a later one, by backend: kernels are compiled or loaded, graphs
+recorded, rates measured. LSP takes 2.5 s longer to start and fits its projectors. On the host the first step takes
+twice as long as a later one."""
 _FLOP_PER_S = 4.5e14
 _LEAST_STEP_S = 0.13
 _FLOP_EACH, _ZO_FLOP_EACH = 8, 4
-"""A token and parameter: forward, again, and backward, or two forwards."""
+"""Floating-point operations per token and parameter: forward, recomputed forward and backward; or two forward
+passes."""
 _HOST_STEP_S = {
     "zero2-offload": 0.4,
     "zero3-offload": 0.93,
@@ -37,15 +42,15 @@ _HOST_STEP_S = {
     "zenflow": 0.25,
     "superoffload": 0.7,
 }
-"""A step and 10**9 parameters, on the CPU and the link, whatever the batch."""
+"""Seconds per step and 10**9 parameters on the CPU and the link, for any batch."""
 _ZENFLOW_PAUSE_S = 10.0
-"""Once, before it is timed: its third step chose what it updates on the GPU."""
+"""Seconds of ZenFlow's third step, before steps are timed: it selects the parameters that it updates on the GPU."""
 _BESIDE_GB = 6.0
-"""Device memory beside weights and states: activations, logits, buckets."""
+"""GB of device memory beside weights and states: activations, logits, buckets."""
 
 
 def expected_s(contender: Contender, num_parameters: int, spec: Any, *, host_gb: float, card_gb: float | None) -> float:
-    """`spec` is an `entrant.Spec`; without `card_gb` nothing is too large for the card."""
+    """Expected seconds of a case. `spec` is an `entrant.Spec`. `card_gb` None: no model is too large for the card."""
     billions = num_parameters / 1e9
     if card_gb is not None and contender.ds_zo is None and contender.device_bytes_each * billions > card_gb:
         return FLATTENING_FAILS_S if contender.zero_optimization["stage"] == 2 else FAILS_S
@@ -61,7 +66,7 @@ def expected_s(contender: Contender, num_parameters: int, spec: Any, *, host_gb:
 
 
 def likely_holds(contender: Contender, num_parameters: int, cap_gb: float) -> bool:
-    """Whether a run on a larger card probably never holds more than `cap_gb`, so that it counts for both."""
+    """Whether a run on a larger card probably never holds more than `cap_gb`, so that its row counts for both cards."""
     return contender.device_bytes_each * num_parameters / 1e9 + _BESIDE_GB <= cap_gb
 
 
@@ -72,7 +77,7 @@ def _setting_up_s(contender: Contender, host_gb: float) -> float:
 
 
 def _num_steps(contender: Contender, spec: Any, *, step_s: float) -> int:
-    """After the first, as `measure.measure_steps` and `entrant.run_contender` count them."""
+    """Number of steps after the first, as `measure.measure_steps` and `entrant.run_contender` make them."""
     from ds_zo.bench.entrant import EXTRA_STEPS
 
     timed = spec.steps if spec.max_s is None else min(spec.steps, max(2, int(spec.max_s / step_s)))

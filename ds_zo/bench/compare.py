@@ -23,9 +23,9 @@ from pathlib import Path
 from ds_zo.bench.builds import Builds
 from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import import_warm, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
+from ds_zo.records.rows import Row
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_caps,
         metavar="GB[,GB]",
         default=[None],
-        help="emulate smaller cards, on which allocations beyond this fail; none is the card as it is",
+        help="emulate smaller cards, on which allocations beyond this fail; none: the whole card",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--steps", type=int, default=8, help="timed steps (default: %(default)s)")
@@ -69,26 +69,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-s",
         type=float,
         default=4.0,
-        help="fewer timed steps, two at least, and fewer before them, where they take longer (default: %(default)s)",
+        help="seconds of timed steps: slower cases time fewer steps, at least two (default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
-    how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     how.add_argument("--timeout-s", type=float, default=240.0, help="limit of one case (default: %(default)s)")
     how.add_argument(
-        "--min-free-host-gib", type=float, default=4.0, help="a case leaves this much (default: %(default)s)"
+        "--min-free-host-gib",
+        type=float,
+        default=4.0,
+        help="stop a case that leaves less host memory (default: %(default)s)",
     )
-    how.add_argument("--total-s", type=float, help="end after this; --resume makes the rest")
+    how.add_argument("--total-s", type=float, help="end after this many seconds; --resume runs the rest")
     how.add_argument(
         "--dry-run",
         action="store_true",
-        help="list the cases with what they should take, by calls of --total-s, and end",
+        help="list the cases with their planned memory and time, by calls of --total-s, and end",
     )
-    how.add_argument("--spawn", action="store_true", help="a fresh interpreter a case instead of a fork")
+    how.add_argument("--spawn", action="store_true", help="start each case in a fresh interpreter instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
     to = parser.add_argument_group("results")
     to.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: %(default)s")
-    to.add_argument("--run-id", help="default: the time; one that DIR has is gone on with; a table is of one run")
-    to.add_argument("--resume", action="store_true", help="go on with the last run in DIR, if it was on this machine")
+    to.add_argument("--run-id", help="default: the time; a run that DIR has is continued; a table has rows of one run")
+    to.add_argument("--resume", action="store_true", help="continue the last run in DIR, if this machine made it")
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
     to.add_argument("--headline", nargs="+", type=Path, metavar="DIR", help="one table and one plot of several results")
@@ -112,11 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """What the arguments ask for; a `ValueError` says what is wrong with them."""
+    """Runs the command that the arguments describe. Raises a `ValueError` that names a wrong argument."""
     from ds_zo.bench.contenders import ALL
 
     if args.into and not args.headline:
-        raise ValueError("--into is where a headline goes: name its results (--headline DIR ...)")
+        raise ValueError("--into writes a headline into a file: name the results to summarise (--headline DIR ...)")
     if args.list:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
@@ -134,13 +137,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Before every case fails for the same reason."""
+    """Checks the arguments once, before every case fails for the same reason."""
     for name, least in (("batch", 1), ("seq", 2), ("steps", 1), ("warmup", 0), ("layers", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
     if args.only and not args.preset:
-        raise ValueError("--only chooses of a preset's models: add --preset results, or name one with --model")
+        raise ValueError("--only selects models of a preset: add --preset results, or name one model with --model")
     for name, value in (("timeout-s", args.timeout_s), ("max-s", args.max_s), ("total-s", args.total_s)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be > 0 seconds, got {value:g} (--{name})")
@@ -148,12 +151,12 @@ def _check(args: argparse.Namespace) -> None:
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be >= 0, got {value:g} (--{name})")
     if args.data is not None and not args.data.is_file():
-        raise ValueError(f"data must be a text file, got {args.data}, which is none (--data)")
+        raise ValueError(f"data must be a text file, got {args.data}, which is not a file (--data)")
     if args.device == "cuda" and _device() != "cuda" and not args.dry_run:
-        raise ValueError("PyTorch finds no GPU here, got cuda: see ds-zo report, or write cpu (--device)")
+        raise ValueError("PyTorch finds no GPU here, got cuda: see ds-zo report, or use cpu (--device)")
     for gb in args.device_memory_gb:
         if gb is not None and not 0 < gb < math.inf:
-            raise ValueError(f"a cap must be > 0 GB, or none for the card as it is, got {gb:g} (--device-memory-gb)")
+            raise ValueError(f"a cap must be > 0 GB, or none for the whole card, got {gb:g} (--device-memory-gb)")
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -174,7 +177,7 @@ def _compare(args: argparse.Namespace) -> None:
             import_warm()
         builds.wait()
         _run_groups(groups, args, device=device, ends=ends)
-    finally:  # also when it is told to end
+    finally:  # also on SIGTERM
         if args.preset is None:
             begun = [part.folder for part in tables[0] if part.out.exists()]
             for folder, rows in runs_of(begun, groups[0].run_id, needed=False):
@@ -195,8 +198,8 @@ def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
 
 
 def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[Group]:
-    """Of a preset: what every table must have, model by model, before what some have beside. A run that has the former
-    is gone on with, or left as it is on another machine."""
+    """Returns the groups of a preset: the main tier of every model comes before the variants. On another machine, a run
+    that has its main tier is kept as it is."""
     from ds_zo.bench.contenders import TIERS
 
     tiers: list[str | None] = [None] if args.preset is None else list(TIERS)
@@ -213,8 +216,8 @@ def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[
 
 
 def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: str, ends: float) -> None:
-    """What is found out about the machine counts for all of them."""
-    from ds_zo.bench.measure import machine_id
+    """Runs groups one after the other. The rows that describe the machine count for all of them."""
+    from ds_zo.records.environment import machine_id
 
     machine: list[Row] = []
     turn = Turn()
@@ -233,7 +236,7 @@ def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: st
 
 
 def _run_group(group: Group, args: argparse.Namespace, *, known: Sequence[Row], device: str, ends: float) -> None:
-    """`known`: what this call has found out about the machine."""
+    """Runs one group. `known` are the rows of the machine that this call has measured."""
     done = list(known)
     for part in group.parts:
         cases = part.of_tier(group.tier)
@@ -265,11 +268,11 @@ def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> str:
 
 
 def _caps(text: str) -> list[float | None]:
-    """The largest first: what ran there may hold for smaller ones."""
+    """Reads the caps in GB, the largest first: a row of a larger card may hold for a smaller one. None: no cap."""
     try:
         caps = {None if word.strip() == "none" else float(word) for word in text.split(",")}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers of GB, or none for the card as it is, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"numbers of GB, or none for the whole card, got {text!r}") from None
     return sorted(caps, key=lambda cap: -math.inf if cap is None else -cap)
 
 
@@ -278,7 +281,7 @@ def folder_of(cap: float | None) -> str:
 
 
 def folders_with_rows(out: Path) -> list[Path]:
-    """A comparison's own folder, or those of its caps."""
+    """Returns a comparison's own folder, or the folders of its caps."""
     if (out / "rows.jsonl").exists():
         return [out]
     found = sorted(path.parent for pattern in ("*", "*/*") for path in out.glob(f"{pattern}/rows.jsonl"))
@@ -294,7 +297,7 @@ def _device() -> str:
 
 
 def last_run(path: Path, run_id: str | None) -> list[Row]:
-    """The rows of a run, by default the last one; of a case that was run again, the last row."""
+    """Returns the rows of a run, by default the last run. A case that was run again has its last row only."""
     rows = read_rows(path) if path.exists() else []
     if not rows:
         raise ValueError(f"looked for rows in {path}: there are none (--out)")
@@ -307,8 +310,8 @@ def last_run(path: Path, run_id: str | None) -> list[Row]:
 
 
 def runs_of(folders: Sequence[Path], run_id: str | None, *, needed: bool = True) -> list[tuple[Path, list[Row]]]:
-    """As `last_run`, of all of them that have a contender's row: a call may have ended before another's first. Where
-    none has, that is an error if one is `needed`."""
+    """Returns (folder, rows of `last_run`) for the folders that have a contender's row: a call may have ended before
+    the first row of a folder. With `needed`, it is an error if no folder has one."""
     from ds_zo.bench.report import contenders
 
     found, lacking = [], []
@@ -328,7 +331,7 @@ def runs_of(folders: Sequence[Path], run_id: str | None, *, needed: bool = True)
 
 
 def write_configs(params_of: Mapping[str, Row], folder: Path) -> None:
-    """Each contender's JSON, ready for `deepspeed launch/train.py --deepspeed FILE`."""
+    """Writes each contender's JSON, ready for `deepspeed launch/train.py --deepspeed FILE`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, params in params_of.items():
         if "config" in params:
@@ -337,7 +340,7 @@ def write_configs(params_of: Mapping[str, Row], folder: Path) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """The numbers, without curves and last words."""
+    """Writes the rows' numbers without learning curves and logs."""
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _LISTS))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore")

@@ -1,8 +1,9 @@
-"""Who is compared: each a choice of `optimizer`, `zero_optimization` and `ds_zo`, everything else being shared.
+"""The contenders: each is a choice of `optimizer`, `zero_optimization` and `ds_zo`; all other keys of the JSON are
+shared.
 
 Stock DeepSpeed is set up as its documentation advises (tutorials on ZeRO-Offload, ZenFlow and SuperOffload): pinned
-memory, copies overlapped with compute, its vectorised Adam on the CPU, all cores for the only rank. `settings` says so
-in the table.
+memory, copies overlapped with compute, its vectorised Adam on the CPU, all cores for the single rank. `settings` says
+so in the table.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ DIFFERING = ("optimizer", "zero_optimization", "ds_zo")
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 _BUCKET_NUMEL = 500_000_000
 _BUCKET_CARD_GB = 24
-"""Cards below this get buckets in proportion: DeepSpeed's documentation says to shrink them where memory is short."""
+"""A card with less memory, in GB, gets buckets in proportion. DeepSpeed's documentation advises smaller buckets where
+memory is short."""
 _GROUP_NUMEL = 1_000_000_000
-"""Of ZeRO-3's tiles of the update: its default."""
+"""Elements of ZeRO-3's `sub_group_size`: DeepSpeed's default."""
 _SUPER_GROUP_NUMEL = 400_000_000
 
 _HOST: Section = {"device": "cpu", "pin_memory": True}
@@ -49,7 +51,8 @@ _OFFLOAD3: Section = {
 }
 
 _BUDGET_SHARE = 0.96
-"""Of a smaller card, that ours are told of: what the allocator caches beyond what is used counts against the card."""
+"""Share of an emulated card that ds_zo's budget may use. Memory that the allocator caches beyond it counts against the
+card."""
 
 
 TIERS = {
@@ -59,9 +62,10 @@ TIERS = {
     ),
     "variants": ("zo-streamed", "adalomo", "adamw-flat", "zo-wire"),
 }
-"""In what order they run: what every table must have, those first that it needs most, then variants of some."""
+"""The order of runs. Every table has the contenders of `main`, the most important first; `variants` come last."""
 EXACT_PINNING = {"DS_PIN_MEMORY_BACKEND": "native"}
-"""DeepSpeed's own pinned memory. PyTorch's, its default, takes up to twice as much: see `_pinned`."""
+"""Variables that select DeepSpeed's own pinned memory. The default, PyTorch's, takes up to twice as much: see
+`_pinned`."""
 EXACTLY = "; pinned in exact sizes by DeepSpeed (" + ", ".join(f"{k}={v}" for k, v in EXACT_PINNING.items()) + ")"
 
 
@@ -74,65 +78,67 @@ class Contender:
     name: str
     title: str
     settings: str
-    """How it is set up, in words for the table."""
+    """The set-up in words, for the table."""
     optimizer: Section
     zero_optimization: Section
     ds_zo: Section | None = None
     backend: str | None = None
-    """Of ours, which place the parameters themselves."""
+    """Backend of ds_zo, which places the parameters itself; None: stock DeepSpeed or another package."""
     host_bytes: Callable[..., int] = field(default=_nothing, compare=False)
-    """Host memory by number of parameters, at least: a case that cannot have it is not started. `exact`: with
-    `EXACT_PINNING`, which is less where DeepSpeed pins."""
+    """Least host memory in bytes for a number of parameters. A case that cannot have it is not started. `exact`: with
+    `EXACT_PINNING`, which takes less where DeepSpeed pins."""
     device_bytes_each: int = 0
-    """Device memory a parameter for weights and states alone, in 16-bit training, where all of them stay there, at its
-    most: stage 2 has the weights twice while it flattens them."""
+    """Device bytes per parameter for weights and states in 16-bit training, if all of them stay on the device; 0
+    otherwise. It is the peak: stage 2 holds the weights twice while it flattens them."""
     period: int = 1
-    """Steps after which they repeat: times of fewer say little."""
+    """Steps after which the kinds of step repeat: timing fewer of them says little."""
     peer: str | None = None
-    """A package that trains without DeepSpeed, and must be installed."""
+    """A package that trains without DeepSpeed and must be installed; None: DeepSpeed trains."""
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot run here."""
+        """Why the contender cannot run on this machine; None: it can."""
         absent = self.peer is not None and importlib.util.find_spec(self.peer) is None
         return f"{self.peer} is not installed" if absent else None
 
 
 def _pinned(nbytes: int, exact: bool) -> int:
-    """PyTorch's pinned allocator rounds a request up to a power of two, and keeps what is returned to it."""
+    """Bytes that a pinned request takes. PyTorch's allocator rounds it up to a power of two and keeps freed memory."""
     return nbytes if exact or not nbytes else 1 << (nbytes - 1).bit_length()
 
 
 def _stage2_on_host(num_parameters: int, *, exact: bool = False) -> int:
-    """Master weights and gradients in float32 and 16-bit staging, pinned; two moments."""
+    """Bytes of master weights and gradients in float32 and of 16-bit staging, all pinned, and of two moments."""
     return 8 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + _pinned(2 * num_parameters, exact)
 
 
 def _zenflow_on_host(num_parameters: int, *, exact: bool = False) -> int:
-    """Beside what is pinned, which then moves to shared memory: master, a stale copy, two sets of gradients and two of
-    moments."""
+    """Bytes of pinned buffers, which later move to shared memory, and of master weights, a stale copy of them, two sets
+    of gradients and two sets of moments."""
     return 32 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + 2 * num_parameters
 
 
 def _stage3_on_host(
     num_parameters: int, *, exact: bool = False, group: int = _GROUP_NUMEL, weights: bool = False
 ) -> int:
-    """Master and moments; gradients pinned in float32, one request a group, and in 16 bits, all in one."""
+    """Bytes of master weights and moments, and of pinned gradients: in float32 one request per group, in 16 bits one
+    request in all."""
     whole, rest = divmod(num_parameters, group)
     gradients = whole * _pinned(4 * group, exact) + _pinned(4 * rest, exact) + _pinned(2 * num_parameters, exact)
     return 12 * num_parameters + gradients + (_pinned(2 * num_parameters, exact) if weights else 0)
 
 
 def _superoffload_on_host(num_parameters: int, *, exact: bool = False) -> int:
-    """The same, with gradients copied once more into memory that the helper process shares, and its staging."""
+    """Bytes as for stage 3, with a copy of the gradients in memory that the helper process shares, and its staging
+    buffer."""
     group = min(_SUPER_GROUP_NUMEL, num_parameters)
     there = _stage3_on_host(num_parameters, exact=exact, group=group)
     return there + 4 * num_parameters + _pinned(4 * group, exact)
 
 
 def _streamed_on_host(num_parameters: int, *, exact: bool = False, each: int = 2) -> int:
-    """16-bit weights, with float32's low bits beside them where the master is split; those that are to stay on the
-    device start here."""
+    """Bytes of 16-bit weights, and of float32's low bits if the master is split. Blocks that later stay on the device
+    are loaded here first."""
     return each * num_parameters
 
 
@@ -305,20 +311,20 @@ ALL: dict[str, Contender] = {
 
 
 def in_order_of_runs(names: Sequence[str] | None) -> list[Contender]:
-    """As `chosen`, with those first that a table needs most."""
+    """Returns the contenders of `chosen` in the order of `TIERS`."""
     place = {name: i for i, name in enumerate(name for tier in TIERS.values() for name in tier)}
     return sorted(chosen(names), key=lambda contender: place[contender.name])
 
 
 def settings_of(contender: Contender, env: Mapping[str, str]) -> str:
-    """In words, with what its case was told beside the JSON."""
+    """The set-up in words, with the environment variables that its case was given."""
     told = all(env.get(key) == value for key, value in EXACT_PINNING.items())
     pins = contender.backend is None and "offload_optimizer" in contender.zero_optimization
     return contender.settings + (EXACTLY if told and pins else "")
 
 
 def chosen(names: Sequence[str] | None) -> list[Contender]:
-    """By name, in the order of the table; None: all."""
+    """Returns contenders by name in the order of the table; None: all."""
     unknown = set(names or ()) - ALL.keys()
     if unknown:
         raise ValueError(f"unknown contender {', '.join(sorted(unknown))}; there are {', '.join(ALL)} (--contenders)")
@@ -332,11 +338,12 @@ def config_of(
     lr: float | None = None,
     device_memory_gb: float | None = None,
 ) -> Section:
-    """The JSON of a contender. A smaller card is told to ours, and makes stock DeepSpeed's buckets smaller."""
+    """Returns the JSON of a contender. A smaller card sets ds_zo's memory budget, and makes stock DeepSpeed's buckets
+    smaller."""
     config: Section = copy.deepcopy({**shared, "optimizer": contender.optimizer})
     config["zero_optimization"] = copy.deepcopy(contender.zero_optimization)
     if shared["gradient_clipping"]:
-        config["zero_optimization"].pop("compute_grad_norm", None)  # clipping needs it
+        config["zero_optimization"].pop("compute_grad_norm", None)  # clipping needs the norm
     if contender.ds_zo is not None:
         config["ds_zo"] = copy.deepcopy(contender.ds_zo)
     if device_memory_gb is not None:
@@ -351,7 +358,8 @@ def config_of(
 
 
 def shared_config(*, batch: int, dtype: str, gradient_clipping: float = 0.0) -> Section:
-    """What every contender's JSON has. No clipping by default: it costs LOMO a second pass and the rest little."""
+    """Keys that every contender's JSON has. Clipping is off by default: it costs LOMO a second pass and the other
+    methods little."""
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
@@ -359,5 +367,5 @@ def shared_config(*, batch: int, dtype: str, gradient_clipping: float = 0.0) -> 
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
         "steps_per_print": 1_000_000,
         "wall_clock_breakdown": False,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a step
+        "timers": {"throughput": {"enabled": False}},  # this timer waits for the device twice a step
     }

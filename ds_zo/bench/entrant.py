@@ -1,4 +1,4 @@
-"""One contender's case, as its child runs it: build, warm up, time, take apart, profile."""
+"""Runs one contender's case in its child process: build, warm up, time steps, time their parts, profile."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch import nn
 from ds_zo.bench.builds import load_extensions
 from ds_zo.bench.contenders import ALL, Contender, settings_of
 from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps
-from ds_zo.bench.rows import Row
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
 from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing
 from ds_zo.bench.workload import batches_of
 from ds_zo.planner.models import DTYPES
+from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import expand_segments
 
 EXTRA_STEPS = ((0.2, 4), (3.0, 2), (math.inf, 1))
-"""(longest step, how many are taken apart): as many more are profiled."""
+"""(seconds of a step at most, number of steps whose parts are timed). As many more steps are profiled."""
 _LONGEST_AGEING = 16
 _FIRST_ONES = 2
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What all contenders of a table have in common."""
+    """The settings that all contenders of a table share."""
 
     model: str
     batch: int
@@ -49,7 +49,7 @@ class Spec:
     seed: int = 0
     profile: bool = True
     max_s: float | None = None
-    """Most seconds that timed steps may take, where fewer of them do."""
+    """Most seconds that the timed steps may take: fewer steps are timed if they would take longer. None: no limit."""
 
     @property
     def where(self) -> torch.device:
@@ -67,7 +67,7 @@ class Spec:
 
 
 def measure_machine(*, device: str) -> Row:
-    """Link and CPU-Adam bandwidth, in the same run as the cases they explain."""
+    """Measures the bandwidth of the link and of the CPU's Adam, in the same run as the cases that they explain."""
     if device == "cuda":
         load_extensions()
     row: Row = {"cpu_adam_gparams_per_s": cpu_adam_gparams_per_s(numel=2**27 if device == "cuda" else 2**20)}
@@ -79,11 +79,11 @@ def measure_machine(*, device: str) -> Row:
 
 
 def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
-    """The case of one contender; `config` is its whole DeepSpeed JSON, `spec` the fields of `Spec`."""
+    """Measures one contender. `config` is its whole DeepSpeed JSON, `spec` the fields of `Spec`."""
     wanted, entrant = Spec(**spec), ALL[contender]
     if wanted.device == "cuda":
         torch.cuda.set_device(wanted.where)
-        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: what fits is not to fail for the gaps between
+        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: fragmentation must not decide whether a model fits
         if wanted.device_memory_gb is not None:
             cap_device_memory(wanted.device_memory_gb, wanted.where)
     torch.manual_seed(wanted.seed)
@@ -143,14 +143,14 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
     if wanted.profile and wanted.device == "cuda":
         try:
             row |= profile_steps(step, steps=num_extra)
-        except Exception as error:  # what was measured without the profiler is not lost for it
+        except Exception as error:  # the measurements without the profiler are kept
             row["profile_error"] = f"{type(error).__name__}: {error}"
         clock.lap("profile")
     return row | {"laps_s": clock.laps}
 
 
 class _Clock:
-    """Where a case's own time goes; the rest of `wall_s` is CUDA's start and what was held being given back."""
+    """Seconds of a case's phases. The rest of `wall_s` is the start of CUDA and the release of memory."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -178,28 +178,29 @@ def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
 
 
 def _facts(running: str, *, starts_as_given: bool | None, parameters: int) -> Row:
-    """`running` names the classes that do the work: a setting that DeepSpeed passed over would show there.
-    `starts_as_given`: whether the weights are those it was given, where they can be looked at."""
+    """Facts for the row. `running` names the classes of the optimizer, so that a setting that DeepSpeed ignored can be
+    seen. `starts_as_given`: whether the weights equal those that it was given; None: they cannot be compared."""
     return {"running": running, "starts_as_given": starts_as_given, "parameters": parameters}
 
 
 def _ageing(entrant: Contender, config: Row, engine: Any) -> Callable[[], int] | None:
-    """ZO's steps grow dearer until every streamed block has been written back once: past updates are replayed. The
-    first one of ZeRO-Offload touches host memory that later ones reuse, and at stage 3 records what they prefetch."""
+    """Returns a function that gives the warm-up steps that the engine needs; None: no more than any method. ZO's steps
+    cost more until every streamed block has been written back once, because past updates are replayed. The first step
+    of ZeRO-Offload touches host memory that later steps reuse, and at stage 3 records what they prefetch."""
     if entrant.backend == "zo":
         return partial(_written_back_after, engine)
     return (lambda: _FIRST_ONES) if "offload_optimizer" in config["zero_optimization"] else None
 
 
 def _written_back_after(engine: Any) -> int:
-    homes = engine.backend.block_store
-    streams = any(unit.streamed for unit in homes.placement.blocks)
-    return min(homes.interval, _LONGEST_AGEING) if streams else 0
+    block_store = engine.backend.block_store
+    streams = any(unit.streamed for unit in block_store.placement.blocks)
+    return min(block_store.interval, _LONGEST_AGEING) if streams else 0
 
 
 def _starts_as_given(model: nn.Module) -> bool | None:
-    """Looks at the smallest matrix. DeepSpeed 0.19.8 flattens ZenFlow's transposed and reads them back as if they were
-    not (stage 1 and 2)."""
+    """Compares the smallest matrix with its source; None: there is none to compare. DeepSpeed 0.19.8 flattens ZenFlow's
+    matrices transposed and reads them back as if they were not (stage 1 and 2)."""
     source = getattr(model, "_ds_zo_source", None)
     matrices = [(p.numel(), name, p) for name, p in model.named_parameters() if p.ndim == 2]  # none at stage 3
     if source is None or not matrices:
@@ -209,15 +210,15 @@ def _starts_as_given(model: nn.Module) -> bool | None:
 
 
 def _classes(optimizer: Any) -> str:
-    """Of an optimizer and of those it wraps, as `Outer(Inner)`."""
+    """Names the classes of an optimizer and of those it wraps, as `Outer(Inner)`."""
     inner = getattr(optimizer, "optimizer", None)
     name = type(optimizer).__name__
     return f"{name}({_classes(inner)})" if inner is not None else name
 
 
 def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
-    """As each update path is meant to be fed: ours read the weights themselves where they stream them, ZeRO-3 builds
-    the model in partitions, the rest have it on the device. The weights are the same."""
+    """Makes the model in the form that the method needs; the weights are the same. Streaming backends of ds_zo read the
+    weights themselves, ZeRO-3 builds the model in partitions, the other methods have it on the device."""
     lazy = spec.lazy_model()
     streams = entrant.backend is not None and "offload_param" in config["zero_optimization"]
     if streams:
@@ -228,15 +229,15 @@ def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
 
 
 def _partitioned(lazy: nn.Module, config: Row, spec: Spec) -> nn.Module:
-    """Built under `zero.Init`, so that it is never whole on the device, then given the values of `lazy`. Its buffers
-    too: they would be made in `dtype`."""
+    """Builds the model under `zero.Init`, so that it is never whole on the device, and gives it the values of `lazy`.
+    Buffers are copied too: `zero.Init` would make them in `dtype`."""
     import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     deepspeed.init_distributed()
     dtype = DTYPES[spec.dtype]
-    # Initial values of a parameter that is partitioned already can fail (OPT's padding).
+    # Initialising a parameter that is already partitioned can fail (OPT's padding).
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(lazy.config, dtype=dtype)
     model.tie_weights()
@@ -252,13 +253,13 @@ def _partitioned(lazy: nn.Module, config: Row, spec: Spec) -> nn.Module:
 
 
 def _peer(entrant: Contender, config: Row, spec: Spec) -> Trainer:
-    from ds_zo.bench.lomo_peers import make_trainer
+    from ds_zo.bench.lomo_optim import lomo_optim_trainer
 
     model = materialise(spec.lazy_model(), spec.where)
     set_checkpointing(model, spec.checkpointing)
     model.train()
     lr = config["optimizer"]["params"]["lr"]
-    trainer = make_trainer("peer_lomo", model, batch_size=spec.batch, lr=lr)
+    trainer = lomo_optim_trainer("peer_lomo", model, lr=lr)
     num_parameters = sum(p.numel() for p in model.parameters())
     trainer.facts |= _facts(entrant.peer or "", starts_as_given=None, parameters=num_parameters)
     return trainer

@@ -1,8 +1,8 @@
-"""Groups of cases that one call ends once it has begun them: a model's contenders of one tier, under all its caps.
+"""Groups of cases that one call finishes once it has begun them: a model's contenders of one tier, under all its caps.
 
-Rows of several calls make one table only where they are of one machine. So a call of a result set passes over a group
-that it has no time for, and the next begins with it; what fits no call is begun where nothing else was, and cut. A tier
-waits until the one before is done.
+Rows of several calls make one table only if they are of one machine. A call of a result set therefore skips a group
+that it has no time for, and the next call begins with that group. A group that fits no call is begun in a call that has
+begun no other, and is cut off. A tier waits until the tier before it is done.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import NOT_RUN, Case, read_rows
 from ds_zo.bench.table_cases import MACHINE, likely_carried_over
+from ds_zo.records.rows import Row
 
 ELSEWHERE = "of another machine, left as it is"
 
@@ -35,7 +35,7 @@ class Part:
         return [case for case in self.cases if tier is None or case.name in {MACHINE, *TIERS[tier]}]
 
     def rows_of(self, run_id: str) -> dict[tuple[str, str], Row]:
-        """Of cases that need not run any more."""
+        """Returns the rows of cases that need not run again, by case and configuration hash."""
         rows = read_rows(self.out) if self.out.exists() else []
         return {
             (row["case"], row["config_hash"]): row
@@ -47,9 +47,9 @@ class Part:
 @dataclass(frozen=True)
 class Group:
     parts: Sequence[Part]
-    """The largest card first."""
+    """One part per cap, the largest card first."""
     tier: str | None
-    """None: all."""
+    """A name of `contenders.TIERS`; None: all tiers."""
     run_id: str
     min_free_host_gib: float
 
@@ -60,7 +60,7 @@ class Group:
         return f"{model.name}, {self.tier}" if self.tier is not None else model.name
 
     def left(self) -> list[tuple[Part, Case]]:
-        """Cases without a row."""
+        """Returns the cases that have no row."""
         known = [part.rows_of(self.run_id) for part in self.parts]
         return [
             (part, case)
@@ -70,36 +70,38 @@ class Group:
         ]
 
     def left_s(self) -> float:
-        """That they are expected to take."""
+        """Seconds that the remaining cases are expected to take."""
         return sum(self.takes_s(part, case) for part, case in self.left())
 
     def takes_s(self, part: Part, case: Case) -> float:
-        """Nothing where there is no host memory for it, where a larger card's row will probably hold, and for the
-        machine, which is measured once for all groups."""
+        """Expected seconds of one case. It is 0 in three cases: the host has too little memory for it, the row of a
+        larger card will probably hold, or it is the machine's case, which runs once for all groups."""
         carried = case.name == MACHINE or (part is not self.parts[0] and likely_carried_over(case))
         return 0.0 if carried or self.lacks(case) is not None else case.expected_s
 
     def lacks(self, case: Case) -> str | None:
-        """Host memory, in the words of its row, as far as the whole machine tells."""
-        from ds_zo.bench.measure import host_total_bytes
+        """Says in the words of a row that the whole machine has too little host memory for a case; None: it has
+        enough."""
+        from ds_zo.records.environment import host_total_bytes
 
         room_gb = (host_total_bytes() - self.min_free_host_gib * 2**30) / 1e9
         planned_gb = case.planned_host_gb or 0.0
         return f"not run: planned {planned_gb:.1f} of {room_gb:.1f} GB of host memory" if planned_gb > room_gb else None
 
     def is_stuck(self) -> bool:
-        """Whether it has cases left of a run that was begun on another machine, where alone it can go on."""
-        from ds_zo.bench.measure import machine_id
+        """Whether the group has cases left of a run that another machine began, and that only that machine can
+        continue."""
+        from ds_zo.records.environment import machine_id
 
         return bool(self.left()) and any(row.get("machine") != machine_id() for row in self.rows())
 
     def rows(self) -> list[Row]:
-        """That its run has so far, of other tiers too."""
+        """Returns the rows that the group's run has, of all tiers."""
         return [row for part in self.parts for row in part.rows_of(self.run_id).values()]
 
 
 class Turn:
-    """Which groups a call begins, asked in their order."""
+    """Decides which groups a call begins. The call asks for them in their order."""
 
     def __init__(self) -> None:
         self._began = False
@@ -115,7 +117,7 @@ class Turn:
 
 
 def listed(groups: Sequence[Group], *, total_s: float | None) -> Iterator[str]:
-    """Every case with what it is planned to take, and which groups a call of `total_s` ends."""
+    """Lists every case with its planned memory and time, and the groups that a call of `total_s` seconds finishes."""
     for group in groups:
         if group.is_stuck():
             yield f"{group.name}: {ELSEWHERE}"

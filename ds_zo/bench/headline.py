@@ -1,4 +1,4 @@
-"""What several comparisons come to: a table for each card, one column a model, and one plot, from rows alone."""
+"""Summarises several comparisons: a table for each card with one column per model, and one plot, from rows alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import NOT_RUN, VOID
+from ds_zo.records.rows import Row
 
 BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
-"""What stands between them in a file is the headline's: `--into` replaces it."""
+"""Markers in a file: `--into` replaces the text between them."""
 PLOT = "headline.svg"
 _MISSING = ""
 _SHORT = {
@@ -28,8 +28,8 @@ _SHORT = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """One model under one cap, as its run left it."""
+class MeasuredModel:
+    """One model under one cap, with the rows of its run."""
 
     folder: Path
     rows: list[Row]
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def model(self) -> str:
-        """A column's head."""
+        """The head of the model's column."""
         spec = self.spec
         cut = f", {spec['layers']} layers" if spec.get("layers") else ""
         return f"{spec['model'].removeprefix('random:')}{cut}, {spec['batch']} x {spec['length']}"
@@ -56,7 +56,7 @@ class Part:
 
 
 def write_headline(folders: Sequence[Path], *, into: Path | None = None) -> str:
-    """The Markdown, which also goes between the markers of `into`; the plot is a file beside the results."""
+    """Returns the Markdown and writes it between the markers of `into`. The plot is a file beside the results."""
     parts = read_parts(folders)
     root = Path(os.path.commonpath([str(folder) for folder in folders]))
     plot = root / PLOT
@@ -68,20 +68,20 @@ def write_headline(folders: Sequence[Path], *, into: Path | None = None) -> str:
     return text
 
 
-def read_parts(folders: Sequence[Path]) -> list[Part]:
+def read_parts(folders: Sequence[Path]) -> list[MeasuredModel]:
     from ds_zo.bench.compare import folders_with_rows, runs_of
 
     found = dict.fromkeys(part for folder in folders if folder.is_dir() for part in folders_with_rows(folder))
     if not found:
         raise ValueError(f"looked for rows in {', '.join(map(str, folders))}: there are none (--headline)")
-    parts = [Part(folder, rows) for folder, rows in runs_of(list(found), None)]
+    parts = [MeasuredModel(folder, rows) for folder, rows in runs_of(list(found), None)]
     size = {part.model: max(row.get("parameters") or 0 for row in part.rows) for part in parts}
     return sorted(parts, key=lambda part: (size[part.model], part.model, part.cap_gb is not None, part.cap_gb))
 
 
 def put_between_markers(file: Path, text: str) -> None:
-    """Changes nothing else in the file."""
-    with file.open(encoding="utf-8", newline="") as opened:  # its line ends as they are
+    """Replaces the text between the markers, and nothing else in the file."""
+    with file.open(encoding="utf-8", newline="") as opened:  # keeps the line ends
         before = opened.read()
     begin = before.find(BEGIN)
     end = before.find(END, max(0, begin))
@@ -92,7 +92,7 @@ def put_between_markers(file: Path, text: str) -> None:
         opened.write(before[:begin] + own + before[end:])
 
 
-def markdown(parts: Sequence[Part], *, root: str, plot: str | None) -> str:
+def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None) -> str:
     lines = [_facts(parts), ""]
     caps = sorted({part.cap_gb for part in parts}, key=lambda cap: float("inf") if cap is None else cap)
     for cap in caps:
@@ -111,7 +111,7 @@ def markdown(parts: Sequence[Part], *, root: str, plot: str | None) -> str:
     return "\n".join([*lines, "", "```bash", *_commands(parts, root), "```"])
 
 
-def _facts(parts: Sequence[Part]) -> str:
+def _facts(parts: Sequence[MeasuredModel]) -> str:
     first = parts[0].entrants[0]
     rows = [row for part in parts for row in part.rows]
     num_machines = len({row.get("machine") for row in rows})
@@ -135,12 +135,12 @@ def _facts(parts: Sequence[Part]) -> str:
 
 
 def _span(values: Sequence[float], form: str) -> str:
-    """Of all machines."""
+    """The range of a value over all machines, as text."""
     least, most = (format(value, form) for value in (min(values), max(values)))
     return least if least == most else f"{least} to {most}"
 
 
-def _table(parts: Sequence[Part]) -> list[str]:
+def _table(parts: Sequence[MeasuredModel]) -> list[str]:
     names = {row["case"]: row for part in parts for row in part.entrants}
     lines = ["| | " + " | ".join(part.model for part in parts) + " |", "| --- " * (len(parts) + 1) + "|"]
     for row in in_table_order(list(names.values())):
@@ -165,8 +165,8 @@ def _cell(row: Row | None) -> str:
     return " / ".join([speed, shown(row.get("peak_gb")), shown(host_gb(row))])
 
 
-def _not_measured(parts: Sequence[Part]) -> list[str]:
-    """A sentence a reason."""
+def _not_measured(parts: Sequence[MeasuredModel]) -> list[str]:
+    """Makes one sentence for each reason why contenders have no numbers."""
     whose: dict[str, list[str]] = {}
     for part in parts:
         for row in part.entrants:
@@ -176,8 +176,8 @@ def _not_measured(parts: Sequence[Part]) -> list[str]:
     return [f"Not measured: {', '.join(names)}: {why}." for why, names in whose.items()]
 
 
-def _commands(parts: Sequence[Part], root: str) -> list[str]:
-    """Those that make such rows, from what the rows were told."""
+def _commands(parts: Sequence[MeasuredModel], root: str) -> list[str]:
+    """Returns the commands that make such rows, from the parameters in the rows."""
     from ds_zo.bench.result_set import PRESETS
 
     told = {(part.spec["model"], part.spec["batch"], part.spec["length"]) for part in parts}
@@ -185,7 +185,7 @@ def _commands(parts: Sequence[Part], root: str) -> list[str]:
         made = [table.folder for table in tables if (table.model, table.batch, table.seq) in told]
         if len(made) == len(told):
             only = f" --only {','.join(made)}" if len(made) < len(tables) else ""
-            # not where these rows are, which a reader wants to keep
+            # a folder other than that of these rows, which a reader wants to keep
             return [_command(parts[0], f"--preset {name}{only} --resume", f"runs/{name}", model=False)]
     models = dict.fromkeys(part.model for part in parts)
     lines = []
@@ -197,7 +197,7 @@ def _commands(parts: Sequence[Part], root: str) -> list[str]:
     return lines
 
 
-def _command(part: Part, what: str, out: str, *, model: bool) -> str:
+def _command(part: MeasuredModel, what: str, out: str, *, model: bool) -> str:
     from ds_zo.bench.compare import add_arguments
 
     parser = argparse.ArgumentParser()
@@ -214,8 +214,8 @@ def _command(part: Part, what: str, out: str, *, model: bool) -> str:
     return " ".join(["python launch/compare.py", *options, what, "--out", shlex.quote(out)])
 
 
-def _draw(parts: Sequence[Part], path: Path) -> bool:
-    """Whether there was anything to draw."""
+def _draw(parts: Sequence[MeasuredModel], path: Path) -> bool:
+    """Draws the plot. Returns False if there is nothing to draw."""
     from ds_zo.bench.plots import panels
 
     models = dict.fromkeys(part.model for part in parts)

@@ -1,6 +1,7 @@
-"""`ds-zo report`: what this machine has of what ds_zo needs, how fast it is, and what to do where something is amiss.
+"""`ds-zo report`: checks what ds_zo needs of this machine, measures its speeds, and names a remedy for each problem.
 
-Beside `ds_report`, which lists DeepSpeed's operators. Nothing is built; what takes the GPU takes a second or two.
+`ds_report` lists DeepSpeed's operators; this report has none of them. It builds nothing. The measurements on the GPU
+take a second or two.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Any, Literal
 import torch
 
 from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
-from ds_zo.bench.measure import environment, extensions_folder, host_free_bytes, host_total_bytes
 from ds_zo.bench.profile_layers import LayerTimes, profile_layers
 from ds_zo.planner.models import load_config
 from ds_zo.planner.table import grid
+from ds_zo.records.environment import environment, extensions_folder, host_free_bytes, host_total_bytes
 
 Status = Literal["ok", "warn"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     found: str
@@ -36,11 +37,12 @@ class Check:
 
 @dataclass
 class Machine:
-    """What `inspect_machine` found."""
+    """The result of `inspect_machine`."""
 
     checks: list[Check]
     rates: dict[str, Any]
-    """What could be measured of `planner.Rates`: `ds-zo plan --rates` takes it, and its own figures for the rest."""
+    """The fields of `planner.Rates` that could be measured. `ds-zo plan --rates` reads them and uses its own figures
+    for the others."""
     environment: dict[str, Any] = field(default_factory=dict)
     layers: LayerTimes | None = None
 
@@ -61,11 +63,11 @@ class Machine:
 
 
 def inspect_machine(*, layers: str | None = None, batch: int = 1, seq: int = 2048) -> Machine:
-    """`layers` names a model whose layers are timed too."""
+    """Checks and measures the machine. `layers` names a model whose layers are timed too; None: no model."""
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
     if layers:
-        load_config(layers, seq=seq)  # before anything is measured, for a name that is wrong
+        load_config(layers, seq=seq)  # a wrong name is an error before anything is measured
     rates: dict[str, Any] = {}
     found = Machine([], rates, environment())
     on_gpu: dict[str, Callable[[], Check]] = {"pinning": _pinning, "link": lambda: _link(rates)}
@@ -91,7 +93,7 @@ def inspect_machine(*, layers: str | None = None, batch: int = 1, seq: int = 204
 
 
 def _attempt(name: str, check: Callable[[], Check]) -> Check:
-    """A report that breaks off at the first thing that is wrong would be no help."""
+    """Runs one check. An exception becomes a failed check, so that the report continues."""
     try:
         return check()
     except Exception as error:
@@ -148,7 +150,7 @@ def _triton() -> Check:
         return Check("Triton", triton.__version__)
     except ImportError:
         return Check("Triton", "missing", "warn", remedy)
-    except Exception as error:  # of a driver or a compiler that it looks for as it is imported
+    except Exception as error:  # Triton looks for a driver and a compiler when it is imported
         return Check("Triton", f"installed and broken: {type(error).__name__}: {error}", "warn", remedy)
 
 
@@ -185,7 +187,7 @@ def _locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("locked memory", "unlimited")
-    # CUDA pins through its driver, which most kernels do not count against the limit: `pinning` has the last word.
+    # CUDA pins through its driver, which most kernels do not count against the limit: the check `pinning` decides.
     return Check("locked memory", f"limit {soft / 1e9:.3g} GB (ulimit -l)")
 
 
@@ -211,7 +213,7 @@ def _huge_pages() -> Check:
 def _cores() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = f"{cores}, torch uses {torch.get_num_threads()}"
-    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # more are for nested regions
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
     if limit.isdigit() and int(limit) < cores // 2:
         remedy = f"CPU Adam gets {limit} of {cores} cores: raise or unset OMP_NUM_THREADS"
         return Check("cores", f"{text}, OMP_NUM_THREADS={limit}", "warn", remedy)

@@ -1,4 +1,4 @@
-"""The figures of `planner.Rates`, measured: each takes a fraction of a second."""
+"""Measures the fields of `planner.Rates`; each takes a fraction of a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPEATS = 5
 
 
 def device_rates(device: torch.device) -> dict[str, Any]:
-    """Of a CUDA device: its link, its matrix products, its memory, its launches and our noise."""
+    """Measures a CUDA device: its link, matrix products, memory, launches and ds_zo's noise."""
     link = link_gbps(device)
     size = 8192
     square = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -31,7 +31,7 @@ def device_rates(device: torch.device) -> dict[str, Any]:
         "link_up_gbps": link["up"],
         "link_down_gbps": link["down"],
         "link_both_gbps": link["both"],
-        # Products of a block are smaller and less square than this one.
+        # The matrix products of a block are smaller and less square than this one.
         "matmul_tflops": 0.88 * 2 * size**3 / matmul_s / 1e12,
         "device_memory_gbps": 2 * flat.nbytes / sweep_s / 1e9,
         # A model's operation costs several times a bare launch: modules, hooks, checks.
@@ -41,7 +41,7 @@ def device_rates(device: torch.device) -> dict[str, Any]:
 
 
 def noise_rate(device: torch.device, *, numel: int = 2**26) -> dict[str, float]:
-    """Draws a second inside the fused kernel: the slope between replaying few updates and many."""
+    """Measures noise values per second inside the fused kernel: the slope between replaying few updates and many."""
     from ds_zo import ops
 
     table = ops.build_table([ops.Segment(0, numel, 0, 0, True)], device)
@@ -69,7 +69,7 @@ def noise_rate(device: torch.device, *, numel: int = 2**26) -> dict[str, float]:
         )
 
     few, many = 2, 18
-    for _ in range(3):  # on a busy machine many may look faster than few
+    for _ in range(3):  # on a busy machine, many updates may seem faster than few
         slope_s = (seconds_of(lambda: replay(many), device) - seconds_of(lambda: replay(few), device)) / (many - few)
         if slope_s > 0:
             return {"noise_gdraws": numel / slope_s / 1e9}
@@ -77,7 +77,7 @@ def noise_rate(device: torch.device, *, numel: int = 2**26) -> dict[str, float]:
 
 
 def host_rates() -> dict[str, Any]:
-    """Of the CPU: torch's fused Adam, and matrix products."""
+    """Measures the CPU: torch's fused Adam, and matrix products."""
     device = torch.device("cpu")
     size = 1024
     square = torch.randn(size, size)
@@ -86,7 +86,8 @@ def host_rates() -> dict[str, Any]:
 
 
 def deepspeed_adam_gparams_per_s(*, timeout_s: float) -> float | None:
-    """In a process of its own: loading it may build it anew, or wait for ever for a build that was killed."""
+    """Measures DeepSpeed's CPU Adam in a process of its own, because loading it may build it, or wait for ever for the
+    lock of a killed build. None: no answer within `timeout_s`."""
     code = "from ds_zo.bench.measure import cpu_adam_gparams_per_s as f; print('SPEED', f(numel=2**25))"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
@@ -104,7 +105,7 @@ def _torch_adam_gparams_per_s(*, numel: int) -> float:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS) -> float:
-    """The median of a few calls after one that is not counted."""
+    """The median seconds of a few calls, after one that is not counted."""
     call()
     found = []
     for _ in range(repeats):

@@ -1,30 +1,20 @@
-"""What a case measures: steps, memory, the link, the CPU's Adam, and the machine it ran on."""
+"""Measurements of one case: seconds of steps, peaks of memory, speed of the link and of the CPU's Adam."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import resource
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from functools import lru_cache
-from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
-_REPO = Path(__file__).resolve().parents[2]
+from ds_zo.records.environment import host_peak_gb
+
 _FEWEST_STEPS = 2
 _SETTLING_STEPS = 2
-"""After these an engine has made its choices: what it placed where, how often it writes back."""
-_PACKAGES = ("ds_zo", "deepspeed", "torch", "transformers", "accelerate", "triton")
+"""Steps after which an engine has chosen where blocks are placed and how often they are written back."""
 
 
 def measure_steps(
@@ -37,15 +27,16 @@ def measure_steps(
     period: int = 1,
     ages_after: Callable[[], int] | None = None,
 ) -> dict[str, Any]:
-    """Median, fastest and slowest of `steps` calls after `warmup` untimed ones, with the peaks of memory.
+    """Returns the median, fastest and slowest seconds of `steps` calls after `warmup` untimed ones, and peaks of
+    memory.
 
-    A step may return its loss, which is kept on the device and read once after the last step. On CUDA each step is
-    timed by events on the current stream, so that nothing waits between steps. `max_s` makes fewer of them, two at
-    least, where the warm-up says that they would take longer, and ends a warm-up of which two steps or more took half
-    of it: the first, in which kernels are compiled, says nothing of those to come. Steps that differ in turns of
-    `period` are warmed up and timed in whole turns, or their mean would depend on where it stops. `ages_after` is
-    asked, once the engine has settled, how many steps it takes until they cost what they cost in the middle of a run:
-    those are warmed up whatever they take.
+    A step may return its loss, which stays on the device and is read after the last step. On CUDA, events on the
+    current stream time each step, so that nothing waits between steps. `max_s` limits the seconds of timed steps: if
+    the warm-up shows that they would take longer, fewer are timed, at least two. It also ends the warm-up after two or
+    more steps once they took half of `max_s`; the first step, in which kernels are compiled, does not count as typical.
+    Steps of which `period` differ are warmed up and timed in whole periods, or their mean would depend on where it
+    stops. `ages_after` is called once the engine has settled. It returns the number of warm-up steps after which a step
+    costs what it costs in the middle of a run; these are made however long they take.
     """
     device = torch.device(device)
     warmup_seconds: list[float] = []
@@ -110,7 +101,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_peaks(device: torch.device | str) -> dict[str, float]:
-    """GB (10**9 bytes) on the device since the last reset, and the largest this process's host memory ever was."""
+    """Peak GB (10**9 bytes) on the device after the last reset, and the peak of this process's host memory."""
     on_gpu = torch.device(device).type == "cuda"
     return {
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else 0.0,
@@ -119,60 +110,8 @@ def memory_peaks(device: torch.device | str) -> dict[str, float]:
     }
 
 
-def host_peak_gb() -> float:
-    """VmHWM: resident pages at their most, pinned ones included. `ru_maxrss` would report a larger parent's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / 1e9
-    return 0.0
-
-
-def host_free_bytes() -> int:
-    """What may still be allocated on the host: the kernel's estimate, or less where a container's limit is nearer."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    folder = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            ceiling = int((folder / limit).read_text())
-            cached = _file_cache_bytes((folder / limit).parent / "memory.stat")
-            free = min(free, ceiling - int((folder / used).read_text()) + cached)
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return free
-
-
-def host_total_bytes() -> int:
-    """Of the machine, or of the container where its limit is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int((Path("/sys/fs/cgroup") / limit).read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return total
-
-
-def may_lock_memory() -> bool:
-    """Any amount of it, as `mlock` wants: no limit, or the capability to pass over it."""
-    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
-        return True
-    cap_ipc_lock = 1 << 14
-    status = Path("/proc/self/status").read_text().splitlines()
-    return any(int(line.split()[1], 16) & cap_ipc_lock for line in status if line.startswith("CapEff:"))
-
-
-def _file_cache_bytes(stat: Path) -> int:
-    """File pages that the kernel drops when memory runs short: a limit counts them as used."""
-    fields = dict(line.split() for line in stat.read_text().splitlines() if len(line.split()) == 2)
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
-
-
 def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
-    """The device that a case runs on, made the current one; `cap_gb` makes it smaller."""
+    """Makes the device of a case the current one and returns it. `cap_gb` limits its memory."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -183,16 +122,16 @@ def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
 
 
 def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
-    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card, and DeepSpeed see such a card.
+    """Makes allocations beyond `gb` (10**9 bytes) fail as on a smaller card, and makes DeepSpeed see such a card.
 
-    The limit binds PyTorch's allocator, cached blocks included; CUDA's own context (about 0.5 GB) is outside of it.
-    DeepSpeed asks the driver what is free, and flattens on the host what a smaller card has no room for (stage 1 and
-    2): not told of the cap, it would run out of memory where on such a card it does not.
+    The limit binds PyTorch's allocator, cached blocks included. CUDA's own context (about 0.5 GB) is not counted.
+    DeepSpeed asks the driver for free memory, and flattens weights on the host if a card has no room for them (stage 1
+    and 2). If it did not know of the cap, it would run out of memory in a step that a real smaller card survives.
     """
     total = torch.cuda.get_device_properties(device).total_memory
     if gb * 1e9 > total:
         raise ValueError(f"a cap must be within the card's {total / 1e9:.1f} GB, got {gb} (--device-memory-gb)")
-    index = torch.device(device).index  # which that function wants to be told
+    index = torch.device(device).index  # `set_per_process_memory_fraction` needs an index
     index = torch.cuda.current_device() if index is None else index
     torch.cuda.set_per_process_memory_fraction(gb * 1e9 / total, index)
     from deepspeed.accelerator import get_accelerator
@@ -203,7 +142,7 @@ def cap_device_memory(gb: float, device: torch.device | str = "cuda") -> None:
 
 
 def link_gbps(device: torch.device | str) -> dict[str, float]:
-    """Copy bandwidth between pinned host memory and the device: up, down, and both at once."""
+    """GB/s of copies between pinned host memory and the device: up, down, and both at once."""
     device, nbytes = torch.device(device), 2**30
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -225,7 +164,7 @@ def link_gbps(device: torch.device | str) -> dict[str, float]:
 
 
 def cpu_adam_gparams_per_s(*, numel: int) -> float:
-    """Speed of DeepSpeed's AdamW on the CPU in G parameters/s, float32, the step ZeRO-Offload waits for."""
+    """G parameters/s of DeepSpeed's AdamW on the CPU in float32: the step that ZeRO-Offload waits for."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     parameter = torch.nn.Parameter(torch.zeros(numel))
@@ -238,68 +177,3 @@ def cpu_adam_gparams_per_s(*, numel: int) -> float:
         adam.step()
         seconds.append(time.perf_counter() - start)
     return numel / statistics.median(seconds) / 1e9
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the software, found without initialising CUDA."""
-    machine = {"gpu": gpu_name(), "cpus": os.cpu_count(), "machine": machine_id()}
-    return {**machine, "commit": commit(), "versions": versions()}
-
-
-@lru_cache(maxsize=1)
-def machine_id() -> str:
-    """Tells this machine from others of its kind, which may have the same name, and names neither."""
-    cards = _output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader") or ""
-    return hashlib.sha256(f"{platform.node()} {cards}".encode()).hexdigest()[:8]
-
-
-@lru_cache(maxsize=1)
-def gpu_memory_gb() -> float | None:
-    """Of the first card, in 10**9 bytes."""
-    found = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
-    first = found.partition("\n")[0].strip()
-    return int(first) * 2**20 / 1e9 if first.isdigit() else None
-
-
-@lru_cache(maxsize=1)
-def gpu_name() -> str | None:
-    if torch.cuda.is_initialized():
-        return torch.cuda.get_device_name()
-    return (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").partition("\n")[0] or None
-
-
-@lru_cache(maxsize=1)
-def commit() -> str | None:
-    """Of the working tree, marked where it was changed; `DS_ZO_COMMIT` says it where there is no repository."""
-    return _output("git", "-C", str(_REPO), "describe", "--always", "--dirty") or os.environ.get("DS_ZO_COMMIT")
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        loaded = getattr(sys.modules.get(name), "__version__", None)
-        try:
-            found[name] = str(loaded or metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def extensions_folder() -> Path:
-    """Where torch keeps what it has built; asking torch itself would make the folder."""
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
-        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    from torch.utils.cpp_extension import get_default_build_root
-
-    cuda = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
-    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{cuda}"
-
-
-def _output(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except subprocess.TimeoutExpired:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

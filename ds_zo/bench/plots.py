@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ds_zo.bench.contenders import ALL
-from ds_zo.bench.curves import SMOOTHED_STEPS, smoothed
-from ds_zo.bench.rows import Row
+from ds_zo.bench.losses import SMOOTHED_STEPS, smoothed
+from ds_zo.records.rows import Row
 
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
 _COLOURS = (
@@ -23,7 +23,8 @@ _COLOURS = (
     *("#2f4b7c", "#a05195", "#f0803c", "#487e4c", "#7f1d1d", "#0f766e"),
 )
 _CUT_AT = 3.0
-"""Of the median bar, where the longest is twice that: one slow contender would leave the rest no room."""
+"""A bar is cut at this multiple of the median bar if the longest is twice that: one slow contender would leave the
+others no room."""
 _PARTS = (("forward_s", "forward", "#4c72b0"), ("backward_s", "backward", "#55a868"), ("update_s", "update", "#dd8452"))
 _DEVICE = (
     ("gpu_compute_s", "GPU computes", "#9aa7b8"),
@@ -33,7 +34,7 @@ _DEVICE = (
 
 
 def memory_against_speed(rows: Sequence[Row], *, cap_gb: float | None = None) -> str:
-    """Each contender by what it needs on the device and how fast it is: up and to the left is better."""
+    """Plots each contender's device memory against its speed: up and to the left is better."""
     key = memory_key(rows)
     figure, axes = _figure(7.6, 4.8)
     found = [(row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s") and row.get(key)]
@@ -50,7 +51,7 @@ def memory_against_speed(rows: Sequence[Row], *, cap_gb: float | None = None) ->
 
 
 def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = ()) -> str:
-    """Memory against speed, a panel a model, as a file of its own. Rows that ran under a cap are hollow."""
+    """Plots memory against speed with a panel per model, as a file of its own. Rows that ran under a cap are hollow."""
     num_columns = min(2, len(rows_of))
     num_rows = -(-len(rows_of) // num_columns)
     with rc_context(_STYLE):
@@ -85,7 +86,8 @@ def _label(row: Row) -> str:
 
 
 def breakdown(rows: Sequence[Row]) -> str:
-    """Where a step's time goes: its parts, each waited for, and below them what the GPU did in an unhindered step."""
+    """Plots the parts of a step, each waited for, and below them the GPU's activity in a step that nothing waits
+    for."""
     shown = [row for row in rows if row.get("forward_s") is not None]
     profiled = any(row.get("gpu_compute_s") is not None for row in shown)
     figure, axes = _figure(7.6, 0.9 + (0.55 if profiled else 0.36) * max(1, len(shown)))
@@ -110,7 +112,7 @@ def breakdown(rows: Sequence[Row]) -> str:
 
 
 def learning_curves(rows: Sequence[Row], *, against: str) -> str:
-    """Loss against `steps`, or against `seconds` at each contender's mean speed."""
+    """Plots loss against `steps`, or against `seconds` at each contender's mean speed."""
     figure, axes = _figure(7.6, 4.2)
     for row in rows:
         losses = smoothed(row.get("losses") or [])
@@ -130,7 +132,7 @@ def learning_curves(rows: Sequence[Row], *, against: str) -> str:
 
 
 def memory_key(rows: Sequence[Row]) -> str:
-    """On a machine without a GPU the host's memory is all there is to compare."""
+    """Returns the row key of device memory; without a GPU, that of host memory."""
     return "peak_gb" if any(row.get("peak_gb") for row in rows) else "host_peak_gb"
 
 
@@ -143,7 +145,7 @@ def _marker(row: Row) -> str:
 
 
 def _colour(row: Row) -> str:
-    """The same in every plot."""
+    """Returns a contender's colour, which is the same in every plot."""
     names = list(ALL)
     return _COLOURS[(names.index(row["contender"]) if row["contender"] in ALL else len(names)) % len(_COLOURS)]
 
@@ -164,7 +166,7 @@ def _draw_caps(axes: Axes, caps_gb: Sequence[float]) -> None:
 
 
 def _cut(axes: Axes, ends: Sequence[float]) -> None:
-    """Bars that would make the rest too short to read go off the plot, with their length written on them."""
+    """Cuts bars that would make the others too short to read, and writes their length on them."""
     edge = _CUT_AT * statistics.median(ends) if ends else 0.0
     if not ends or max(ends) < 2 * edge:
         return
@@ -184,7 +186,8 @@ def _cut(axes: Axes, ends: Sequence[float]) -> None:
 
 
 def _label_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names beside their points in their colours, moved apart where they would cover one another or a point."""
+    """Writes names beside their points in their colours, and moves them apart if they would cover one another or a
+    point."""
     axes.figure.canvas.draw()
     places = [axes.transData.transform((gb, speed)) for gb, speed, *_ in points]
     taken: list[tuple[float, float, float]] = [(x - 7, y, 14) for x, y in places]
@@ -226,7 +229,7 @@ def _log_axes(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
 
 
 def _plain_ticks(axis: Axis) -> None:
-    """Numbers instead of powers of ten."""
+    """Labels an axis with numbers instead of powers of ten."""
     axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -242,8 +245,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Without the XML prologue, described for those who cannot see it; ids bear the figure's name, since one page
-    holds several."""
+    """Returns the figure as SVG without the XML prologue, with a text for readers who cannot see it. Ids carry the
+    figure's name, because one page holds several figures."""
     text = io.StringIO()
     with rc_context(_STYLE | {"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,7 +1,7 @@
-"""Seconds of one layer's forward, backward and update on the GPU and on the CPU: the LSP paper's Tables 1 and 5.
+"""Times one layer's forward, backward and update on the GPU and on the CPU: the LSP paper's Tables 1 and 5.
 
-They say which of the three may move to the host: the update may, the rest may not. The GPU computes in bf16; the CPU in
-float32, for few have fast 16-bit products.
+The times show which of the three can move to the host: the update can, the others cannot. The GPU computes in bf16. The
+CPU computes in float32, because few CPUs have fast 16-bit products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_zo.streaming.blocks import find_blocks
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Of one model and batch; a device that is not there has no entry."""
+    """Times of one model and batch. A device that the machine does not have has no entry."""
 
     model: str
     batch: int
@@ -29,9 +29,9 @@ class LayerTimes:
     num_layers: int
     parameters_gb: float
     states_gb: float
-    """Adam's: master and two moments in float32, of the whole model."""
+    """GB of Adam's master weights and two moments in float32, of the whole model."""
     seconds: dict[str, dict[str, float]]
-    """By device, then "forward", "backward" and "update" of one layer."""
+    """Seconds by device, then by "forward", "backward" and "update", of one layer."""
 
     def render(self) -> str:
         rows = [
@@ -46,7 +46,7 @@ class LayerTimes:
 
 
 def profile_layers(name: str, *, batch: int, seq: int) -> LayerTimes:
-    """Two of its layers are made, with random weights, and one is timed."""
+    """Makes two layers of the model with random weights and times one of them."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(name, seq=seq)
@@ -91,7 +91,7 @@ def _time_layer(config: Any, device: torch.device, *, batch: int, seq: int) -> d
 
 
 def _captured_call(model: nn.Module, layer: nn.Module, ids: torch.Tensor) -> Callable[[], Any]:
-    """The layer on the arguments that its model gives it."""
+    """Returns a call of the layer with the arguments that its model gives it."""
     seen: dict[str, Any] = {}
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -106,7 +106,7 @@ def _captured_call(model: nn.Module, layer: nn.Module, ids: torch.Tensor) -> Cal
 
 
 def _update_s(layer: nn.Module, device: torch.device, *, repeats: int) -> float:
-    """Fused Adam over a float32 master of the layer."""
+    """Seconds of fused Adam over a float32 master of the layer."""
     numel = sum(p.numel() for p in layer.parameters())
     master = nn.Parameter(torch.zeros(numel, device=device))
     master.grad = torch.full_like(master, 1e-3)

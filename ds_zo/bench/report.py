@@ -1,4 +1,4 @@
-"""A comparison as a Markdown table and as one HTML page, from rows alone."""
+"""Makes a Markdown table and one HTML page of a comparison, from its rows alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from deepspeed.utils import logger
 
 from ds_zo.bench.contenders import ALL, EXACTLY, settings_of
-from ds_zo.bench.curves import smoothed, time_to_loss
-from ds_zo.bench.rows import Row, table_lines
+from ds_zo.bench.losses import smoothed, time_to_loss
 from ds_zo.bench.runner import NOT_RUN, VOID
+from ds_zo.records.rows import Row, table_lines
 
 _ERROR_CHARACTERS = 110
 _GIB = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0}
 _LOADING = ("_engine", "_model", "_partitioned", "_peer")
-"""Functions of `entrant` that make a trainer: what fails there has not begun to train."""
+"""Functions of `entrant` that make a trainer. A case that fails in one of them has not begun to train."""
 
 NOTES = (
     "Speed is of the median step, in brackets of the mean, which counts steps that wait for a delayed update. Steps: "
@@ -65,7 +65,7 @@ def write_report(rows: Sequence[Row], out: Path, *, target_loss: float | None = 
 
 
 def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
-    """Numbers, the fastest first; who has none; how each is set up."""
+    """Makes the tables: contenders with numbers, the fastest first; contenders without; the set-up of each."""
     columns = _columns(target_loss)
     entrants = contenders(rows)
     done, failed = by_speed(entrants), [row for row in entrants if row["status"] != "ok"]
@@ -104,7 +104,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 
 
 def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
-    """One file that opens without a server or a network."""
+    """Makes one HTML file that opens without a server or a network."""
     from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed
 
     entrants = contenders(rows)
@@ -150,7 +150,8 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
 
 
 def contenders(rows: Sequence[Row]) -> list[Row]:
-    """Rows of contenders, all of one run: two machines of a kind differ by more than most contenders do."""
+    """Returns the contenders' rows, all of one run: two machines of the same kind differ by more than most contenders
+    do."""
     runs = {row["run_id"] for row in rows}
     if len(runs) > 1:
         raise ValueError(f"a table compares rows of one run, got {', '.join(sorted(runs))}: choose one (--run-id)")
@@ -162,23 +163,24 @@ def contenders(rows: Sequence[Row]) -> list[Row]:
         if "contender" in row.get("params", {})
     ]
     if not found:
-        raise ValueError("no contender has a row yet; --resume goes on with the run")
+        raise ValueError("no contender has a row yet: --resume continues the run")
     return in_table_order(found)
 
 
 def in_table_order(rows: Sequence[Row]) -> list[Row]:
-    """However they ran."""
+    """Returns the rows in the order of the table, not in the order of the run."""
     place = {name: i for i, name in enumerate(ALL)}
     return sorted(rows, key=lambda row: place.get(row["case"], len(place) if "contender" in row["params"] else -1))
 
 
 def by_speed(rows: Sequence[Row]) -> list[Row]:
-    """Those that have numbers, the fastest first."""
+    """Returns the rows that have numbers, the fastest first."""
     return sorted((row for row in rows if row["status"] == "ok"), key=lambda row: -float(row["tokens_per_s"]))
 
 
 def _settings(row: Row) -> Row:
-    """In words, also of a case that ended before it could say; what a note says of many is not in them."""
+    """Returns the set-up in words, also of a case that ended before it recorded them, and whether DeepSpeed pinned
+    memory in exact sizes. A note of the table says the latter once for all contenders."""
     words = row.get("settings") or (settings_of(ALL[row["case"]], row.get("env", {})) if row["case"] in ALL else "")
     return {"settings": words.removesuffix(EXACTLY), "pinned_exactly": words.endswith(EXACTLY)}
 
@@ -240,7 +242,7 @@ def _speed(row: Row) -> str:
 
 
 def reason_of(row: Row) -> str:
-    """Of a case that has no numbers."""
+    """Says why a case has no numbers."""
     reason = _first_line(row.get("error"))
     if row["status"] == "oom":
         return _out_of_memory(row) or f"oom: {reason}"
@@ -253,13 +255,15 @@ def reason_of(row: Row) -> str:
 
 
 def planned_host_gb(row: Row) -> tuple[str, str] | None:
-    """Of a case that was not run for it: what it would have taken, and what there was."""
+    """Returns (planned GB, available GB) of a case that was skipped for want of host memory; None: of any other
+    case."""
     found = re.fullmatch(r"not run: planned ([\d.]+) of ([\d.]+) GB of host memory", str(row.get("error")))
     return (found[1], found[2]) if found else None
 
 
 def _out_of_memory(row: Row) -> str | None:
-    """PyTorch's words in GB of the card that was emulated, where they are PyTorch's: it names the whole one too."""
+    """Returns PyTorch's out-of-memory message in GB of the emulated card; None: the message is not PyTorch's. The
+    original names the whole card's memory too."""
     words = str(row.get("error"))
 
     def gb(pattern: str) -> float | None:

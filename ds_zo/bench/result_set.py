@@ -1,4 +1,4 @@
-"""Sets of tables that one command makes, as often as it takes: `ds-zo bench --preset results --resume`."""
+"""Sets of tables that one command makes, in as many calls as it needs: `ds-zo bench --preset results --resume`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SMALLER_CARD_GB = 24.0
 
 @dataclass(frozen=True)
 class Table:
-    """One model and batch, on the card as it is and on a smaller one."""
+    """One model and batch, on the whole card and on a smaller one."""
 
     model: str
     batch: int
@@ -31,8 +31,7 @@ PRESETS: dict[str, tuple[Table, ...]] = {
     ),
     "tiny": (Table("random:llama-tiny", 2, 16), Table("random:opt-tiny", 1, 32)),
 }
-"""`results` is the committed set, in the order of what is lost least gladly; `tiny` goes the same way in a minute on a
-CPU."""
+"""`results` is the committed set, the most important table first. `tiny` runs in the same way in a minute on a CPU."""
 
 
 def tables_of(preset: str, only: str | None) -> tuple[Table, ...]:
@@ -46,7 +45,7 @@ def tables_of(preset: str, only: str | None) -> tuple[Table, ...]:
 
 
 def arguments_of(args: argparse.Namespace, table: Table) -> argparse.Namespace:
-    """Those of one table, as if they had been given."""
+    """Returns the arguments of one table, as if the command line had given them."""
     own = {"model": table.model, "batch": table.batch, "seq": table.seq, "out": Path(args.out) / table.folder}
     caps = [None, SMALLER_CARD_GB] if args.device_memory_gb == [None] else args.device_memory_gb
     return argparse.Namespace(**{**vars(args), **own, "device_memory_gb": caps})

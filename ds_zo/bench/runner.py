@@ -1,12 +1,12 @@
-"""Cases, each in a process of its own, as rows: whatever happens to a case is a result.
+"""Runs cases, each in a process of its own, and records one row for each: a crash or an out-of-memory is a result too.
 
 [Note: fork from a warm parent] Importing torch, transformers and DeepSpeed takes tens of seconds on a cold machine,
-more than most cases compute. The parent imports them once, never touches CUDA, and forks a child a case: the child
-starts at once and initialises CUDA itself. PyTorch asks the driver whether there is a GPU, which would spoil every
-fork, unless PYTORCH_NVML_BASED_CUDA_CHECK is set before it is imported: commands call `prepare_to_fork` first. A parent
-that did touch CUDA, and a case whose variables are read when libraries load, get a fresh interpreter instead. What a
-child inherits is frozen: a full collection would look through the parent's 400,000 objects, copying their pages, 0.3 to
-0.6 s in the middle of a timed step.
+longer than most cases compute. The parent process imports them once, never initialises CUDA, and forks a child for each
+case; the child initialises CUDA itself. When PyTorch is imported it asks the driver whether there is a GPU, after which
+a fork cannot use CUDA, unless PYTORCH_NVML_BASED_CUDA_CHECK is set: commands call `prepare_to_fork` first. A case gets
+a fresh interpreter instead of a fork in two cases: the parent has initialised CUDA, or the case sets variables that
+libraries read when they are loaded. The child freezes the objects that it inherits. Otherwise a full garbage collection
+would traverse the parent's 400,000 objects and copy their pages, 0.3 to 0.6 s in the middle of a timed step.
 """
 
 from __future__ import annotations
@@ -36,71 +36,72 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from ds_zo.bench.rows import Row, append_row, read_objects
+from ds_zo.records.rows import Row, append_row, read_objects
 
 HARNESS_KEYS = (
     *("run_id", "case", "status", "target", "params", "env", "config_hash", "device", "wall_s", "target_s"),
     *("host_drop_gb", "last_words", "error", "failed_in", "started", "gpu", "cpus", "machine", "commit", "versions"),
 )
-"""Of a case's row; beside them it has what its target returned."""
+"""Keys of a row that the harness writes. The other keys are those that the case's target returned."""
 _READ_AT_USE = ("DS_PIN_MEMORY_",)
 _READ_AT_LOAD = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "LD_", "PYTORCH_", "TORCH_", "CUDA_", "DS_", "PYTHON")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 WARM = (
     "torch",
-    "transformers.modeling_utils",  # 3 s, which `transformers` puts off until a model is made
+    "transformers.modeling_utils",  # takes 3 s; `transformers` imports it when a model is made
     "transformers.models.auto.modeling_auto",
     "transformers.models.opt.modeling_opt",
     "transformers.models.llama.modeling_llama",
     "accelerate",
     "deepspeed",
-    "torch.utils.cpp_extension",  # 0.6 s, for which DeepSpeed waits until an engine is made
+    "torch.utils.cpp_extension",  # takes 0.6 s; DeepSpeed imports it when an engine is made
     "ds_zo",
     "ds_zo.backends.zo.backend",
     "ds_zo.backends.lomo.backend",
     "ds_zo.backends.lsp.backend",
 )
-"""What most cases import, and what importing leaves the driver alone."""
+"""Modules that most cases import, and that do not initialise CUDA when they are imported."""
 _POLL_S = 0.02
 _LAST_WORDS = 4000
 _LAST_WORDS_S = 0.3
 _NUM_FRAMES = 12
 _SETTLE_S = 10.0
-"""How long what an ended case's helpers held may take to come free."""
+"""Seconds for which the harness waits until the memory of an ended case's helper processes is free."""
 NOT_RUN = "not run"
-"""Status of a case for which a call had no time: `resume` runs it."""
+"""Status of a case that a call had no time for; `resume` runs it."""
 VOID = "void"
-"""Status that a row is given by hand which turned out to be the harness's doing; `error` says why."""
-_TOLD = "stopped from outside (SIGTERM)"
+"""Status that a person writes into a row whose failure the harness caused; `error` says why."""
+_STOPPED = "stopped from outside (SIGTERM)"
 _BAD_FORK = 97
 """Exit status of a forked child that found CUDA initialised by its parent."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A function to call in a child of its own."""
+    """One measurement: a function that a child process of its own calls."""
 
     name: str
     target: str
-    """`package.module:function`, called with `params`; returns what JSON can hold."""
+    """`package.module:function`. It is called with `params`, and returns a mapping that JSON can hold."""
     params: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 120.0
     env: Mapping[str, str] = field(default_factory=dict)
     planned_host_gb: float | None = None
-    """Host memory it is expected to need: a case that cannot have it is recorded as skipped, not run."""
+    """Host memory in GB that the case is expected to need; None: unknown. With less available it is recorded as
+    skipped."""
     expected_s: float = 0.0
-    """Not started when a call has less time left: it would be stopped before its end."""
+    """Seconds that the case is expected to take; 0: unknown. It is not started when a call has less time left."""
 
     @property
     def config_hash(self) -> str:
-        """Of everything that decides what is measured."""
+        """Hash of the target, its parameters and its environment: everything that decides what is measured."""
         text = json.dumps([self.target, self.params, dict(self.env)], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def prepare_to_fork() -> None:
-    """Starts this command anew, unless it was started so that a CUDA build of PyTorch leaves the driver alone. To be
-    called first thing by a command's main, never by a library."""
+    """Restarts this command with PYTORCH_NVML_BASED_CUDA_CHECK set, unless it is set, so that a CUDA build of PyTorch
+    does not initialise CUDA. A command's main calls it first; a library never does."""
     import torch
 
     if torch.version.cuda is not None and os.environ.get(_NVML_CHECK) is None:
@@ -110,7 +111,7 @@ def prepare_to_fork() -> None:
 
 
 def import_warm(names: Sequence[str] = WARM) -> None:
-    """What children are to find imported: [Note: fork from a warm parent]."""
+    """Imports the modules that children inherit: [Note: fork from a warm parent]."""
     for name in names:
         importlib.import_module(name)
 
@@ -129,13 +130,14 @@ def run_cases(
     total_s: float | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """One row a case, appended to `out` as it comes and shown to `on_row`. Tables compare rows of one `run_id`.
+    """Runs the cases and returns one row for each; appends each row to `out` and passes it to `on_row`. Tables compare
+    rows of one `run_id`.
 
-    `only` names cases as `is_named_like` has it. `resume` goes on with the last run of `out`: cases that have a
-    row there keep it; on another machine than that run's it begins a new one, unless none is missing. A child is
-    stopped when the host has less than `min_free_host_gib` left. The call ends after `total_s`: what is running then
-    and what is left have rows that say so, and are there for `resume`. SIGTERM ends it the same way, and then the
-    process.
+    `only` selects cases by name, as `is_named_like` matches it. `resume` continues the last run of `out`: a case that
+    has a row there keeps it. On another machine than that run's, `resume` begins a new run, unless no row is missing. A
+    child is stopped when the host has less than `min_free_host_gib` left. The call ends after `total_s` seconds: the
+    running case and the remaining ones get rows with status `not run`, which `resume` runs later. SIGTERM ends the call
+    in the same way, and then the process.
     """
     ends = time.monotonic() + (math.inf if total_s is None else total_s)
     chosen = [case for case in cases if only is None or is_named_like(case.name, only)]
@@ -143,7 +145,7 @@ def run_cases(
         raise ValueError(f"no case is named like {only!r}; there are {', '.join(case.name for case in cases)}")
     if not spawn:
         import_warm(warm)
-    from ds_zo.bench.measure import environment
+    from ds_zo.records.environment import environment
 
     found = environment()
     begun: list[Row] = []
@@ -154,14 +156,16 @@ def run_cases(
     known = {key: row for key, row in has_row.items() if row["status"] not in ("skipped", VOID)}
     if any(row.get("machine") != found["machine"] for row in begun):
         if not _has_rows_for(chosen, begun):
-            raise ValueError(f"a run is of one machine: {run_id} was begun on another; leave it out or --resume")
+            raise ValueError(
+                f"a run is of one machine, but {run_id} was begun on another: leave it out, or use --resume (--run-id)"
+            )
         known = has_row
     run_id = run_id or (begun[0]["run_id"] if begun else new_run_id())
     common = {"run_id": run_id, "device": device, **found}
     harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
     results: list[Row] = []
     bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True, disable=None)
-    with bar, _until_told(harness):
+    with bar, _stopping_on_sigterm(harness):
         for case in chosen:
             bar.set_description(case.name)
             row = known.get((case.name, case.config_hash))
@@ -178,7 +182,7 @@ def run_cases(
 
 
 def is_named_like(name: str, pattern: str) -> bool:
-    """By a glob, a part of the name, or a regular expression that is found in it."""
+    """Whether a name matches a glob, contains the pattern, or contains a match of it as a regular expression."""
     if fnmatch(name, pattern) or pattern in name:
         return True
     with suppress(re.error):
@@ -191,9 +195,9 @@ def new_run_id() -> str:
 
 
 def run_to_resume(*parts: tuple[Path, Sequence[Case]]) -> str | None:
-    """The last run of these files, if it was on this machine or has all rows of their cases; None: none, or another
-    is to be begun."""
-    from ds_zo.bench.measure import machine_id
+    """Returns the last run of these files if this machine made it, or if no row of their cases is missing. None: there
+    is no run, or a new one must begin."""
+    from ds_zo.records.environment import machine_id
 
     rows = [read_rows(out) if out.exists() else [] for out, _ in parts]
     last = next((found[-1] for found in rows if found), None)
@@ -204,7 +208,7 @@ def run_to_resume(*parts: tuple[Path, Sequence[Case]]) -> str | None:
     here = all(row.get("machine") == machine_id() for found in of_run for row in found)
     if here or all(_has_rows_for(cases, found) for (_, cases), found in zip(parts, of_run, strict=True)):
         return run_id
-    print(f"run {run_id} is of another machine: a new one is begun here", file=sys.stderr)
+    print(f"run {run_id} is of another machine: a new run begins here", file=sys.stderr)
     return None
 
 
@@ -214,7 +218,7 @@ def _has_rows_for(cases: Sequence[Case], rows: Sequence[Row]) -> bool:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Of a file, but for those that say that a case was not run where the same run made up for it later."""
+    """Reads the rows of a file, without `not run` rows of cases that the same run has measured later."""
     rows = read_objects(path)
     cases = [(row.get("run_id"), row.get("case")) for row in rows]
     last = {case: i for i, case in enumerate(cases)}
@@ -222,21 +226,21 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class _Bar(tqdm):
-    monitor_interval = 0  # its monitor is a thread, and threads do not survive a fork
+    monitor_interval = 0  # tqdm's monitor is a thread, and threads do not survive a fork
 
 
 class _Harness:
-    """Starts children, watches them, and says how each ended."""
+    """Starts child processes, watches them, and records how each of them ended."""
 
     def __init__(self, *, min_free_bytes: int, spawn: bool) -> None:
         self._min_free_bytes = min_free_bytes
         self._spawn = spawn
         self._last_end = -math.inf
-        self.told = False
-        """To end, by a signal."""
+        self.stop_requested = False
+        """Whether SIGTERM has asked the call to end."""
 
     def run(self, case: Case, *, ends: float) -> Row:
-        """`ends` is when the whole call is over, as `time.monotonic` has it."""
+        """Runs one case. `ends` is the `time.monotonic()` at which the whole call ends."""
         row: Row = {
             "case": case.name,
             "target": case.target,
@@ -245,8 +249,8 @@ class _Harness:
             "config_hash": case.config_hash,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        if self.told:
-            return row | {"status": NOT_RUN, "error": f"{_TOLD}; --resume runs it", "wall_s": 0.0}
+        if self.stop_requested:
+            return row | {"status": NOT_RUN, "error": f"{_STOPPED}; --resume runs it", "wall_s": 0.0}
         free = self._free_bytes(case)
         room_gb = (free - self._min_free_bytes) / 1e9
         if case.planned_host_gb is not None and case.planned_host_gb > room_gb:
@@ -265,9 +269,9 @@ class _Harness:
         return row | outcome
 
     def _free_bytes(self, case: Case) -> int:
-        """Of the host, once what the case before held is given back, as far as this one needs it and the
-        machine has it."""
-        from ds_zo.bench.measure import host_free_bytes, host_total_bytes
+        """Free bytes of the host. If this case needs more, waits for up to `_SETTLE_S` until the memory of the case
+        before is free."""
+        from ds_zo.records.environment import host_free_bytes, host_total_bytes
 
         needed = (case.planned_host_gb or 0.0) * 1e9 + self._min_free_bytes
         may_come = needed <= host_total_bytes()
@@ -293,7 +297,7 @@ class _Harness:
         }
         if watched.stopped is not None:
             _remove_locks(begun)
-        # Also of one that was stopped: giving tens of pinned gigabytes back takes a child seconds after its answer.
+        # A stopped child may have a result too: after writing it, freeing tens of pinned gigabytes takes seconds.
         with suppress(OSError, json.JSONDecodeError):
             return outcome | json.loads((folder / "result.json").read_text(encoding="utf-8"))
         if watched.stopped is not None:
@@ -304,7 +308,7 @@ class _Harness:
         return outcome | {"status": "crash", "error": f"ended without a result, exit status {watched.exit_status}"}
 
     def _watch(self, pid: int, case: Case, free_bytes: int, *, ends: float) -> _Watched:
-        from ds_zo.bench.measure import host_free_bytes
+        from ds_zo.records.environment import host_free_bytes
 
         deadline = time.monotonic() + case.timeout_s
         least = free_bytes
@@ -321,11 +325,11 @@ class _Harness:
                 stopped = ("timeout", f"no answer within {case.timeout_s:g} s")
             elif time.monotonic() > ends:
                 stopped = (NOT_RUN, "time (--total-s): stopped before it was done; --resume runs it")
-            elif self.told:
-                stopped = (NOT_RUN, f"{_TOLD} before it was done; --resume runs it")
+            elif self.stop_requested:
+                stopped = (NOT_RUN, f"{_STOPPED} before it was done; --resume runs it")
             if stopped is not None:
                 if stopped[0] != "killed":
-                    os.kill(pid, signal.SIGUSR1)  # it writes where it stands into its log
+                    os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stack to the log
                     time.sleep(_LAST_WORDS_S)
                 _end(pid)
                 return _Watched(None, stopped, max(0, free_bytes - least))
@@ -333,27 +337,28 @@ class _Harness:
 
 
 @contextmanager
-def _until_told(harness: _Harness) -> Iterator[None]:
-    """SIGTERM ends the running case and then, when every case has its row, the process, as it would have at once."""
+def _stopping_on_sigterm(harness: _Harness) -> Iterator[None]:
+    """On SIGTERM the harness stops the running case, writes the remaining rows, and then ends the process with the
+    status of the signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def tell(*_: Any) -> None:
-        harness.told = True
+    def request_stop(*_: Any) -> None:
+        harness.stop_requested = True
 
-    before = signal.signal(signal.SIGTERM, tell)
+    before = signal.signal(signal.SIGTERM, request_stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-    if harness.told:
+    if harness.stop_requested:
         raise SystemExit(128 + signal.SIGTERM)
 
 
 def _last_words(log: Path) -> str:
-    """The end of what a child wrote. Of a stack dump only the innermost frames: a forked child's stack goes on into
-    its parent's."""
+    """Returns the end of a child's log. Of a stack dump it keeps the innermost frames, because the stack of a forked
+    child continues into its parent's."""
     kept: list[str] = []
     num_frames = 0
     for line in log.read_bytes().decode(errors="replace").splitlines():
@@ -366,7 +371,7 @@ def _last_words(log: Path) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Files by the name of their package: where a machine keeps them is nobody's business, and takes up room."""
+    """Removes the folders of `sys.path` from paths in a text: they are private to the machine, and long."""
     for folder in sorted((path for path in sys.path if len(path) > 1 and os.path.isabs(path)), key=len, reverse=True):
         text = text.replace(folder.rstrip("/") + "/", "")
     return text
@@ -375,16 +380,16 @@ def without_folders(text: str) -> str:
 @dataclass(frozen=True)
 class _Watched:
     exit_status: int | None
-    """As `subprocess` gives it: negative for a signal. None where we stopped the child."""
+    """The exit status as `subprocess` has it, negative for a signal; None if the harness stopped the child."""
     stopped: tuple[str, str] | None
-    """(status, reason) where we did."""
+    """(status, reason) if the harness stopped the child, else None."""
     host_drop_bytes: int
-    """By how much the host's free memory fell meanwhile, whoever took it."""
+    """Largest drop of the host's free memory while the child ran, by any process."""
 
 
 @contextmanager
 def _ended(pid: int) -> Iterator[None]:
-    """Whatever happens, the child's whole group is gone afterwards."""
+    """Ends the child's whole process group on exit from the context."""
     try:
         yield
     finally:
@@ -392,18 +397,18 @@ def _ended(pid: int) -> Iterator[None]:
 
 
 def _end(pid: int) -> None:
-    """A child leads its own session, so that those it started go with it; right after a fork it does not yet."""
+    """Kills a child and its process group. The child leads a session of its own, except in the moment after a fork."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    with suppress(ChildProcessError):  # waited for already
+    with suppress(ChildProcessError):  # the process has been waited for
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 def _remove_locks(since: float) -> None:
-    """A child that is stopped while it builds or loads an extension leaves a lock, for which others wait for ever."""
-    from ds_zo.bench.measure import extensions_folder
+    """Removes locks of extension builds that a stopped child has left: other processes would wait for them for ever."""
+    from ds_zo.records.environment import extensions_folder
 
     for lock in extensions_folder().glob("*/lock"):
         with suppress(OSError):
@@ -417,7 +422,7 @@ def _cuda_was_touched() -> bool:
 
 
 def single_process() -> dict[str, str]:
-    """What a launcher would set for the only rank, whose port torch finds."""
+    """Environment variables that a launcher sets for a single rank; torch chooses the port."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -432,7 +437,7 @@ def _fork(case: Case, folder: Path, env: Mapping[str, str]) -> int:
         log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(log, stream)
-        # A test runner's capture replaces these objects: what the child says must reach the log.
+        # A test runner's capture replaces these objects, but the child's output must reach the log.
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(env)
@@ -454,7 +459,7 @@ def _start_interpreter(case: Case, folder: Path, env: Mapping[str, str]) -> int:
             stderr=log,
             start_new_session=True,
         )
-    child.returncode = 0  # we wait for the process ourselves
+    child.returncode = 0  # `_watch` waits for the process
     return child.pid
 
 
@@ -463,8 +468,8 @@ def _child_of_file(folder: str) -> NoReturn:
 
 
 def _child(case: Case, folder: Path) -> NoReturn:
-    """Calls the target and leaves its answer in a file. Ends without interpreter shutdown, which can hang or abort
-    in libraries whose answer is already written."""
+    """Calls the target and writes its result to a file. The process ends without interpreter shutdown, in which some
+    libraries hang or abort."""
     status = 1
     try:
         end_with_parent(signal.SIGKILL)
@@ -506,13 +511,14 @@ def _outcome(case: Case) -> Row:
 
 
 def _failed_in(error: BaseException, module: str) -> str | None:
-    """The innermost function of the target's own module that did not return."""
+    """Name of the innermost function of the target's own module in the traceback; None if there is none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals.get("__name__") == module]
     return frames[-1].f_code.co_name if frames else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """On the device or on the host, said by PyTorch, by CUDA's runtime or by Python, or foreseen by ds_zo."""
+    """Whether an error means that device or host memory ran out. PyTorch, CUDA, Python or a check of ds_zo may have
+    raised it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     signs = (
@@ -529,7 +535,8 @@ def _gpu() -> Row:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """By this signal, however the process that forked this one dies: no child is left holding the GPU (Linux)."""
+    """Makes the kernel send this signal to the process when its parent dies, so that no child keeps the GPU (Linux
+    only)."""
     pr_set_pdeathsig = 1
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number))

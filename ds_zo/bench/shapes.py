@@ -1,4 +1,4 @@
-"""Models to measure: published shapes with random weights made without a second copy, folders, and Hub names."""
+"""Makes models to measure: published shapes with random weights and no second copy of them, folders, and Hub names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_zo.streaming.loading import attach_source
 
 
 def config_of_model(name: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:
-    """The config of what `--model` takes: `random:SHAPE`, a local folder, or a Hub name. Reads no weights."""
+    """Returns the config of a `--model` argument: `random:SHAPE`, a local folder, or a Hub name. Reads no weights."""
     if name.startswith(RANDOM):
         return config_of(name.removeprefix(RANDOM), num_layers=num_layers, max_length=max_length)
     if name in SHAPES:
@@ -41,7 +41,7 @@ def lazy_model(
     max_length: int = 2048,
     seed: int = 0,
 ) -> nn.Module:
-    """The model on the meta device with a source for its weights, for `deepspeed.initialize` or `materialise`."""
+    """Makes the model on the meta device with a source for its weights, for `deepspeed.initialize` or `materialise`."""
     config = config_of_model(name, num_layers=num_layers, max_length=max_length)
     if name.startswith(RANDOM):
         return random_model(config, dtype=dtype, device=device, seed=seed)
@@ -54,9 +54,9 @@ def lazy_model(
 
 
 def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
-    """A model on the meta device whose parameters are drawn on `device` when an engine reads them.
+    """Makes a model on the meta device whose parameters are drawn on `device` when an engine reads them.
 
-    A value depends on seed and name alone, whatever the order of reading: all contenders start from the same weights.
+    A value depends on seed and name alone, in any order of reading: all contenders start from the same weights.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -79,7 +79,7 @@ def random_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed:
 
 
 def materialise(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """The whole model on `device` (default: where its source makes values), drawn one parameter at a time."""
+    """Draws the whole model on `device`, one parameter at a time. None: on the device of the model's source."""
     source = getattr(model, "_ds_zo_source", None)
     for name, p in list(model.named_parameters()):
         if not p.is_meta or source is None:
@@ -89,4 +89,5 @@ def materialise(model: nn.Module, device: torch.device | str | None = None) -> n
         value = value if device is None else value.to(device)
         setattr(owner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=p.requires_grad))
     model.tie_weights()  # type: ignore[operator]
-    return model.to(device or next(model.parameters()).device)  # buffers, and what a Hub model had in memory
+    # Moves buffers too, and weights of a Hub model that are in memory.
+    return model.to(device or next(model.parameters()).device)

@@ -1,10 +1,11 @@
-"""The cases of one table: the machine, then its contenders, and which of them need not run.
+"""The cases of one table: the machine, then its contenders; and which of them need not run.
 
-[Note: one case, two cards] Several caps are one run with a table each, the largest card first. A contender that is set
-up alike for a smaller one, and whose allocator never held more than that one has, would do there what it did: its row
-is shown in both tables, and the smaller card's says so. The same holds for one that failed with more memory. What ours
-are told of the card (`device_memory_gb`) decides how many blocks stay on it: it may differ where their number is given,
-and where all of them stayed and leave the margin that the engine wants.
+[Note: one case, two cards] Several caps make one run with a table each, the largest card first. A row of a larger card
+also holds for a smaller one if the contender has the same set-up there, and its allocator never held more than the
+smaller card has. Both tables then show the row, and the smaller card's says so. The row of a contender that failed with
+more memory holds too. ds_zo is told the card's size (`device_memory_gb`), which decides how many blocks stay on it.
+That size may differ if the number of blocks is given, or if all blocks stayed and leave the margin that the engine
+keeps.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ds_zo.bench.rows import Row, append_row
 from ds_zo.bench.runner import Case, read_rows
+from ds_zo.records.rows import Row, append_row
 
 MACHINE = "machine"
-"""The case that measures link and CPU-Adam bandwidth."""
+"""The case that measures the bandwidth of the link and of the CPU's Adam."""
 _BUILD_S = 300.0
-"""The first use of CPU Adam may compile it, and a build that is stopped leaves a lock behind."""
+"""Seconds that the first use of CPU Adam may compile for. A build that is stopped leaves a lock file."""
 _IMPORTS_GB = 1.5
-"""Host memory of a child before its model: Python, torch, CUDA."""
+"""Host memory in GB of a child before it has a model: Python, torch, CUDA."""
 _MOST_OF_HOST = 0.9
-"""Stock DeepSpeed pins in exact sizes where PyTorch's rounding up would take more than this share of the host."""
+"""Share of the host's memory. If PyTorch's rounding up would take more, stock DeepSpeed pins in exact sizes."""
 _FAILED = ("oom", "crash", "timeout")
 _MACHINE_S = 60.0
-"""With imports and with what is compiled before anything is timed, on a machine that has seen neither."""
+"""Expected seconds of the machine's case, with imports and with compiling, on a machine that has done neither."""
 
 
 def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float | None = None) -> list[Case]:
-    """In the order of `contenders.TIERS`: where time runs out, those that a table needs most have a row."""
+    """Makes the cases in the order of `contenders.TIERS`, so that the most important contenders have rows if time runs
+    out."""
     from ds_zo.bench.case_costs import expected_s
     from ds_zo.bench.contenders import EXACT_PINNING, config_of, in_order_of_runs, shared_config
     from ds_zo.bench.entrant import Spec
-    from ds_zo.bench.measure import gpu_memory_gb
+    from ds_zo.records.environment import gpu_memory_gb
 
     names = [name for word in args.contenders.split(",") if (name := word.strip())] if args.contenders else None
     rates = _rates(args.lr)
@@ -96,8 +98,9 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
 
 
 def _pins_exactly(contender: Any, num_parameters: int) -> bool:
-    """Decided by what the machine has, not by what is free, so that a resumed run decides alike."""
-    from ds_zo.bench.measure import host_total_bytes, may_lock_memory
+    """Whether DeepSpeed pins in exact sizes. The machine's total memory decides, not its free memory, so that a resumed
+    run decides alike."""
+    from ds_zo.records.environment import host_total_bytes, may_lock_memory
 
     rounded, exact = (contender.host_bytes(num_parameters, exact=exact) for exact in (False, True))
     return bool(exact < rounded > _MOST_OF_HOST * host_total_bytes() > 0 and may_lock_memory())
@@ -105,7 +108,7 @@ def _pins_exactly(contender: Any, num_parameters: int) -> bool:
 
 @lru_cache(maxsize=8)
 def count_parameters(model: str, *, layers: int | None, length: int) -> int:
-    """From the config alone, on the meta device."""
+    """Counts a model's parameters from its config alone, on the meta device."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -146,7 +149,8 @@ def _rates(given: Sequence[str]) -> dict[str, float]:
 
 
 def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:
-    """Writes rows that hold for these cases too into their file, unless it has them: [Note: one case, two cards]."""
+    """Appends the rows that also hold for these cases to their file, unless it has them: [Note: one case, two
+    cards]."""
     known = {(row["run_id"], row["case"], row["config_hash"]) for row in (read_rows(out) if out.exists() else ())}
     for case in cases:
         row = next((row for row in done if row["case"] == case.name and holds_for(row, case)), None)
@@ -158,7 +162,7 @@ def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:
 
 
 def holds_for(row: Row, case: Case) -> bool:
-    """Whether what a row says of a larger card is what the case would find on its own."""
+    """Whether the row of a larger card is the row that this case would have on its own card."""
     if row["target"] != case.target or row.get("env", {}) != dict(case.env):
         return False
     if case.name == MACHINE:
@@ -176,7 +180,7 @@ def holds_for(row: Row, case: Case) -> bool:
 
 
 def _room_gb(params: Row) -> float:
-    """Within which a contender does the same as with more."""
+    """GB of device memory with which a contender behaves as it does with more."""
     from ds_zo.streaming.budget import MARGIN_NBYTES
 
     stream = params["config"].get("ds_zo", {}).get("stream", {})
@@ -186,7 +190,7 @@ def _room_gb(params: Row) -> float:
 
 
 def _untold(config: Row) -> Row:
-    """Without what ours are told of the card."""
+    """The JSON without the card's size, which only ds_zo is told."""
     config = copy.deepcopy(config)
     config.get("ds_zo", {}).get("stream", {}).pop("device_memory_gb", None)
     return config

@@ -1,4 +1,4 @@
-"""What the GPU's engines did during a step, read from the profiler's trace: the same ruler for every contender."""
+"""Reads from the profiler's trace what the GPU did during a step, in the same way for every contender."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def profile_steps(step: Callable[[], Any], *, steps: int) -> dict[str, float]:
 
 
 def trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """Chrome's."""
+    """Returns the events of the profiler's trace in Chrome's format."""
     with tempfile.TemporaryDirectory(prefix="ds_zo_trace_") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -36,7 +36,7 @@ def trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
 
 
 def read_trace(events: Iterable[Mapping[str, Any]], *, steps: int) -> dict[str, float]:
-    """Of Chrome's trace events, whose times are microseconds. Copies within the device are computation."""
+    """Sums Chrome's trace events, whose times are in microseconds. Copies within the device count as computation."""
     computing: list[Interval] = []
     copying: list[Interval] = []
     nbytes = {"HtoD": 0.0, "DtoH": 0.0}

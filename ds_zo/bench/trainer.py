@@ -1,4 +1,4 @@
-"""A way of training one causal language model, cut into the parts that time and memory are measured between."""
+"""One way of training a causal language model, divided into the parts that are timed separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.bench.measure import synchronize
-from ds_zo.bench.rows import Row
+from ds_zo.records.rows import Row
 from ds_zo.streaming.blocks import find_blocks
 
 Batch = Mapping[str, torch.Tensor]
@@ -22,15 +22,15 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass
 class Trainer:
-    """A step in its three parts; a method that updates inside its backward has an empty third."""
+    """A step in three parts. A method that updates inside its backward has an empty third part."""
 
     forward: Callable[[Batch], torch.Tensor]
     backward: Callable[[torch.Tensor], Any]
     update: Callable[[], Any]
     settings: str
-    """How the method is set up, in words, for the table."""
+    """The method's set-up in words, for the table."""
     engine: Any = None
-    """DeepSpeed's, where there is one."""
+    """DeepSpeed's engine; None: the method has none."""
     compiler: BlockCompiler | None = None
     facts: Row = field(default_factory=dict)
 
@@ -39,11 +39,12 @@ class Trainer:
         self.backward(loss)
         self.update()
         if self.compiler is not None and self.compiler.failure is not None:
-            raise RuntimeError(f"blocks were to be compiled: {self.compiler.failure}")
+            raise RuntimeError(f"blocks could not be compiled: {self.compiler.failure}")
         return loss.detach()
 
     def compile(self, model: nn.Module) -> None:
-        """The model's blocks, by the same code for everybody; our engines have done so by themselves."""
+        """Compiles the model's blocks by the same code for every method. The engines of ds_zo have compiled theirs
+        already."""
         self.compiler = getattr(getattr(self.engine, "backend", None), "_compiler", None)
         if self.compiler is None:
             self.compiler = BlockCompiler()
@@ -60,7 +61,7 @@ def loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Each as it comes."""
+    """Drops each gradient as soon as autograd has accumulated it."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -81,7 +82,8 @@ def random_batch(model: Any, batch: int, length: int, device: torch.device) -> B
 
 
 def part_seconds(trainer: Trainer, batch: Callable[[], Batch], device: torch.device, *, steps: int) -> Row:
-    """Median seconds of forward, backward and update, each waited for: what overlaps across them is not seen here."""
+    """Median seconds of forward, backward and update, each waited for. Overlap between the parts is not visible
+    here."""
     seconds: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
     for _ in range(steps):
         inputs = batch()

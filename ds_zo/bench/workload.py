@@ -11,21 +11,21 @@ import torch
 from ds_zo.planner.shapes import RANDOM
 
 Batches = Callable[[int], torch.Tensor]
-"""From the step to token ids, batch x length, on the CPU."""
+"""A function from the step to token ids (batch x length) on the CPU."""
 _NUM_CHARACTERS = 500_000
-"""Of the standard library, at least."""
+"""Least number of characters that are read from the standard library."""
 
 
 def batches_of(model_name: str, config: Any, *, batch: int, length: int, data: Path | None, seed: int) -> Batches:
-    """Text for a model that can read, Zipf-distributed tokens for random weights."""
+    """Returns text for a pretrained model, and Zipf-distributed tokens for random weights."""
     if model_name.startswith(RANDOM):
         return zipf_batches(int(config.vocab_size), batch=batch, length=length, seed=seed)
     return text_batches(model_name, data, batch=batch, length=length, seed=seed)
 
 
 def zipf_batches(num_tokens: int, *, batch: int, length: int, seed: int) -> Batches:
-    """Tokens of frequency 1/rank, in an order of ranks that the seed draws: something that can be learned, so that
-    the curves of random weights say something."""
+    """Returns tokens of frequency 1/rank, in an order of ranks that the seed draws. A model can learn the frequencies,
+    so that learning curves of random weights are meaningful."""
     generator = torch.Generator().manual_seed(seed)
     frequencies = 1.0 / torch.arange(1, num_tokens + 1, dtype=torch.float64)
     cumulative = (frequencies / frequencies.sum()).cumsum(0)
@@ -41,7 +41,8 @@ def zipf_batches(num_tokens: int, *, batch: int, length: int, seed: int) -> Batc
 
 
 def text_batches(model_name: str, data: Path | None, *, batch: int, length: int, seed: int) -> Batches:
-    """Windows of a text file, or of the sources of Python's standard library, which every machine has."""
+    """Returns windows of a text file; without one, of the sources of Python's standard library, which every machine
+    has."""
     from transformers import AutoTokenizer
 
     from ds_zo.tasks.stdlib_text import modules
@@ -51,7 +52,7 @@ def text_batches(model_name: str, data: Path | None, *, batch: int, length: int,
         tokenizer = AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"text needs the model's tokenizer, and {model_name} has none that loads: {why}") from error
+        raise ValueError(f"text needs the model's tokenizer, and that of {model_name} does not load: {why}") from error
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(ids) <= length:
         raise ValueError(f"the text must have more than {length} tokens, got {len(ids)} (--data, --seq)")

@@ -42,7 +42,7 @@ _VECTOR_NUMEL = 16
 """Float32 elements of an AVX-512 vector, the widest that torch's CPU kernels use. Narrower widths divide it."""
 MIN_THREADS_FOR_CHUNKS = 8
 """Threads from which memory bandwidth limits Adam, by a count of bytes. One or two threads are limited by arithmetic:
-there, chunks cost a third of the speed (measured by `bench/lsp_adam`)."""
+there, chunks cost a third of the speed (measured)."""
 
 
 @dataclass

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from ds_zo.bench import measure
 from ds_zo.bench.compare import add_arguments, main
 from ds_zo.bench.contenders import ALL, DIFFERING, EXACT_PINNING, TIERS
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import Case, read_rows
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 from ds_zo.bench.workload import text_batches
 from ds_zo.cli import main as cli
+from ds_zo.records import environment
+from ds_zo.records.rows import Row
 
 REPO = Path(__file__).parents[2]
 NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
@@ -113,7 +113,7 @@ def test_stock_is_pinned_so_that_it_fits_the_host(h200: pytest.MonkeyPatch) -> N
     assert not whole["zo"].env and whole["zo"].planned_host_gb > 4 * 6.6
     assert whole["zero2-offload"].expected_s > whole["zo"].expected_s > whole["lomo"].expected_s > 5
     assert small["adamw"].expected_s < 5, "it runs, and soon out of memory"
-    h200.setattr(measure, "may_lock_memory", lambda: False)
+    h200.setattr(environment, "may_lock_memory", lambda: False)
     rounded = {case.name: case for case in make_cases(args, device="cuda")}["zero2-offload"]
     assert not rounded.env and rounded.planned_host_gb > 136
 
@@ -163,7 +163,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--gradient-clipping", "-1"], "must be >= 0, got -1 (--gradient-clipping)"),
         (["--min-free-host-gib", "nan"], "must be >= 0, got nan (--min-free-host-gib)"),
         (["--data", "/no/such/file"], "data must be a text file, got /no/such/file"),
-        (["--into", "README.md"], "name its results (--headline DIR ...)"),
+        (["--into", "README.md"], "name the results to summarise (--headline DIR ...)"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
         assert words in capsys.readouterr().err
@@ -177,5 +177,5 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
     assert main(told) == 1 and "Not a directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--device-memory-gb", "none,eight"])
-    assert "numbers of GB, or none for the card as it is, got 'none,eight'" in capsys.readouterr().err
+    assert "numbers of GB, or none for the whole card, got 'none,eight'" in capsys.readouterr().err
     assert [case.name for case in make_cases(asked("--contenders", "lomo, zo,"), device="cpu")][1:] == ["zo", "lomo"]

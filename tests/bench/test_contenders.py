@@ -22,7 +22,7 @@ from ds_zo.bench.workload import text_batches, zipf_batches
 from ds_zo.config import backend_of, resolve
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
-COMMITTED = Path(__file__).parents[2] / "ds_zo" / "bench" / "results" / "compare"
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "compare"
 SHARED = shared_config(batch=2, dtype="bf16")
 
 

@@ -11,11 +11,11 @@ from ds_zo.bench import compare
 from ds_zo.bench.compare import main
 from ds_zo.bench.contenders import TIERS
 from ds_zo.bench.groups import Group, Part, listed
-from ds_zo.bench.measure import machine_id
 from ds_zo.bench.result_set import PRESETS
-from ds_zo.bench.rows import Row, append_row
 from ds_zo.bench.runner import Case
 from ds_zo.bench.table_cases import MACHINE
+from ds_zo.records.environment import machine_id
+from ds_zo.records.rows import Row, append_row
 
 
 def calls_of(lines: Iterator[str] | list[str]) -> list[list[str]]:

@@ -15,7 +15,7 @@ import pytest
 from comparison_rows import MEASURED, rows
 
 from ds_zo.bench.contenders import ALL, EXACTLY
-from ds_zo.bench.curves import time_to_loss
+from ds_zo.bench.losses import time_to_loss
 from ds_zo.bench.report import contenders, markdown, page
 
 BROWSER = os.environ.get("DS_ZO_CHROMIUM") or next(

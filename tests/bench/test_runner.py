@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from conftest import python_path
 
-from ds_zo.bench.rows import Row
 from ds_zo.bench.runner import Case, read_rows, run_cases
+from ds_zo.records.rows import Row
 
 HERE = "bench_targets"
 

@@ -16,12 +16,12 @@ import pytest
 from clean_process import in_clean_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_zo.bench import curves
-from ds_zo.bench.accuracy import table
-from ds_zo.bench.grid import Case, Grid
-from ds_zo.bench.grids import GRIDS, lsp_glue
-from ds_zo.bench.rows import Row
-from ds_zo.bench.sweep import Sweep, read_rows, remaining, run
+from benchmarks import curves
+from benchmarks.accuracy import table
+from benchmarks.grid import Grid, GridCase
+from benchmarks.grids import GRIDS, lsp_glue
+from benchmarks.sweep import Sweep, read_rows, remaining, run
+from ds_zo.records.rows import Row
 from ds_zo.tasks import make_task
 from ds_zo.tasks.embedded_model import FOLDER
 
@@ -50,7 +50,7 @@ def script() -> ModuleType:
     return module
 
 
-def short(grid: Grid, *, tasks: Sequence[str], steps: int, names: Sequence[str] = ()) -> list[Case]:
+def short(grid: Grid, *, tasks: Sequence[str], steps: int, names: Sequence[str] = ()) -> list[GridCase]:
     """Each method of a grid once, at its first rate and rank."""
     methods = {
         name: dataclasses.replace(m, lrs=m.lrs[:1], lora_ranks=m.lora_ranks[:1], batch_size=4, eval_every=steps)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import ds_zo.bench
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Limits, Model, load_model
@@ -20,7 +19,7 @@ from ds_zo.planner.lsp import estimate_lsp
 from ds_zo.planner.stock import estimate_on_device, estimate_torch_adamw, estimate_zero3, estimate_zero_offload
 from ds_zo.planner.zo import estimate_zo
 
-RESULTS = Path(ds_zo.bench.__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BEFORE_PAIRS = {"b124ba4", "98564ef"}
 """Commits that neither made both perturbed copies at once nor replayed small blocks as CUDA graphs yet."""
 GIB = 2**30

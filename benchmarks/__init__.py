@@ -1,0 +1,1 @@
+"""Benchmarks of this repository, outside of the wheel: speed suites, accuracy grids, studies, and their rows."""

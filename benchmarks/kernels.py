@@ -1,0 +1,145 @@
+"""Speed of the fused operation on this machine's GPU: `python -m benchmarks.kernels` prints one JSON line a case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_zo import ops
+
+NUM_WARMUPS, NUM_TIMED = 5, 30
+FLUSH_BYTES = 256 << 20
+"""Written between timings, so that no case finds its tensors in the L2 cache."""
+
+
+def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """(name, call, bytes that it must move) for flats of one segment."""
+    device = "cuda"
+    table = ops.build_table([ops.Segment(start=0, numel=numel, offset=0)], device)
+    odd_table = ops.build_table([ops.Segment(start=0, numel=numel, offset=1)], device)
+    log = torch.ones(8, 3, device=device)
+    log[:, 2] = 1e-6
+    at: dict[str, Any] = {"table": table, "seed": 1, "step": 3}
+    replay: dict[str, Any] = {"log": log, "num_entries": 1}
+
+    def call(src: torch.Tensor, **arguments: Any) -> Callable[[], object]:
+        return partial(ops.replay_perturb, src, **(at | arguments))
+
+    theta = torch.full((numel,), 0.02, dtype=torch.bfloat16, device=device)
+    slot, out = torch.empty_like(theta), torch.empty_like(theta)
+    yield "bf16 replay 1 + perturb 1", call(theta, **replay, dst=slot, out=out, scale=1e-3), 6 * numel
+    yield (
+        "bf16 replay 8 + perturb 1",
+        call(theta, **replay | {"num_entries": 8}, dst=slot, out=out, scale=1e-3),
+        6 * numel,
+    )
+    yield "bf16 perturb", call(theta, out=out, scale=1e-3), 4 * numel
+    yield "bf16 fold 1", call(theta, **replay, dst=theta, fold=True), 4 * numel
+    yield "bf16 fold 1 + perturb 1", call(theta, **replay, dst=theta, out=out, scale=1e-3, fold=True), 6 * numel
+    yield (
+        "bf16 replay 1 + perturb 1, odd offset",
+        call(theta, **replay, table=odd_table, dst=slot, out=out, scale=1e-3),
+        6 * numel,
+    )
+    signs: dict[str, Any] = {"distribution": "rademacher", "scale": 1e-3}
+    yield "bf16 replay 1 + perturb 1, rademacher", call(theta, **replay, **signs, dst=slot, out=out), 6 * numel
+    yield "bf16 perturb, rademacher", call(theta, **signs, out=out), 4 * numel
+    low = torch.zeros(numel, dtype=torch.int16, device=device)
+    yield "bf16 split fold 1", call(theta, **replay, dst=theta, low_in=low, low_out=low, fold=True), 8 * numel
+    yield "bf16 copy", partial(slot.copy_, theta), 4 * numel
+
+    codes = theta.to(torch.float8_e4m3fn)
+    code_slot = torch.empty_like(codes)
+    exponents = torch.zeros(-(-numel // 256), dtype=torch.int8, device=device)
+    scales: dict[str, Any] = {"exponents_in": exponents}
+    stored = scales | {"exponents_out": torch.empty_like(exponents)}
+    yield "fp8 replay 1 + perturb 1", call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3), 4 * numel
+    yield "fp8 perturb", call(codes, **scales, out=out, scale=1e-3), 3 * numel
+
+    codes, words = _bf12(theta[:256], numel)
+    code_slot, scales = torch.empty_like(codes), {"exponents_in": words}
+    stored = scales | {"exponents_out": torch.empty_like(words)}
+    packed = codes.numel() + 4 * words.numel()
+    yield (
+        "bf12 replay 1 + perturb 1",
+        call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3),
+        2 * packed + 2 * numel,
+    )
+    yield (
+        "bf12 replay 8 + perturb 1",
+        call(codes, **replay | {"num_entries": 8}, **stored, dst=code_slot, out=out, scale=1e-3),
+        2 * packed + 2 * numel,
+    )
+    yield "bf12 perturb", call(codes, **scales, out=out, scale=1e-3), packed + 2 * numel
+    yield (
+        "bf12 fold 1 + perturb 1",
+        call(codes, **replay, **scales, exponents_out=words, dst=codes, out=out, scale=1e-3, fold=True),
+        2 * packed + 2 * numel,
+    )
+
+    master = theta.float()
+    copy = torch.empty_like(master)
+    yield "fp32 fold 1 + perturb 1", call(master, **replay, dst=master, out=copy, scale=1e-3, fold=True), 12 * numel
+    yield "torch.normal_ fp32", copy.normal_, 4 * numel
+
+
+def _bf12(group: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of a flat that repeats one group of 256 values."""
+    fmt = ops.storage_format(torch.uint8)
+    codes = torch.empty(256, dtype=fmt.dtype, device=group.device)
+    scales = torch.empty(fmt.scale_numel, dtype=fmt.scale_dtype, device=group.device)
+    ops.encode_(codes, group.float(), exponents=scales)
+    num_groups = -(-numel // 256)
+    return codes.repeat(num_groups)[:numel], scales.repeat(num_groups)
+
+
+def median_ms(call: Callable[[], object]) -> tuple[float, float, float]:
+    """(median, fastest, slowest) of NUM_TIMED runs by CUDA events."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(NUM_WARMUPS):
+        call()
+    times = []
+    for _ in range(NUM_TIMED):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times), min(times), max(times)
+
+
+def measured(numel: int) -> Iterator[dict[str, Any]]:
+    """A row a case."""
+    for name, call, num_bytes in cases(numel):
+        median, fastest, slowest = median_ms(call)
+        yield {
+            "case": name,
+            "numel": numel,
+            "median_ms": round(median, 4),
+            "fastest_ms": round(fastest, 4),
+            "slowest_ms": round(slowest, 4),
+            "gparameters_per_s": round(numel / median / 1e6, 1),
+            "gbytes_per_s": round(num_bytes / median / 1e6, 1),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=200_000_000, help="elements of the flat tensor")
+    numel = parser.parse_args().numel
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.kernels times CUDA kernels and found no CUDA device: run it on a GPU machine")
+    for row in measured(numel):
+        print(json.dumps(row | {"gpu": torch.cuda.get_device_name()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""What one process measures for LOMO: a method's speed, its memory by part, sequential accumulation's price."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
+from benchmarks.training_case import TrainingCase
+from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks, start_device
+from ds_zo.bench.shapes import materialise
+from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
+from ds_zo.records.rows import Row
+from ds_zo.streaming.allocator import expand_segments, num_retries
+from ds_zo.streaming.blocks import find_blocks
+
+_ROOM = 0.97
+"""Share of a card that tensors can be expected to get."""
+
+
+@dataclass(frozen=True)
+class LOMOCase(TrainingCase):
+    """A case of LOMO or of a first-order method beside it, in bf16."""
+
+    attention: str | None = "sdpa"
+    checkpointing: bool = True
+    """Whether transformers checkpoints each block. Streamed LOMO recomputes blocks itself and needs none."""
+    warmup: int = 2
+    steps: int = 6
+
+    @property
+    def num_positions(self) -> int:
+        return max(self.length, 2048)
+
+
+@dataclass(frozen=True)
+class MemoryCase(LOMOCase):
+    """A case of device memory by part; it makes two steps."""
+
+    attention: str | None = "eager"
+
+
+def speed(**settings: Any) -> Row:
+    """Tokens a second of one `LOMOCase`, in this process."""
+    case = LOMOCase(**settings)
+    where = start_device(case.device)
+    if case.cap_gb is not None and where.type == "cuda":
+        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: the engine advises it where memory is short
+        cap_device_memory(case.cap_gb, where)
+    model = case.lazy_model(where)
+    numel = _numel(model)
+    streamed = case.stream is not None
+    needed_gb = _least_nbytes(case.method, numel, streamed=streamed or case.method == "zero3_offload") / 1e9
+    num_tokens = case.batch * case.length
+    about = {"method": case.method, "shape": case.shape, "tokens_a_step": num_tokens, "parameters": numel}
+    if where.type == "cuda" and needed_gb > _ROOM * torch.cuda.get_device_properties(where).total_memory / 1e9:
+        return {**about, "fits": False, "needed_gb": needed_gb}
+    if not streamed:
+        model = materialise(model).to(where)  # buffers
+    set_checkpointing(model, case.checkpointing)
+    model.train()
+    said = _Progress(where)
+    options: Row = {"lr": case.lr, "stream": case.stream, "compiled": case.compiled}
+    trainer = make_trainer(case.method, model, batch_size=case.batch, **options)
+    load_s = said("weights are in place")
+    ids = random_batch(model, case.batch, case.length, where)
+    first = [float(trainer.step(ids))]
+    first_step_s = said("step 1 done")
+    for number in range(2, case.warmup + 1):
+        first.append(float(trainer.step(ids)))
+        said(f"step {number} done")
+    before = _moved(trainer)  # a streaming engine places its blocks in its first step
+    retries = num_retries(where)
+
+    def step() -> torch.Tensor:
+        loss = trainer.step(ids)
+        said("a step issued")
+        return loss
+
+    measured = measure_steps(step, warmup=0, steps=case.steps, device=where)
+    return {
+        **about,
+        "fits": True,
+        "settings": trainer.settings,
+        "checkpointing": case.checkpointing,
+        "attention": case.attention,
+        "compiled": case.compiled,
+        "cap_gb": case.cap_gb,
+        "load_s": load_s,
+        "first_step_s": first_step_s,
+        "alloc_retries": num_retries(where) - retries,
+        "tokens_per_s": num_tokens / measured["step_s"],
+        **measured,
+        **trainer.facts,
+        "losses": first + measured["losses"],
+        **_streaming(trainer, before, num_steps=case.steps),
+    }
+
+
+def memory(**settings: Any) -> Row:
+    """Device memory of one `MemoryCase` by part, as the LOMO paper's table lists it.
+
+    A case that does not fit has the sum of its parts: activations are measured with the weights alone, the other parts
+    are counted. A compiled block returns the gradients of its parameters together.
+    """
+    case = MemoryCase(**settings)
+    method = case.method
+    where = start_device(case.device)
+    _warm_libraries(where)
+    model = materialise(case.lazy_model(where)).to(where)
+    model.train()
+    set_checkpointing(model, case.checkpointing)
+    numel = _numel(model)
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    ids = random_batch(model, case.batch, case.length, where)
+    before = _allocated(where)
+    loss = model(**ids, use_cache=False).loss
+    activations = _allocated(where) - before
+    del loss
+    parts = {
+        "parameters_gb": sum(sizes) / 1e9,
+        "gradients_gb": (sum(sizes) if method in KEEPS_GRADIENTS else max(sizes)) / 1e9,
+        "states_gb": STATE_BYTES[method] * numel / 1e9,
+        "activations_gb": activations / 1e9,
+    }
+    computed_gb = sum(parts.values())
+    row = {
+        "method": method,
+        "shape": case.shape,
+        "tokens_a_step": case.batch * case.length,
+        "parameters": numel,
+        "checkpointing": case.checkpointing,
+        "attention": case.attention,
+        "compiled": case.compiled,
+        **parts,
+        "computed_total_gb": computed_gb,
+    }
+    room = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else float("inf")
+    if computed_gb * 1e9 > _ROOM * room:
+        return {**row, "fits": False, "total_gb": computed_gb}
+    try:
+        measured = _measured_parts(method, model, ids, case.batch, where, compiled=case.compiled)
+    except torch.OutOfMemoryError:
+        return {**row, "fits": False, "total_gb": computed_gb}
+    return {**row, "fits": True, **measured, "total_gb": measured["peak_gb"] or computed_gb}
+
+
+def _measured_parts(
+    method: str, model: nn.Module, ids: Batch, batch: int, where: torch.device, *, compiled: bool
+) -> Row:
+    before = _allocated(where)
+    trainer = make_trainer(method, model, batch_size=batch, compiled=compiled)
+    of_a_block = [sum(p.numel() * p.element_size() for p in b.parameters()) for b in find_blocks(model, None).values()]
+    with _live_gradients(model) as live:
+        trainer.step(ids)
+    states = _allocated(where) - before
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+    loss = trainer.step(ids)
+    return {
+        "settings": trainer.settings,
+        "gradients_gb": max(live["most"], max(of_a_block) if compiled else 0) / 1e9,
+        "states_gb": states / 1e9,
+        "loss": float(loss),
+        **memory_peaks(where),
+    }
+
+
+@contextmanager
+def _live_gradients(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Bytes of gradients alive at once, at their most: the one that arrives and those that parameters hold."""
+    live = {"most": 0}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def arrives(grad: torch.Tensor) -> None:
+        held = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+        live["most"] = max(live["most"], held + grad.numel() * grad.element_size())
+
+    handles = [p.register_hook(arrives) for p in parameters]
+    try:
+        yield live
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def accumulation(
+    *, micro_batches: int = 4, batch: int = 8, length: int = 64, steps: int = 40, lr: float = 0.05, device: str = "cpu"
+) -> Row:
+    """`accumulation: sequential` beside the true batch: the embedded model reads held-out Python, the same rows in the
+    same order, once a whole batch a step and once a micro-batch an update. A third run has the true batch's exact
+    gradient from torch's SGD with accumulation, which LOMO cannot have."""
+    where = start_device(device)
+    rows = _text_rows(batch * steps, length).to(where)
+    true = _curve(rows, where, micro=batch, micro_batches=1, lr=lr)
+    sequential = _curve(rows, where, micro=batch // micro_batches, micro_batches=micro_batches, lr=lr)
+    accumulated = _sgd_curve(rows, where, micro=batch // micro_batches, micro_batches=micro_batches, lr=lr)
+    tail = max(1, steps // 6)
+    last = {name: sum(curve[-tail:]) / tail for name, curve in (("true", true), ("sequential", sequential))}
+    return {
+        "micro_batches": micro_batches,
+        "batch": batch,
+        "length": length,
+        "num_steps": steps,
+        "lr": lr,
+        "losses_true": true,
+        "losses_sequential": sequential,
+        "losses_sgd_accumulated": accumulated,
+        "first_loss": true[0],
+        "last_loss_true": last["true"],
+        "last_loss_sequential": last["sequential"],
+        "last_loss_difference": last["sequential"] - last["true"],
+        "largest_loss_difference": max(abs(a - b) for a, b in zip(true, sequential, strict=True)),
+        "largest_sgd_difference": max(abs(a - b) for a, b in zip(true, accumulated, strict=True)),
+    }
+
+
+def _curve(rows: torch.Tensor, where: torch.device, *, micro: int, micro_batches: int, lr: float) -> list[float]:
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    config: Row = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "LOMO", "params": {"lr": lr, "accumulation": "sequential"}},
+        "zero_optimization": {"stage": 0},
+    }
+    model = _embedded().to(where)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine.train()
+    losses = []
+    for window in rows.split(micro * micro_batches):
+        total = 0.0
+        for ids in window.split(micro):
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / micro_batches
+        losses.append(total)
+    return losses
+
+
+def _sgd_curve(rows: torch.Tensor, where: torch.device, *, micro: int, micro_batches: int, lr: float) -> list[float]:
+    model = _embedded().to(where).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for window in rows.split(micro * micro_batches):
+        total = 0.0
+        for ids in window.split(micro):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / micro_batches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+    return losses
+
+
+def _embedded() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from ds_zo.tasks.embedded_model import FOLDER
+
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+def _text_rows(num_rows: int, length: int) -> torch.Tensor:
+    from transformers import AutoTokenizer
+
+    from ds_zo.tasks.embedded_model import FOLDER
+    from ds_zo.tasks.stdlib_text import modules
+
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    ids: list[int] = []
+    for _, source in modules(held_out=True):
+        ids += tokenizer(source, add_special_tokens=False)["input_ids"]
+        if len(ids) >= num_rows * length:
+            break
+    found = torch.tensor(ids)[: num_rows * length]
+    if found.numel() < num_rows * length:
+        raise ValueError(f"the standard library has {found.numel()} tokens for {num_rows * length}: take fewer steps")
+    return found.view(num_rows, length)
+
+
+# What cases share
+
+
+class _Progress:
+    """Says into the case's log how far it is: what a case that is cut off leaves behind."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._begun = self._last = time.perf_counter()
+
+    def __call__(self, what: str) -> float:
+        """Seconds since it last spoke. Waits for nothing: of steps that are not read, what is timed is their launch,
+        which a device that falls behind holds up."""
+        now = time.perf_counter()
+        passed_s, self._last = now - self._last, now
+        memory = ""
+        if self._where.type == "cuda":
+            stats = torch.cuda.memory_stats(self._where)
+            memory = f", {stats['reserved_bytes.all.current'] / 1e9:.2f} GB, retries {stats['num_alloc_retries']}"
+        print(f"{now - self._begun:.2f} s: {what} (+{passed_s:.2f}){memory}", file=sys.stderr, flush=True)
+        return passed_s
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _allocated(where: torch.device) -> int:
+    return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+
+
+def _warm_libraries(where: torch.device) -> None:
+    """So that cuBLAS's workspaces, one a thread, are not taken for anything that the model needs."""
+    x = torch.ones(16, 16, dtype=torch.bfloat16, device=where, requires_grad=True)
+    (x @ x).sum().backward()
+
+
+def _least_nbytes(method: str, numel: int, *, streamed: bool) -> int:
+    """Of 16-bit weights, gradients and state; activations come on top."""
+    return 0 if streamed else numel * (2 + (2 if method in KEEPS_GRADIENTS else 0) + STATE_BYTES[method])
+
+
+def _moved(trainer: Trainer) -> tuple[int, int] | None:
+    runtime = _found(trainer.engine, "backend._block_store.runtime")
+    return None if runtime is None else (runtime.bytes_up, runtime.bytes_down)
+
+
+def _streaming(trainer: Trainer, before: tuple[int, int] | None, *, num_steps: int) -> Row:
+    """Traffic a step, and what the backend says of its placement."""
+    after = _moved(trainer)
+    if before is None or after is None:
+        return {}
+    up, down = ((after[i] - before[i]) / num_steps / 1e9 for i in (0, 1))
+    return {"up_gb_a_step": up, "down_gb_a_step": down, "placement": trainer.engine.backend.describe()}
+
+
+def _found(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner

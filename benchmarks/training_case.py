@@ -1,0 +1,83 @@
+"""The case of every speed suite: one method trains one published shape with random weights on random token ids.
+
+A suite derives its own dataclass where it needs further fields or other defaults. The harness (`ds_zo.bench.runner`)
+runs a case in a process of its own: `to_run` gives it the fields that differ from their defaults, and the suite's
+target makes the case from them again. The row of a case has these fields under `params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.bench.runner import Case
+from ds_zo.bench.shapes import random_model
+from ds_zo.planner.models import DTYPES
+from ds_zo.planner.shapes import config_of
+
+_ALWAYS_GIVEN = ("shape", "method", "batch", "length")
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """A model, its input, a method with its settings, and how many steps are made."""
+
+    shape: str
+    """A name of `ds_zo.planner.shapes`."""
+    method: str
+    """A name that the suite knows."""
+    batch: int = 1
+    """Sequences of one step."""
+    length: int = 2048
+    """Tokens of one sequence."""
+    dtype: str = "bf16"
+    layers: int | None = None
+    """Layers of the model; None: as many as the shape has."""
+    overrides: Mapping[str, Any] | None = None
+    """Fields of the model's configuration that differ from the shape's."""
+    attention: str | None = None
+    """The model's attention implementation; None: the one that transformers chooses."""
+    stream: Mapping[str, Any] | None = None
+    """The section `ds_zo.stream`; None: weights stay on the device."""
+    params: Mapping[str, Any] | None = None
+    """Keys of `optimizer.params` that differ from the method's own."""
+    lr: float | None = None
+    """The learning rate; None: the method's own."""
+    compiled: bool = False
+    """Whether every block is compiled."""
+    cap_gb: float | None = None
+    """Device memory in GB (10**9 bytes) that the case may allocate; None: the whole card."""
+    warmup: int = 3
+    """Steps before those that are timed."""
+    steps: int = 8
+    """Timed steps."""
+    device: str = "cuda"
+
+    @property
+    def num_positions(self) -> int:
+        """The longest sequence that the model must take, in tokens."""
+        return self.length
+
+    def lazy_model(self, device: torch.device) -> nn.Module:
+        """The model on the meta device. Its weights are drawn when it is materialised or an engine reads them."""
+        config = config_of(self.shape, num_layers=self.layers, max_length=self.num_positions)
+        for name, value in (self.overrides or {}).items():
+            setattr(config, name, value)
+        if self.attention is not None:
+            config._attn_implementation = self.attention
+        return random_model(config, dtype=DTYPES[self.dtype], device=device)
+
+    def settings(self) -> dict[str, Any]:
+        """Model, method and input, and the other fields that differ from their defaults, as JSON holds them."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
+        defaults = {f.name: f.default for f in fields(self) if f.name not in _ALWAYS_GIVEN}
+        return {name: value for name, value in plain.items() if name not in defaults or value != defaults[name]}
+
+    def to_run(self, name: str, target: str, **limits: Any) -> Case:
+        """The harness's case. `limits` are `timeout_s`, `planned_host_gb` and `expected_s` of `runner.Case`."""
+        return Case(name, target, self.settings(), **limits)

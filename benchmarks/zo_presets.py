@@ -1,0 +1,356 @@
+"""The cases of ZO's two presets: `targets`, what the project set out to reach, and `paper`, the ZO paper's tables.
+
+Both are ordered so that a run that is cut off has its most telling rows. Random token ids stand for SST-2: a step costs
+what its shapes cost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.zo_case import COPIES_HELD, ZOCase
+from ds_zo.bench.runner import Case
+from ds_zo.planner.shapes import BLOOM, OPT
+
+CASE, MACHINE = "benchmarks.zo_case:run_case", "benchmarks.zo_case:run_machine"
+WARMUP = "benchmarks.zo_warmup:compile_kernels"
+CAP_GB = 24.0
+_STREAMED: Mapping[str, Any] = {"master": "wire", "resident_blocks": 0}
+_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf12": 1 + 33 / 64, "fp8": 1}
+_LOW_NBYTES = {"fp32": 0, "bf16": 2, "fp16": 2, "bf12": 2, "fp8": 2}
+"""Of a parameter's low plane under `master: split`."""
+_FLOPS = {"fp32": 45e12, "tf32": 250e12, "bf16": 450e12, "fp16": 450e12}
+_LINK, _NOISE, _PIN = 52e9, 250e9, 5e9
+"""A second's bytes over the link, parameters perturbed, bytes pinned and filled: rough, to tell a case's duration
+beforehand; from walls of forked cases on an H200."""
+_SWEEPS = {"mezo": 3.0, "zo": 0.5}
+"""What a step's noise takes, in passes over all parameters at that rate."""
+_START_S, _ENGINE_S, _LOOK_S, _MACHINE_S, _WARMUP_S, _TIMELINE_S = 2.0, 1.7, 1.0, 6.0, 25.0, 10.0
+"""CUDA's start and end, the first launches (imports are there before the fork, kernels compiled); what DeepSpeed takes
+to start; a case that finds too little memory; the rates; compiling; a recorded step."""
+_INTERVALS = ((1.5, 2), (1.0, 6), (0.0, 16))
+"""About what is chosen where computing takes so many times as long as the link. A streamed case makes steps for a whole
+interval before it is timed."""
+_FIRST_FORWARDS = 5
+"""The first step's: in lockstep, one pass after the other, three rehearsals."""
+_DEVICE_BYTES, _HOST_GB = 140e9, 133.0
+_TOY: Mapping[str, Any] = {"shape": "opt-tiny", "layers": 4, "length": 64, "warmup": 2, "steps": 6, "age": False}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case must reach and what it might, of one of a row's numbers."""
+
+    what: str
+    """`ratio` (tokens/s over MeZO's of the same run), `peak_gb`, `host` or `finite`."""
+    least: float | None = None
+    stretch: float | None = None
+
+
+def targets() -> list[Case]:
+    """In-memory MeZO first where several rows are compared with it; the large models, which take minutes, last."""
+    return [_MACHINE_CASE, *_targets()]
+
+
+def _targets() -> Iterator[Case]:
+    yield _case("6.7b.mezo", "opt-6.7b", "mezo")
+    yield _case("6.7b.resident", "opt-6.7b", resident=True, stream={"master": "wire"})
+    yield _case("6.7b.streamed", "opt-6.7b", stream=_STREAMED)
+    yield _case("6.7b.bf12", "opt-6.7b", stream={**_STREAMED, "wire_dtype": "bf12"})
+    yield _case("6.7b.fp8", "opt-6.7b", stream={**_STREAMED, "wire_dtype": "fp8"})
+    yield _case("6.7b.half", "opt-6.7b", stream={"master": "wire", "resident_blocks": 16})
+    yield _case("1.3b.mezo", "opt-1.3b", "mezo")
+    yield _case("1.3b.resident", "opt-1.3b", resident=True, stream={"master": "wire"})
+    yield _case("13b.mezo", "opt-13b", "mezo", steps=6)
+    yield _case("13b.resident", "opt-13b", resident=True, stream={"master": "wire"}, steps=6)
+    yield _case("13b.bf12", "opt-13b", stream={**_STREAMED, "wire_dtype": "bf12"}, steps=6)
+    yield _case("13b.fp8", "opt-13b", stream={**_STREAMED, "wire_dtype": "fp8"}, steps=6)
+    yield _case("6.7b.batch4.mezo", "opt-6.7b", "mezo", batch=4, steps=6)
+    yield _case("6.7b.batch4.streamed", "opt-6.7b", stream=_STREAMED, batch=4, steps=6)
+    yield _case("13b.streamed", "opt-13b", stream=_STREAMED, steps=6)
+    yield _case("6.7b.split", "opt-6.7b", stream={**_STREAMED, "master": "split"})
+    yield _case("6.7b.directions2", "opt-6.7b", stream=_STREAMED, params={"num_directions": 2})
+    yield _case("6.7b.resident.split", "opt-6.7b", resident=True, stream={"master": "split"})
+    capped = {**_STREAMED, "device_memory_gb": CAP_GB}
+    twenty: dict[str, Any] = {"warmup": 8, "steps": 5, "fill_steps": 7}
+    yield _case("66b.capped.fp8", "opt-66b", stream={**capped, "wire_dtype": "fp8"}, cap_gb=CAP_GB, **twenty)
+    yield _case("30b.capped", "opt-30b", stream=capped, cap_gb=CAP_GB, **twenty)
+
+
+TARGETS: dict[str, tuple[Target, ...]] = {
+    **{f"{size}.resident": (Target("ratio", 1.8, 2.1),) for size in ("1.3b", "6.7b", "13b")},
+    "6.7b.streamed": (
+        Target("ratio", 1.0, 1.1),
+        Target("peak_gb", 2.3, 1.9),
+        Target("host"),
+        Target("link", 0.9, 0.97),
+    ),
+    "13b.streamed": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host"), Target("link", 0.9, 0.97)),
+    "6.7b.batch4.streamed": (Target("ratio", 1.25, 1.35), Target("host")),
+    "6.7b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.3, 1.9), Target("host")),
+    "13b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host")),
+    "6.7b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
+    "13b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
+    "6.7b.half": (Target("ratio", 1.5, 1.8), Target("host")),
+    "6.7b.split": (Target("of 6.7b.streamed", 0.95), Target("host")),
+    "6.7b.directions2": (Target("of 6.7b.streamed"),),
+    "30b.capped": (Target("peak_gb", 5.0, 4.8), Target("host"), Target("link", 0.9, 0.97), Target("finite")),
+    "66b.capped.fp8": (Target("host"), Target("finite")),
+}
+"""By case of `targets`."""
+
+_TABLE_1 = (
+    # shape, layers at fp16, layers at fp32: all where None
+    ("opt-1.3b", None, None),
+    ("opt-6.7b", None, 16),
+    ("opt-13b", 16, 8),
+    ("opt-30b", 6, 4),
+    ("opt-66b", 4, 3),
+    ("opt-2.7b", None, 16),
+    ("opt-125m", None, None),
+    ("opt-350m", None, None),
+)
+"""Depth is cut, for MeZO too, where loading would take longer than all else; `targets` has the full ones."""
+_ABLATED = ("overlap", "reuse_buffers", "fuse_update")
+_SWEEP = ((1, 2048), (2, 2048), (4, 2048), (8, 2048), (1, 1024), (1, 4096), (1, 8192))
+
+
+def paper(*, host_gb: float = 12.0) -> list[Case]:
+    """`host_gb` is what the models too large for any host may take of it: it decides their depth (Table 10)."""
+    return [_MACHINE_CASE, *_paper(host_gb)]
+
+
+def _paper(host_gb: float) -> list[Case]:
+    return [
+        *_table_1(_TABLE_1[:3]),
+        *_ablations("opt-6.7b", layers=8),
+        *_amp("opt-6.7b", layers=4),
+        *_table_1(_TABLE_1[3:5]),
+        *_sweeps(),
+        *_table_10(host_gb),
+        *_figure_1(),
+        *_table_1(_TABLE_1[5:]),
+        *_too_large(),
+    ]
+
+
+def _table_1(sizes: Sequence[tuple[str, int | None, int | None]]) -> Iterator[Case]:
+    """MeZO and ZO, fp16 and fp32, every block streamed."""
+    for shape, fp16_layers, fp32_layers in sizes:
+        size = shape.partition("-")[2]
+        for dtype, layers in (("fp16", fp16_layers), ("fp32", fp32_layers)):
+            slow = dtype == "fp32" and _num_parameters(shape, layers) > 2e9
+            common: dict[str, Any] = {"dtype": dtype, "layers": layers, "warmup": 2, "steps": 3 if slow else 6}
+            yield _case(f"t1.{size}.{dtype}.mezo", shape, "mezo", **common)
+            # Where float32 products take most of a step, a few pending updates more are not seen.
+            yield _case(f"t1.{size}.{dtype}.zo", shape, stream=_STREAMED, **common, age=not slow)
+
+
+def _ablations(shape: str, *, layers: int) -> Iterator[Case]:
+    """Tables 2 and 5: each feature off, written back every step as in the paper, and at the automatic interval."""
+    common: dict[str, Any] = {"dtype": "fp16", "layers": layers, "steps": 5}
+    yield _case("t2.mezo", shape, "mezo", **common)
+    for interval in (1, None):
+        stream = {**_STREAMED, "writeback_interval": interval}
+        label = "auto" if interval is None else str(interval)
+        yield _case(f"t2.{label}.all", shape, stream=stream, **common)
+        for feature in _ABLATED:
+            if interval == 1 or feature != "fuse_update":  # a sweep of its own folds every step
+                yield _case(f"t2.{label}.no_{feature}", shape, stream={**stream, feature: False}, **common)
+
+
+def _amp(shape: str, *, layers: int) -> Iterator[Case]:
+    """Tables 3 and 9: a float32 model, computed under autocast, stored and carried in fewer bits."""
+    for compute in ("bf16", "fp16", "tf32"):
+        for wire in ("fp32", "fp16", "bf16", "fp8"):
+            yield _case(
+                f"amp.{compute}.{wire}",
+                shape,
+                dtype="fp32",
+                layers=layers,
+                params={"compute_dtype": compute},
+                stream={**_STREAMED, "wire_dtype": wire},
+                steps=5,
+            )
+
+
+def _sweeps() -> Iterator[Case]:
+    """Tables 7 and 8: batches of 1 to 8 and lengths of 1,024 to 8,192. MeZO's on one loaded model; ZO chooses its
+    interval by the first step, so each input has an engine of its own."""
+    for shape, layers in (("opt-1.3b", None), ("opt-6.7b", 8)):
+        size = shape.partition("-")[2]
+        common: dict[str, Any] = {"dtype": "fp16", "layers": layers, "warmup": 2, "steps": 3}
+        yield _case(f"t78.{size}.mezo", shape, "mezo", inputs=[list(pair) for pair in _SWEEP], **common)
+        for batch, length in _SWEEP:
+            name = f"t78.{size}.zo.{batch}x{length}"
+            yield _case(name, shape, stream=_STREAMED, batch=batch, length=length, **common)
+
+
+def _table_10(host_gb: float) -> Iterator[Case]:
+    """True layer shapes and edges, as many layers as `host_gb` holds, within what a 24 GB card has.
+
+    BLOOM's embedding alone is 7.2 GB, and a step needs a working copy of it: only fp8 slots fit beside them. Its
+    attention keeps the scores of 112 heads, 8 GB in all at 2,048 tokens, which do not.
+    """
+    for shape, dtype, wire, length in (("opt-175b", "fp16", "fp16", 2048), ("bloom-176b", "bf16", "fp8", 512)):
+        layers = max(2, int(host_gb * 1e9 / (_block_numel(shape) * _NBYTES[wire])))
+        yield _case(
+            f"t10.{shape}",
+            shape,
+            dtype=dtype,
+            layers=min(layers, _shape(shape)[0]),
+            length=length,
+            stream={**_STREAMED, "wire_dtype": wire, "device_memory_gb": CAP_GB},
+            cap_gb=CAP_GB,
+            warmup=2,
+            steps=3,
+        )
+
+
+def _figure_1() -> Iterator[Case]:
+    """Memory of first-order methods in float32; MeZO's and ZO's is in Table 1. What needs more than there is becomes a
+    row that says how much."""
+    for shape in ("opt-6.7b", "opt-13b", "opt-30b"):
+        for method in ("sgd", "adamw"):
+            yield _case(f"f1.{shape.partition('-')[2]}.{method}", shape, method, dtype="fp32", warmup=1, steps=1)
+
+
+def _too_large() -> Iterator[Case]:
+    """The cells of Table 1 at full depth that neither 128 GiB of host memory nor this GPU hold: rows that say what they
+    need."""
+    for shape, dtype in (("opt-66b", "fp32"), ("opt-175b", "fp16"), ("opt-175b", "fp32")):
+        size = shape.partition("-")[2]
+        yield _case(f"t1.{size}.{dtype}.mezo.whole", shape, "mezo", dtype=dtype, warmup=1, steps=2)
+        yield _case(f"t1.{size}.{dtype}.zo.whole", shape, stream=_STREAMED, dtype=dtype, warmup=1, steps=2)
+
+
+def everything(*, host_gb: float = 12.0) -> list[Case]:
+    """Both presets and a recorded step, as one run: what they share is measured once."""
+    step = {"shape": "opt-6.7b", "layers": 8, "dtype": "bf16", "stream": dict(_STREAMED)}
+    timeline = Case("timeline", "benchmarks.timeline:record", step, timeout_s=90, expected_s=_TIMELINE_S)
+    return [_MACHINE_CASE, *_targets(), timeline, *_paper(host_gb)]
+
+
+PRESETS = {"targets": targets, "paper": paper, "all": everything}
+_MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
+
+
+def tiny(case: Case, *, device: str) -> Case:
+    """The same case in kind, on a model that a CPU trains in no time: a rehearsal."""
+    if case.target != CASE:  # of the other targets all but WARMUP need a GPU
+        params = {**case.params, "device": device} if case.target == WARMUP else case.params
+        return Case(case.name, case.target, params, timeout_s=case.timeout_s)
+    whole = ZOCase(**case.params)
+    stream = {key: value for key, value in (whole.stream or {}).items() if key != "device_memory_gb"}
+    if stream.get("resident_blocks"):
+        stream["resident_blocks"] = 1
+    small = replace(
+        whole,
+        shape="bloom-tiny" if whole.shape in BLOOM else "opt-tiny",
+        layers=4,
+        length=8,
+        inputs=[[2, 4], [1, 8]] if whole.inputs else None,
+        stream=stream,
+        warmup=1,
+        steps=1,
+        age=False,
+        cap_gb=None,
+        device=device,
+    )
+    return small.to_run(case.name, CASE, timeout_s=case.timeout_s)
+
+
+def compiled_first(cases: Sequence[Case]) -> list[Case]:
+    """With a case before them that compiles their kernels."""
+    kinds = toy_kinds([ZOCase(**case.params) for case in cases if case.target == CASE])
+    warmup = Case("warmup", WARMUP, {"kinds": kinds}, timeout_s=120, expected_s=_WARMUP_S)
+    return [warmup, *cases] if kinds else [*cases]
+
+
+def toy_kinds(cases: Sequence[ZOCase]) -> list[dict[str, Any]]:
+    """A toy case for each kind of `cases` whose kernels differ: by the dtypes of model and store, by what stays on the
+    device, and by whether working copies are made in pairs, which an automatic interval decides."""
+    found: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        if case.method != "zo":
+            continue
+        given = case.stream or {}
+        toy = {"method": "zo", "dtype": case.dtype, "resident": case.resident}
+        stream = {key: given[key] for key in ("master", "wire_dtype", "fuse_update") if key in given}
+        stream = {key: value for key, value in stream.items() if value != toy["dtype"]}
+        if not toy["resident"]:
+            stream["resident_blocks"] = min(1, given.get("resident_blocks") or 0)
+        chosen = toy["resident"] or not stream.get("fuse_update", True)
+        for interval in (None,) if chosen else (None, 3):
+            more = {} if interval is None else {"writeback_interval": interval}
+            kind = {**_TOY, **toy, "stream": {**stream, **more}}
+            found.setdefault(json.dumps(kind, sort_keys=True), kind)
+    return list(found.values())
+
+
+def _case(name: str, shape: str, method: str = "zo", **params: Any) -> Case:
+    if "stream" in params:
+        params["stream"] = {key: value for key, value in params["stream"].items() if value is not None}
+    case = ZOCase(shape, method, **params)
+    host_gb = stored_gb(case)
+    planned = 1.05 * host_gb + 2 if host_gb else None
+    expected_s = estimate_s(case) if planned is None or planned < _HOST_GB else 0.0  # recorded, not run
+    limits = {"timeout_s": round(30 + 3 * expected_s), "planned_host_gb": planned, "expected_s": expected_s}
+    return case.to_run(name, CASE, **limits)
+
+
+def stored_gb(case: ZOCase) -> float:
+    """GB (10**9 bytes) that a case keeps in the host store."""
+    if case.method != "zo" or case.resident:
+        return 0.0
+    stream = case.stream or {}
+    wire = stream.get("wire_dtype", case.dtype)
+    nbytes = _NBYTES[wire] + (_LOW_NBYTES[wire] if stream.get("master", "split") == "split" else 0)
+    num_streamed = (case.layers or _shape(case.shape)[0]) - (stream.get("resident_blocks") or 0)
+    return max(0, num_streamed) * _block_numel(case.shape) * nbytes / 1e9
+
+
+def estimate_s(case: ZOCase) -> float:
+    """About how long a case takes, start and loading included, on the machine the presets are cut for: 128 GiB of
+    host memory, a GPU of 140 GB."""
+    stream = case.stream or {}
+    compute = (case.params or {}).get("compute_dtype", case.dtype)
+    numel = _num_parameters(case.shape, case.layers)
+    gb = stored_gb(case)
+    crossing_gb = stored_gb(replace(case, stream={**stream, "master": "wire"}))  # low planes seldom cross the link
+    passes = 2 if case.method in ("zo", "mezo") else 3
+    if numel * _NBYTES[case.dtype] * COPIES_HELD.get(case.method, 0) > _DEVICE_BYTES:
+        return _LOOK_S  # recorded, not run
+    total = _START_S + gb * 1e9 / _PIN + (_ENGINE_S if case.method == "zo" else 0.0)
+    for i, (batch, length) in enumerate(case.pairs):
+        busy = passes * 2 * numel * batch * length / _FLOPS[compute]
+        busy += numel / _NOISE * _SWEEPS.get(case.method, 0.0)
+        link = crossing_gb * 1e9 / _LINK
+        step = max(busy, link)
+        warmup = case.warmup
+        if gb and i == 0:
+            chosen = next(interval for times, interval in _INTERVALS if busy >= times * link)
+            interval = stream.get("writeback_interval", chosen)
+            warmup = max(warmup, interval if case.age else 0) + _FIRST_FORWARDS
+        total += (warmup + case.steps + case.fill_steps) * step
+    return total
+
+
+def _shape(shape: str) -> tuple[int, int]:
+    """(layers, hidden size)."""
+    found = OPT[shape] if shape in OPT else BLOOM[shape]
+    return found[0], found[1]
+
+
+def _block_numel(shape: str) -> int:
+    hidden = _shape(shape)[1]
+    return 12 * hidden**2 + 13 * hidden
+
+
+def _num_parameters(shape: str, layers: int | None = None) -> int:
+    depth, hidden = _shape(shape)
+    edge = (50272 + 2048 if shape in OPT else 250880) * hidden
+    return (layers or depth) * _block_numel(shape) + edge

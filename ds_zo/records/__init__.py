@@ -1,0 +1,1 @@
+"""The record that a run leaves: rows of JSON, the machine it ran on, and a summary of its training."""

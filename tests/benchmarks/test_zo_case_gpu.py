@@ -1,0 +1,38 @@
+"""What the CPU cannot show of the ZO bench: filling the device, the cap, kernel rates, a recorded step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.zo_report import link_busy, trained
+from ds_zo.bench.runner import Case, run_cases
+
+pytestmark = pytest.mark.gpu
+CAPPED = {"master": "wire", "resident_blocks": 0, "device_memory_gb": 4.0}
+
+
+def test_a_case_is_filled_within_its_cap_and_machine_facts_are_in_its_run() -> None:
+    params = {"shape": "opt-1.3b", "layers": 8, "method": "zo", "stream": CAPPED, "cap_gb": 4.0, "fill_steps": 7}
+    cases = [
+        Case("machine", "benchmarks.zo_case:run_machine", {"numel": 2**24}),
+        Case("capped", "benchmarks.zo_case:run_case", {**params, "steps": 13}),
+    ]
+    machine, row = run_cases(cases, out=None)
+    assert machine["status"] == row["status"] == "ok", (machine.get("error"), row.get("error"))
+    assert row["resident_blocks"] == 0 and row["filled"]["resident_blocks"] > 0
+    assert row["filled"]["up_gb_a_step"] < row["up_gb_a_step"]
+    assert trained(row)[1], "20 steps within the cap"
+    share = link_busy(row, {"machine": machine})
+    assert share is not None and 0 < share < 1.1
+    assert machine["kernel_gparameters_per_s"]["bf16 replay 1 + perturb 1"] > 10
+
+
+def test_a_streamed_step_is_recorded(tmp_path: Path) -> None:
+    params = {"shape": "opt-1.3b", "layers": 6, "dtype": "bf16", "stream": {"master": "wire", "resident_blocks": 0}}
+    (row,) = run_cases([Case("timeline", "benchmarks.timeline:record", params)], out=None)
+    assert row["status"] == "ok", row.get("error")
+    kinds = {kind for _, kind, *_ in row["spans"]}
+    assert {"upload", "forward", "noise"} <= kinds
+    assert all(0 <= start <= end <= row["step_s"] + 1e-9 for _, _, start, end in row["spans"])
