@@ -95,7 +95,7 @@ def test_export_overwrites_nothing_and_names_what_is_wrong(tmp_path: Path, capsy
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "must be a new or empty folder" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
     weights_file = tmp_path / "saves" / "global_step0" / "weights-00001.safetensors"
     content = bytearray(weights_file.read_bytes())

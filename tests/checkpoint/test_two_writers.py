@@ -18,15 +18,15 @@ import torch
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.snapshot import Piece, Snapshot
-from ds_zo.checkpoint.writer import Background, Save, write_checkpoint
+from ds_zo.checkpoint.writer import BackgroundWriter, SaveRequest, write_checkpoint
 
 NUM_PIECES = 6
 
 
-def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> Save:
+def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> SaveRequest:
     tensors = {"weight": torch.full((64,), float(len(tag)))}
     pieces = [Piece(lambda: tensors, 256, f"piece{i}", written) for i in range(NUM_PIECES)]
-    return Save(
+    return SaveRequest(
         save_dir=folder,
         tag=tag,
         backend="lomo",
@@ -84,7 +84,7 @@ def test_latest_names_a_whole_checkpoint_while_two_processes_keep_one_each(tmp_p
 
 
 def test_threads_share_a_background(tmp_path: Path) -> None:
-    background, failed = Background(), []
+    background, failed = BackgroundWriter(), []
 
     def run(who: str) -> None:
         try:

@@ -62,7 +62,7 @@ from ds_zo.backends.recompute.blocks import (
 )
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
 from ds_zo.checkpoint.errors import CheckpointError
-from ds_zo.checkpoint.snapshot import held, persistent_buffers
+from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.optim import (
     OFFSET_ALIGNMENT,
@@ -851,7 +851,7 @@ class LOMOBackend(Backend):
         with told_to_nobody():
             weights = {name: collected.get(id(p), p.detach()) for name, p in named}
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
-        return weights | (held(buffers) if collected else buffers)
+        return weights | (host_copy(buffers) if collected else buffers)
 
     @property
     def stored_is_held(self) -> bool:

@@ -463,7 +463,7 @@ class ZOBackend(Backend):
     def _break_trajectory(self) -> None:
         """Weights, or what is trained, are changed by something else than a step."""
         if self.recorder is not None:
-            self.recorder.break_off(self.block_store.log.length)
+            self.recorder.end_log(self.block_store.log.length)
 
     # Saving, loading, describing
 
