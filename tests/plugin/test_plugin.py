@@ -12,6 +12,7 @@ import csv
 import gc
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from test_config import MALFORMED, edited
 from test_config import base as base_config
 from tiny_models import tiny_batch, tiny_model
 
+import ds_zo
+from ds_zo import checkpoint, planner
 from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
 from ds_zo.backends.common import backend as base
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
@@ -213,6 +216,21 @@ assert not new & {"triton", "transformers", "accelerate", "datasets"}, new
 def test_import_is_cheap_and_touches_no_device(run_python):
     seconds = float(run_python(IMPORT_COST, fresh=True).split("SECONDS ")[1])
     assert seconds < 0.5
+
+
+def test_the_package_exports_what_pages_import():
+    assert set(ds_zo.__all__) <= set(dir(ds_zo))
+    assert ds_zo.plan is planner.plan
+    assert ds_zo.newest_complete is checkpoint.newest_complete
+    assert (ds_zo.EMBEDDED_MODEL / "config.json").is_file()
+    assert ds_zo.Preemption().requested() is False
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        ds_zo.plam  # noqa: B018
+    pages = [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("ds_configs/*.md"), *REPO.glob("ds_zo/*/*.md")]
+    for page in (*pages, *REPO.glob("launch/examples/*.py")):
+        imported = re.findall(r"^ *from (ds_zo\.[\w.]+) import ([\w, ]+)", page.read_text("utf-8"), flags=re.MULTILINE)
+        names = {name for _, listed in imported for name in listed.replace(",", " ").split()}
+        assert not names & {*ds_zo.__all__, "FOLDER"}, page
 
 
 def test_a_stock_json_keeps_deepspeeds_own_class():
