@@ -133,7 +133,7 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
-        self._zero_grads = ZeroGrads(self.optimizer, self.module, forget=weakly(self.zero_grad))
+        self._zero_grads = ZeroGrads(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         self._fixed_embeddings = FixedEmbeddings(self.module)
         self._log_start()
         _live_engines.add(self)

@@ -445,7 +445,7 @@ def test_a_checkpoint_stays_whole_if_the_trajectory_cannot_name_it(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrajectoryFile, "mark", full)
+        patch.setattr(TrajectoryFile, "add_hash", full)
         engine.save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match="No space left"):
         one_step(engine, BATCHES[3])

@@ -759,13 +759,13 @@ def test_a_run_that_would_train_or_stream_nothing_says_so(seen):
     assert "1 of 2 parameters are not the model's" in text
     assert "no parameter requires a gradient" in text
     assert "offload_param has no effect" in text
-    assert text.count("a learning rate of 0.001 is AdamW's kind") == 1, "of the script's own AdamW, and only there"
+    assert text.count("times smaller than AdamW's, got 0.001") == 1, "of the script's own AdamW, and only there"
 
 
 def told_of_rates(seen, config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> list[str]:
     seen.clear()
     start({"train_micro_batch_size_per_gpu": 4, **config}, model or torch.nn.Linear(2, 2), **kwargs)
-    return [text for record in seen if "AdamW's kind" in (text := record.getMessage())]
+    return [text for record in seen if "times smaller than AdamW's" in (text := record.getMessage())]
 
 
 def test_the_learning_rate_that_a_schedule_reaches_is_warned_of(seen, monkeypatch):
