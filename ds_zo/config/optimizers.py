@@ -157,8 +157,8 @@ class AdaLOMOParams(LOMOParams):
     adalomo_eps: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
         (1e-30, 1e-3), strict=False
     )
-    """Two numbers: the first is added to squared gradients, the second is the least root mean square of the weights
-    that an update is scaled by. (`eps` is AdamW's and ignored.)"""
+    """The first number is added to squared gradients. An update is scaled by the root mean square of its weights, or
+    by the second number if that is larger. (`eps` is AdamW's and ignored.)"""
 
     clip_threshold: float = Field(1.0, gt=0)
     """Largest root mean square of a normalised update."""
@@ -177,8 +177,8 @@ class LSPParams(OptimizerParams):
     """Added to the denominator of Adam's update."""
 
     subspace_dim: int = Field(512, ge=1, le=65536)
-    """d: the gradient of a matrix is projected to d x d before it leaves the GPU, or to less where the matrix has a
-    smaller dimension. A matrix of at most d * d elements is not projected."""
+    """d: the gradient of a matrix is projected to d x d before it leaves the GPU. A smaller dimension of the matrix
+    takes the place of d. A matrix of at most d * d elements is not projected."""
 
     nonzeros_per_row: int = Field(4, ge=1, le=1024)
     """r: number of non-zero entries in each row of a projector."""
@@ -206,8 +206,8 @@ class LSPParams(OptimizerParams):
     """Weight of the projectors' norms in the objective of a fit."""
 
     payload_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Dtype in which projected gradients and updates are copied between GPU and host. int8 adds its rounding error to
-    the next copy."""
+    """Dtype in which projected gradients and updates are copied between GPU and host. With bf16 and int8 the rounding
+    error of a copy is added to the next one."""
 
     projector: Literal["learned", "random", "none"] = "learned"
     """learned: fitted projectors; random: projectors as they are drawn; none: no projection."""

@@ -2,10 +2,10 @@
 
 [Note: collected engines] Python's garbage collector destroys an engine that has no more references, in any thread that
 allocates. Destroying an engine waits for threads of ours (Adam's, a checkpoint's). In such a thread it would wait for
-itself, so a new thread destroys the engine. `super().__del__` runs in a copy of the context. Writing the whole weights
-back to the module sets context variables (numpy's error state), and before Python 3.12 the collector may run in the
-middle of `ContextVar.set`, during which the context must not change. A forked process, such as a worker of a data
-loader, does not destroy the engine, because it has neither the engine's threads nor its device.
+itself, so a new thread destroys the engine. `super().__del__` runs in a copy of the context, for this reason: before
+Python 3.12 the collector may run in the middle of `ContextVar.set`, during which the context must not change. Writing
+the whole weights back to the module sets context variables (numpy's error state). A forked process, such as a data
+loader's worker, has neither the engine's threads nor its device, and does not destroy the engine.
 """
 
 from __future__ import annotations
@@ -433,8 +433,8 @@ class PluginEngine(CheckpointingEngine):
             self.monitor.write_events(events)
 
     def _count_outcome(self) -> None:
-        """Counts the last step if it was skipped. An outcome that is on the device is read at the next step, or when
-        a caller asks for it, so that a step does not wait for the device."""
+        """Counts the last step if it was skipped. An outcome on the device is read at the next step, or when a caller
+        asks for it. So a step does not wait for the device."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return

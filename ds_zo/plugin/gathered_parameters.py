@@ -87,7 +87,6 @@ def _state_of(parameter: Any) -> ModuleState | None:
     return state if isinstance(state, ModuleState) else None
 
 
-@functools.cache
 def _serving_class(cls: type) -> type:
     """`EngineParameters`, or for a context of a user's own subclass that subclass on top of it."""
     return EngineParameters if cls is GatheredParameters else type(cls.__name__, (cls, EngineParameters), {})

@@ -114,9 +114,9 @@ class Patch:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         owner = self._loaded_owner()
-        if owner is not None and self.name != "__new__":  # see [Note: uninstalled patches]
-            current = getattr(owner, self.name, None)
-            setattr(owner, self.name, _originals.get(current, current))
+        current: Any = getattr(owner, self.name, None)
+        if current in _originals and self.name != "__new__":  # see [Note: uninstalled patches]
+            setattr(owner, self.name, _originals[current])
 
     def _loaded_owner(self) -> Any:
         return sys.modules.get(self.owner) if isinstance(self.owner, str) else self.owner
