@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_zo import command_line  # noqa: F401  first: it decides where DeepSpeed's logger writes
 from ds_zo.checkpoint import newest_complete
 from ds_zo.checkpoint.preemption import Preemption
-from ds_zo.config import ConfigError
+from ds_zo.config import ConfigError, register_backend
 from ds_zo.plugin import install, uninstall
 from ds_zo.streaming.loading import load_pretrained
 
@@ -29,6 +29,7 @@ __all__ = [
     "load_pretrained",
     "newest_complete",
     "plan",
+    "register_backend",
     "uninstall",
 ]
 

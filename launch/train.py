@@ -69,10 +69,10 @@ from ds_zo.tasks import (
 from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
 from ds_zo.tasks.embedded_model import folder_of
-from ds_zo.tasks.encoding import num_answering, position_ids
+from ds_zo.tasks.encoding import num_label_positions, position_ids
 from ds_zo.tasks.hub import check_reachable
 from ds_zo.tasks.sampling import NUM_DEV, NUM_TEST, NUM_TRAIN
-from ds_zo.tasks.scoring import is_told_positions, num_reserved_positions, takes
+from ds_zo.tasks.scoring import accepts_argument, needs_position_ids, num_reserved_positions
 
 EMBEDDED_TASK = "code_or_text"
 EMBEDDED_STEPS = 200
@@ -383,7 +383,7 @@ class Trainer:
         self.order = self.make_order()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
-        self.keeps_answers = alone and takes(self.engine, "logits_to_keep")
+        self.keeps_answers = alone and accepts_argument(self.engine, "logits_to_keep")
         """The head's product is made where labels are; ranks may have to share one batch, and agree on its shape."""
         self.checkpoints = args.output_dir / "checkpoints"
         self.model_folder: Path | None = None
@@ -454,10 +454,10 @@ class Trainer:
             self.num_tokens += int(batch["attention_mask"].sum()) * self.world_size
             options: dict[str, Any] = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
             if self.keeps_answers:
-                options["logits_to_keep"] = num_answering(batch["labels"])
+                options["logits_to_keep"] = num_label_positions(batch["labels"])
                 batch["labels"] = batch["labels"][:, -options["logits_to_keep"] :]
             inputs = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
-            if self.args.padding_side == "left" and is_told_positions(self.engine):
+            if self.args.padding_side == "left" and needs_position_ids(self.engine):
                 inputs["position_ids"] = position_ids(inputs["attention_mask"])
             loss = self.engine(**inputs, **options).loss
             self.engine.backward(loss)

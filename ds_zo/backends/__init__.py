@@ -1,4 +1,4 @@
-"""Backends: what a training step does once DeepSpeed's engine has handed it over."""
+"""Backends: the training methods that DeepSpeed's engine calls for forward, backward and step."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ of several sizes; and for a layer's d x d matrices in float32.
 python -m ds_zo.bench.lsp_adam --threads 1 2 8 14
 
 DeepSpeed's kernel is given zeros and a rate of -1, as ours is, and neither norms nor clipping, which ours has besides.
-See [Note: once through memory] and [Note: few calls] in `optim/subspace_adam`.
+See [Note: Adam in chunks] and [Note: few torch calls] in `optim/subspace_adam`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ _TURNS = 3
 
 
 def _taken_apart(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.device) -> Row:
-    is_lsp = hasattr(getattr(trainer.engine, "backend", None), "settle")
+    is_lsp = hasattr(getattr(trainer.engine, "backend", None), "apply_pending_updates")
     left_out = {"as it is": (), "no CPU": (_no_lsp_adam if is_lsp else _no_zero_adam,)}
     if is_lsp:
         left_out["no copies"] = (_no_lsp_adam, _no_lsp_copies)
@@ -172,25 +172,26 @@ def _no_lsp_adam(engine: Any) -> Iterator[None]:
 
     with patch.object(HostGroup, "_update", lambda group: torch.ones(len(group._active))):
         yield
-        engine.backend.settle()
+        engine.backend.apply_pending_updates()
 
 
 @contextmanager
 def _no_lsp_copies(engine: Any) -> Iterator[None]:
-    from ds_zo.backends.lsp.host_group import HostGroup, Links
+    from ds_zo.backends.lsp.host_group import HostGroup, TransferStreams
 
-    def fill(links: Any, group: Any, source: torch.Tensor) -> Any:
-        landing = next((one for one in links._landings if one.holder is None), links._landings[0])
-        landing.holder = group
-        return landing
+    def upload(streams: Any, group: Any, source: torch.Tensor) -> Any:
+        free = (buffer for buffer in streams._upload_buffers if buffer.group is None)
+        buffer = next(free, streams._upload_buffers[0])
+        buffer.group = group
+        return buffer
 
     def download(group: Any) -> None:
-        for slot in group.slots:
-            slot.parameter.grad = None
+        for matrix in group.matrices:
+            matrix.parameter.grad = None
 
-    with patch.object(Links, "fill", fill), patch.object(HostGroup, "_download", download):
+    with patch.object(TransferStreams, "upload", upload), patch.object(HostGroup, "_download", download):
         yield
-        engine.backend.settle()
+        engine.backend.apply_pending_updates()
 
 
 @contextmanager

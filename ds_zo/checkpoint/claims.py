@@ -62,7 +62,7 @@ class Claims:
         low = unit.low_buffer
         if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
-        landed = unit.landed if unit.streamed or unit.low_streamed else None
+        landed = unit.written_back if unit.streamed or unit.low_streamed else None
         done_copying = torch.cuda.Event() if copied and unit.store_buffer.is_cuda else None
         if done_copying is not None:
             done_copying.record()
@@ -80,22 +80,22 @@ class Claims:
             claim.tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)), written=lambda: self._finish(claim)
         )
 
-    def before_overwrite(self, unit: Unit, *, home: bool, low: bool) -> None:
-        """Gives the unit spare buffers where a fold is about to overwrite claimed ones: its stored bytes (`home`), its
-        low plane (`low`) or both. See [Note: replaced buffers]."""
+    def before_overwrite(self, unit: Unit, *, weights: bool, low: bool) -> None:
+        """Gives the unit spare buffers where a fold is about to overwrite claimed ones: its stored bytes (`weights`),
+        its low plane (`low`) or both. See [Note: replaced buffers]."""
         with self._lock:
             claim = self._unwritten.get(id(unit))
             if claim is None:
                 return
             new_store, new_low = unit.store_buffer, unit.low_buffer
-            if home and claim.store_buffer is unit.store_buffer:
+            if weights and claim.store_buffer is unit.store_buffer:
                 claim.released.append(unit.store_buffer)
                 new_store = self._spare(unit.store_buffer.numel())
             if low and unit.low_buffer is not None and claim.low is unit.low_buffer:
                 claim.released.append(unit.low_buffer)
                 new_low = self._spare(unit.low_buffer.numel())
         if new_store is not unit.store_buffer or new_low is not unit.low_buffer:
-            unit.settle(new_store, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
+            unit.assign_buffers(new_store, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
 
     def wait(self) -> None:
         """Waits until every claim is written. Call it before anything but a fold rewrites stored bytes."""

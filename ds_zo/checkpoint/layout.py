@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.streaming.units import Part, Placed, Planes, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Planes, Unit
 
 LOW = ":low"
 EXPONENTS = ":exponents"
@@ -44,7 +44,7 @@ def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
             view.copy_(read(name).view(view.shape))
 
 
-def _views(part: Part, placed: Placed, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(part: Part, placed: PlacedParameter, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
     yield placed.name, placed.view(planes.storage)
     if planes.low is not None:
         yield placed.name + LOW, placed.view(planes.low)
@@ -86,7 +86,7 @@ def rebuild(description: Mapping[str, Any]) -> Unit:
     parts = [
         Part(
             [
-                Placed(
+                PlacedParameter(
                     p["name"],
                     nn.Parameter(torch.zeros((), dtype=_dtype(part["dtype"])).expand(p["shape"]), requires_grad=False),
                     p["offset"],
@@ -143,7 +143,9 @@ def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
 def allocate_buffers(unit: Unit, device: torch.device) -> None:
     """Gives a unit buffers of zeros on `device`."""
     low = torch.zeros(unit.low_nbytes, dtype=torch.uint8, device=device) if unit.low_nbytes else None
-    unit.settle(torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False)
+    unit.assign_buffers(
+        torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False
+    )
 
 
 def shapes_of(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:

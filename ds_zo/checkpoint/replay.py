@@ -12,7 +12,7 @@ from ds_zo import ops
 from ds_zo.checkpoint.layout import allocate_buffers, fill_unit, rebuild
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.streaming.fold_schedule import turn
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, reci
 
 def values(
     unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe, exact: bool = False
-) -> Iterator[tuple[Placed, torch.Tensor]]:
+) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
     """The weights of `step`, in the parameters' own dtype, or in float32 if `exact`. The planes do not change."""
     pending = step - unit.version if unit.trainable else 0
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
@@ -101,7 +101,7 @@ def recipe_of(state: Mapping[str, Any]) -> Recipe:
 
 def saved_values(
     saved: Saved, *, device: torch.device | str = "cpu", exact: bool = False
-) -> Iterator[tuple[Placed, torch.Tensor]]:
+) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
     """All weights of a ZO checkpoint's step. One unit is in memory at a time."""
     for description in saved.backend_state["units"]:
         yield from unit_values(saved, description, device=device, exact=exact)
@@ -109,7 +109,7 @@ def saved_values(
 
 def unit_values(
     saved: Saved, description: Mapping[str, Any], *, device: torch.device | str = "cpu", exact: bool = False
-) -> Iterator[tuple[Placed, torch.Tensor]]:
+) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
     """The weights of one unit of a ZO checkpoint, given its description there."""
     device = torch.device(device)
     state = saved.backend_state

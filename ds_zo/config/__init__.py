@@ -11,7 +11,8 @@ from ds_zo.config.optimizers import (
     OptimizerParams,
     ZOParams,
 )
-from ds_zo.config.resolve import BACKENDS, backend_of, resolve, with_section_on_top
+from ds_zo.config.registry import BACKENDS, BackendEntry, register_backend
+from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import LossScale
@@ -20,6 +21,7 @@ __all__ = [
     "BACKENDS",
     "AdaLOMOParams",
     "AdapterParams",
+    "BackendEntry",
     "CheckpointConfig",
     "ConfigError",
     "DsZoConfig",
@@ -31,6 +33,7 @@ __all__ = [
     "StreamConfig",
     "ZOParams",
     "backend_of",
+    "register_backend",
     "resolve",
     "with_section_on_top",
 ]

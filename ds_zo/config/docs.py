@@ -10,29 +10,48 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_zo.config.optimizers import AdaLOMOParams, AdapterParams, LOMOParams, LSPParams, ZOParams
-from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
+from ds_zo.config.errors import model_in
+from ds_zo.config.optimizers import OptimizerParams
+from ds_zo.config.registry import backend_names, entries
+from ds_zo.config.section import BackendName, CheckpointConfig, DsZoConfig, StreamConfig
 
 BEGIN = "<!-- keys: written by `python -m ds_zo.config --write`, not by hand -->"
 END = "<!-- end of keys -->"
 
-_TABLES: tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...] = (
-    ('`optimizer.params` with `"type": "ZO"`', ZOParams, None),
-    ('`optimizer.params` with `"type": "LOMO"`', LOMOParams, None),
-    ('`optimizer.params` with `"type": "AdaLOMO"`: those of LOMO, and', AdaLOMOParams, LOMOParams),
-    ("`optimizer.params.adapter` of LOMO and AdaLOMO", AdapterParams, None),
-    ('`optimizer.params` with `"type": "LSP"`', LSPParams, None),
-    ("`ds_zo`", DsZoConfig, None),
-    ("`ds_zo.stream`", StreamConfig, None),
-    ("`ds_zo.checkpoint`", CheckpointConfig, None),
-)
+_SECTIONS = {"`ds_zo`": DsZoConfig, "`ds_zo.stream`": StreamConfig, "`ds_zo.checkpoint`": CheckpointConfig}
 _TYPE_WORDS = {int: "integer", float: "number", bool: "true or false", str: "string"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def key_tables() -> str:
     """All tables, each under a heading that names the section of the JSON with its keys."""
-    return "\n\n".join(_table(title, model, without) for title, model, without in _TABLES)
+    own = [_table(title, model, None) for title, model in _SECTIONS.items()]
+    return "\n\n".join([*_params_tables(), *own])
+
+
+def _params_tables() -> list[str]:
+    """A table for each backend's `optimizer.params`, without the keys of a backend that it derives from; then a table
+    for each object inside, after the last backend that has it."""
+    tables = []
+    types_with: dict[type[BaseModel], list[str]] = {}
+    for entry in entries():
+        for info in entry.params.model_fields.values():
+            if (inner := model_in(info.annotation)) is not None:
+                types_with.setdefault(inner, []).append(entry.optimizer_type)
+    for entry in entries():
+        bases = entry.params.__mro__[1:]
+        derived = next((e for e in entries() if e.params in bases and e.params is not OptimizerParams), None)
+        title = f'`optimizer.params` with `"type": "{entry.optimizer_type}"`'
+        if derived is None:
+            tables.append(_table(title, entry.params, None))
+        else:
+            tables.append(_table(f"{title}: those of {derived.optimizer_type}, and", entry.params, derived.params))
+        for key, info in entry.params.model_fields.items():
+            inner = model_in(info.annotation)
+            if inner is not None and types_with[inner][-1] == entry.optimizer_type:
+                owners = " and ".join(types_with[inner])
+                tables.append(_table(f"`optimizer.params.{key}` of {owners}", inner, None))
+    return tables
 
 
 def write_tables(path: Path) -> None:
@@ -68,6 +87,8 @@ def _type_text(info: FieldInfo) -> str:
 
 
 def _annotation_text(annotation: Any) -> str:
+    if annotation is BackendName:
+        return " or ".join(f"`{name}`" for name in backend_names())
     origin = get_origin(annotation)
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if origin is Literal:

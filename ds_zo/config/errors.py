@@ -108,7 +108,7 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
     form: str | None = None
     if wanted in ("int", "float", "bool"):
         form = type_remedy(value)
-    elif wanted == "model" and field is not None and (inner := _model_in(field.annotation)) is not None:
+    elif wanted == "model" and field is not None and (inner := model_in(field.annotation)) is not None:
         form = f'write {{"{keys_of(inner)[0]}": ...}}, or leave it out'
     return f"{name} {rule}, got {shown(value)}; {form or _default_remedy(field)}"
 
@@ -138,7 +138,7 @@ def _find(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], Fie
     owner: type[BaseModel] = model
     field: FieldInfo | None = None
     for name in path:
-        inner = _model_in(field.annotation) if field is not None else None
+        inner = model_in(field.annotation) if field is not None else None
         owner = inner or owner
         by_key = {info.alias or key: info for key, info in owner.model_fields.items()}
         found = by_key.get(name) or owner.model_fields.get(name)
@@ -148,7 +148,8 @@ def _find(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], Fie
     return owner, field
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is an object, also where null is allowed; None for a plain value."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

@@ -245,11 +245,3 @@ class LSPParams(OptimizerParams):
             )
             raise rule_error(text, field="nonzeros_per_row")
         return self
-
-
-PARAMS: dict[str, type[OptimizerParams]] = {
-    "zo": ZOParams,
-    "lomo": LOMOParams,
-    "adalomo": AdaLOMOParams,
-    "lsp": LSPParams,
-}

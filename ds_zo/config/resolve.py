@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ds_zo.config.errors import ConfigError, is_near, shown, suggestion
-from ds_zo.config.optimizers import PARAMS, STOCK_PARAMS, LOMOParams
+from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, OptimizerParams
+from ds_zo.config.registry import backend_names, entry_of
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import check_rules, check_top_level, ignored_keys, warnings_for
 from ds_zo.config.section import DsZoConfig
 from ds_zo.config.stock import block, parse, read_stock
 
-BACKENDS = tuple(PARAMS)
 _OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
 _GROUP_KEYS = ("lr", "weight_decay")
 
@@ -65,13 +65,14 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
     ds_config = with_section_on_top(ds_config)
     backend = _select(ds_config, client_optimizer=client_optimizer)
     check_top_level(ds_config)
-    params, foreign = _own_and_foreign_params(ds_config, backend)
+    entry = entry_of(backend)
+    params, foreign = _own_and_foreign_params(ds_config, entry.params)
     section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
     if section.params is None:
-        optimizer = parse(PARAMS[backend], params, at="optimizer.params")
+        optimizer = parse(entry.params, params, at="optimizer.params")
     else:
         _check_section_params(section.params, in_type=_backend_in_type(ds_config) is not None)
-        optimizer = parse(PARAMS[backend], section.params, at="ds_zo.params")
+        optimizer = parse(entry.params, section.params, at="ds_zo.params")
     stock = read_stock(ds_config, world_size=world_size)
     param_place, optimizer_place = stock.zero.offload_param, stock.zero.offload_optimizer
     by_value = isinstance(optimizer, LOMOParams) and optimizer.clip_grad_value is not None
@@ -84,7 +85,7 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
         stream=param_place is not None and param_place.device == "cpu",
         pin_memory=param_place is not None and param_place.pin_memory,
         zero_stage=int(stock.zero.stage),
-        offload_optimizer=backend == "lsp" and optimizer_place is not None and optimizer_place.device == "cpu",
+        offload_optimizer=entry.offloads_optimizer and optimizer_place is not None and optimizer_place.device == "cpu",
         gradient_clipping=0.0 if by_value and not stock.clipping_explicit else stock.gradient_clipping,
         clipping_explicit=stock.clipping_explicit,
         gradient_accumulation_steps=stock.gradient_accumulation_steps,
@@ -102,7 +103,7 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
 def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str | None:
     optimizer = ds_config.get(key)
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
-    return name.lower() if isinstance(name, str) and name.lower() in BACKENDS else None
+    return name.lower() if isinstance(name, str) and name.lower() in backend_names() else None
 
 
 def _backend_in_section(ds_config: dict[str, Any]) -> str | None:
@@ -110,8 +111,9 @@ def _backend_in_section(ds_config: dict[str, Any]) -> str | None:
     name = section.get("backend") if isinstance(section, dict) else None
     if name is None or name == "auto":
         return None
-    if not isinstance(name, str) or name.lower() not in BACKENDS:
-        text = f"backend must be one of {', '.join(BACKENDS)}, got {shown(name)}; {suggestion(str(name), BACKENDS)}"
+    known = backend_names()
+    if not isinstance(name, str) or name.lower() not in known:
+        text = f"backend must be one of {', '.join(known)}, got {shown(name)}; {suggestion(str(name), known)}"
         raise ConfigError(text, at="ds_zo.backend")
     return name.lower()
 
@@ -123,8 +125,8 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
     written = optimizer.get("type")
     if in_type is None and in_section is None:
         text = (
-            f"one of {', '.join(BACKENDS)} must be named, got optimizer.type {shown(written)} and no ds_zo.backend; "
-            "set optimizer.type, or ds_zo.backend where the script makes its optimizer"
+            f"one of {', '.join(backend_names())} must be named, got optimizer.type {shown(written)} and no "
+            "ds_zo.backend; set optimizer.type, or ds_zo.backend where the script makes its optimizer"
         )
         raise ConfigError(text, at="optimizer.type")
     if in_type is None and optimizer:
@@ -165,12 +167,14 @@ def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
             raise ConfigError(text, at=f"ds_zo.params.{key}")
 
 
-def _own_and_foreign_params(ds_config: dict[str, Any], backend: str) -> tuple[dict[str, Any], list[str]]:
+def _own_and_foreign_params(
+    ds_config: dict[str, Any], model: type[OptimizerParams]
+) -> tuple[dict[str, Any], list[str]]:
     """`optimizer.params` without parameters of stock optimizers, and the names of the latter."""
     optimizer = block(ds_config, "optimizer")
     for key, value in optimizer.items():
         if key not in _OPTIMIZER_KEYS:
-            known_param = key in PARAMS[backend].model_fields
+            known_param = key in model.model_fields
             remedy = "move it into optimizer.params" if known_param else suggestion(str(key), _OPTIMIZER_KEYS)
             raise ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}")
     params = optimizer.get("params")
@@ -179,7 +183,7 @@ def _own_and_foreign_params(ds_config: dict[str, Any], backend: str) -> tuple[di
     if not isinstance(params, dict):
         text = f"params must be an object, got {shown(params)}; write {{...}} or leave it out"
         raise ConfigError(text, at="optimizer.params")
-    foreign = STOCK_PARAMS - PARAMS[backend].model_fields.keys()
+    foreign = STOCK_PARAMS - model.model_fields.keys()
     own = {key: value for key, value in params.items() if key not in foreign}
     named = [key for key, value in params.items() if key in foreign and value is not None and value != "auto"]
     return own, named

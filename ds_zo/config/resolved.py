@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_zo.config.optimizers import OptimizerParams
+from ds_zo.config.registry import BackendEntry, entry_of
 from ds_zo.config.section import DsZoConfig
 from ds_zo.config.stock import LossScale
 
@@ -16,11 +17,11 @@ class Resolved:
     """A checked configuration, with DeepSpeed's defaults filled in."""
 
     backend: str
-    """One of `BACKENDS`."""
+    """The name of a registered backend, in lower case."""
 
     optimizer: OptimizerParams
-    """ZOParams, LOMOParams, AdaLOMOParams or LSPParams. With a script's own optimizer, its lr and weight decay are not
-    those of this object."""
+    """An instance of the `params` class of the backend's entry. With a script's own optimizer, its lr and
+    weight decay are not those of this object."""
 
     section: DsZoConfig
 
@@ -58,7 +59,12 @@ class Resolved:
     """Place of the optimizer's keys in the JSON: `ds_zo.params` where there is no optimizer block."""
 
     @property
+    def entry(self) -> BackendEntry:
+        """What the backend can do."""
+        return entry_of(self.backend)
+
+    @property
     def shards_device(self) -> bool:
         """Whether, with several ranks, each device keeps a shard of every block: LOMO at stage 3 without
         `offload_param`."""
-        return self.zero_stage == 3 and not self.stream and self.backend in ("lomo", "adalomo")
+        return self.zero_stage == 3 and not self.stream and self.entry.shards_device

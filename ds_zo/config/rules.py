@@ -79,14 +79,17 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
         raise ConfigError(text, at="ds_zo.rounding")
     if not isinstance(config.optimizer, ZOParams):
         _check_storage(config)
+    if config.section.compile_blocks and not config.entry.compiles_blocks:
+        text = f"compile_blocks needs a backend that compiles blocks, got true under {config.backend}; leave it out"
+        raise ConfigError(text, at="ds_zo.compile_blocks")
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     """Dotted names of keys that are accepted and have no effect: stock keys, and ours for streaming where it is off."""
     ignored = []
-    if config.backend != "lsp" and _device(ds_config, "offload_optimizer") != "none":
+    if not config.entry.offloads_optimizer and _device(ds_config, "offload_optimizer") != "none":
         ignored.append("zero_optimization.offload_optimizer")
-    if config.backend == "zo":
+    if not config.entry.scales_loss:
         ignored += [f"fp16.{key}" for key in config.loss_scale.written]
     if not config.stream and not config.shards_device:
         streaming_only = ("device_slots", "overlap", "reuse_buffers")
@@ -99,7 +102,7 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
     found = []
     optimizer = config.optimizer
     usual_lr = type(optimizer).model_fields["lr"].default
-    if config.backend == "zo" and config.params_at == "optimizer.params" and optimizer.lr > LARGEST_ZO_LR:
+    if config.entry.zeroth_order and config.params_at == "optimizer.params" and optimizer.lr > LARGEST_ZO_LR:
         found.append(large_zo_lr(optimizer.lr, at="optimizer.params.lr"))
     elif foreign_params and optimizer.lr != usual_lr and not isinstance(optimizer, LSPParams):
         found.append(
@@ -108,10 +111,11 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
         )
     if config.params_at == "optimizer.params":
         found += scheduler_warning(ds_config, optimizer.lr, at="optimizer.params.lr")
-    shards_host = config.stream and config.backend in ("zo", "lomo", "adalomo")
+    shards_host = config.stream and config.entry.shards_host
     if config.zero_stage == 3 and not (shards_host or config.shards_device):
-        but = ", and a part of Adam's states" if config.backend == "lsp" else ""
-        where = "in its host memory" if config.stream else "on its device; offload_param.device cpu streams it instead"
+        but = ", and a part of Adam's states" if config.entry.offloads_optimizer else ""
+        remedy = "; offload_param.device cpu streams it instead" if config.entry.streams else ""
+        where = "in its host memory" if config.stream else f"on its device{remedy}"
         found.append(f"zero_optimization.stage 3 shards no weights here: every rank keeps the whole model{but} {where}")
     if isinstance(optimizer, LSPParams) and optimizer.clip_scope == "global" and optimizer.schedule == "layerwise":
         found.append(
@@ -143,11 +147,17 @@ def _check_refused_features(ds_config: dict[str, Any]) -> None:
 
 
 def _check_placement(ds_config: dict[str, Any], config: Resolved) -> None:
-    places = ["offload_param"] + (["offload_optimizer"] if config.backend == "lsp" else [])
+    places = ["offload_param"] + (["offload_optimizer"] if config.entry.offloads_optimizer else [])
     for place in places:
         if _device(ds_config, place) == "nvme":
             text = f'{place}.device must be "cpu" or "none" with this backend, got "nvme"; write "cpu"'
             raise ConfigError(text, at=f"zero_optimization.{place}.device")
+    if config.stream and not config.entry.streams:
+        text = (
+            f'offload_param.device must be "none" under {config.backend}, which does not stream blocks, got "cpu"; '
+            "leave offload_param out"
+        )
+        raise ConfigError(text, at="zero_optimization.offload_param.device")
 
 
 def _check_dtypes(config: Resolved) -> None:
@@ -276,7 +286,9 @@ def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
     cycles = _lookup(ds_config, "scheduler.params.cycle_momentum")
     if kind not in _MOMENTUM_SCHEDULERS or cycles is False or config.params_at != "optimizer.params":
         return
-    why = "LSP's betas stay those of optimizer.params" if config.backend == "lsp" else "this backend has no momentum"
+    has_betas = "betas" in type(config.optimizer).model_fields
+    owner = config.entry.optimizer_type
+    why = f"{owner}'s betas stay those of optimizer.params" if has_betas else "this backend has no momentum"
     text = f"cycle_momentum of {kind} must be false, because {why}, got {shown(cycles)}"
     raise ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
 

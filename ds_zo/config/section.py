@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error, shown
+
+BackendName = NewType("BackendName", str)
+"""The name of a registered backend, in lower case."""
 
 
 class StreamConfig(ConfigModel):
@@ -96,7 +99,7 @@ class CheckpointConfig(ConfigModel):
 class DsZoConfig(ConfigModel):
     """Settings of this package that are not optimizer parameters."""
 
-    backend: Literal["zo", "lomo", "adalomo", "lsp"] | None = None
+    backend: BackendName | None = None
     """Selects a backend without an `optimizer` block, for scripts that make their own optimizer object."""
 
     params: dict[str, Any] | None = None

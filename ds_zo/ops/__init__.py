@@ -1,14 +1,14 @@
 """Counter-based noise, storage formats and the fused operation of the ZO backend.
 
-`replay_perturb` dispatches on the device: numpy on the CPU (`reference`), one Triton kernel on CUDA (`triton_ops`, not
-imported before the first CUDA call).
+`replay_perturb` dispatches on the device: numpy on the CPU (`reference`), one Triton kernel on CUDA (`triton_ops`,
+which the first CUDA call imports).
 """
 
 from __future__ import annotations
 
 import torch
 
-from ds_zo.ops.codecs import bring_, decode, encode_
+from ds_zo.ops.codecs import copy_staged_, decode, encode_
 from ds_zo.ops.formats import Format, rounding_std, storage_format
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
@@ -25,8 +25,8 @@ __all__ = [
     "Rounding",
     "Segment",
     "SegmentTable",
-    "bring_",
     "build_table",
+    "copy_staged_",
     "decode",
     "encode_",
     "noise",
@@ -65,22 +65,25 @@ def replay_perturb(
 
     For every element of a trainable segment, in float32:
 
-        x = decode(src, low_in, exponents_in)
-        for each entry:  x = x * decay[group];  for each direction d:  x = x - coefficient[group, d] * z(its step, d)
-        if dst:  dst, low_out, exponents_out = encode(x);  x = decode(dst) without low: twins perturb what was stored
-        if out:  out = x + scale * z(step, direction)
-        if pair: pair = x - scale * z(step, direction)
+        x = decode(src, low_in, exponents_in) for each entry:  x = x * decay[group];  for each direction d:  x = x -
+        coefficient[group, d] * z(its step, d) if dst:  dst, low_out, exponents_out = encode(x);  x = decode(dst)
+        without low, so that out and pair start from it if out:  out = x + scale * z(step, direction) if pair: pair = x
+        - scale * z(step, direction)
 
-    `log` is a ring of rows [step as int32 bits, decay of each group, coefficients of group 0 by direction, of group 1,
-    ...]; entries first_entry .. first_entry + num_entries - 1 are taken modulo its length, without a host read.
-    A store rounds to nearest with an exact residual where `low_out` is given, else stochastically: with 16 bits drawn
-    for folding if `fold`, else with the bits that this step's noise leaves over. Perturbed copies round with those bits
-    too, the same for +scale and -scale; unperturbed ones to nearest. `rounding="nearest"` switches all dithers off.
-    `as_stored` rounds x like a store without making one: a call with `out` and `pair` then gives the bits of a store
-    and two perturbing calls on what it stored.
+    `log` is a ring buffer of rows [step as int32 bits, decay of each group, coefficients of group 0 by direction, of
+    group 1, ...]. Entries first_entry .. first_entry + num_entries - 1 are taken modulo its length. The host does not
+    read it.
 
-    Where a segment is still, z is 0. Frozen segments are copied and converted only. Padding is neither read into
-    results nor written. dst may be src, and low_out may be low_in.
+    A store with `low_out` rounds to nearest and keeps the exact residual there. A store without `low_out` rounds
+    stochastically. Its dither is 16 bits drawn for the fold if `fold`, else the bits of this step's draw that the noise
+    does not use. Perturbed copies round with these unused bits too, equal for +scale and -scale. Unperturbed copies
+    round to nearest. `rounding="nearest"` turns off all stochastic rounding.
+
+    `as_stored` rounds x as a store would, without writing it. A call with `as_stored`, `out` and `pair` then gives the
+    same bits as a store followed by two perturbing calls on the stored values.
+
+    In a segment's `still` range z is 0. Frozen segments are only copied and converted. Padding is neither read nor
+    written. dst may be src, and low_out may be low_in.
     """
     call = KernelCall(
         src=src,

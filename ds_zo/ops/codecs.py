@@ -1,4 +1,4 @@
-"""Whole parameters into and out of storage, for loading and saving. Rounds to nearest; any device."""
+"""Encodes whole parameters to a storage format and decodes them, for loading and saving. Rounds to nearest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ds_zo.ops.formats import (
 from ds_zo.ops.segments import LANE_NUMEL, SEGMENT_ALIGNMENT
 
 PIECE_NUMEL = 1 << 24
-"""Elements encoded on a device at a time: temporaries stay small beside what a step needs."""
+"""Elements encoded on a device at a time, so that temporaries stay small compared with a step's memory."""
 _BFLOAT16_NAN = 0x7FC0
 
 
@@ -38,10 +38,11 @@ def encode_(
     low: torch.Tensor | None = None,
     exponents: torch.Tensor | None = None,
 ) -> None:
-    """Write float32 values to a segment of storage, its low plane and (scaled formats) its scales, fitted anew.
+    """Write float32 values to a segment of storage, to its low plane and, for scaled formats, to its scales, which are
+    fitted to the values.
 
-    Each tensor is the segment's own slice, 1-D. `values` on CUDA are encoded there, others on the CPU, to the same
-    bits: this is for loading, not for steps.
+    Each tensor is 1-D and covers exactly the segment. `values` on CUDA are encoded there, other values on the CPU, with
+    equal bits. For loading, not for use in a step.
     """
     fmt = storage_format(storage.dtype)
     _check_exponents(storage, exponents)
@@ -75,10 +76,13 @@ def encode_(
         exponents.copy_(staged_scales)
 
 
-def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`copy_`; from a device to the host a piece at a time through a pinned buffer. Of a buffer that ranks share each
-    has pinned its piece, and CUDA refuses to copy to what is pinned in part (`is_pinned` can't tell: of a view it
-    answers for the first byte of the storage); through fresh pageable memory 13 GB took 15 s on an H200."""
+def copy_staged_(target: torch.Tensor, values: torch.Tensor) -> None:
+    """target.copy_(values); from CUDA to the host it copies piece by piece through a pinned buffer.
+
+    In a buffer that ranks share each rank has pinned only its own piece, and CUDA refuses to copy to partly pinned
+    memory. `is_pinned` cannot tell: for a view it answers for the first byte of the storage. Copies through new
+    pageable memory are slow: 13 GB take 15 s on an H200.
+    """
     if target.is_cuda or not values.is_cuda:
         target.copy_(values)
         return
@@ -92,22 +96,22 @@ def bring_(target: torch.Tensor, values: torch.Tensor) -> None:
 def encode_on_device_(
     storage: torch.Tensor, x: torch.Tensor, *, low: torch.Tensor | None, exponents: torch.Tensor | None
 ) -> None:
-    """`encode_` in torch operations."""
+    """`encode_` for values on a device, in torch operations."""
     fmt = storage_format(storage.dtype)
     finite, no_number = x.isfinite(), x.isnan()
-    x = x.masked_fill(no_number, float("nan"))  # which has no sign
+    x = x.masked_fill(no_number, float("nan"))  # NaN without a sign
     if exponents is not None:
         largest_of = x.abs().masked_fill(~finite, 0.0).view(-1, SEGMENT_ALIGNMENT).amax(dim=1)
         bits = largest_of.view(torch.int32)
         fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
         if not fmt.has_lanes:
-            bring_(exponents, fitted)
+            copy_staged_(exponents, fitted)
         scales = ((127 - fitted) << 23).view(torch.float32)  # 2**-fitted, exact on every device
         x = (x.view(-1, SEGMENT_ALIGNMENT) * scales[:, None]).view(-1)
     if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
         largest = fmt.largest if fmt.scaled else float("inf")
-        bring_(storage, _narrow(fmt, x.clamp(-largest, largest), no_number))
+        copy_staged_(storage, _narrow(fmt, x.clamp(-largest, largest), no_number))
         return
     magnitude = x.abs()
     lift = torch.where(magnitude < fmt.tiny, fmt.tiny, 0.0)
@@ -124,18 +128,18 @@ def encode_on_device_(
             exponent = high.clamp(min=fmt.tiny).view(torch.int32) >> 23
             scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
             residual = ((magnitude - high) * scale).round()
-        bring_(low, residual.masked_fill(~finite, 0.0).clamp(-32768, 32767).to(torch.int16))
+        copy_staged_(low, residual.masked_fill(~finite, 0.0).clamp(-32768, 32767).to(torch.int16))
     if exponents is not None and fmt.has_lanes:
         code = (high * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
         code = code.masked_fill(no_number, int(nan_code(fmt)))
-        bring_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
-        bring_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
+        copy_staged_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
+        copy_staged_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:
-        bring_(storage, _narrow(fmt, torch.copysign(high, x), no_number))
+        copy_staged_(storage, _narrow(fmt, torch.copysign(high, x), no_number))
 
 
 def _narrow(fmt: Format, x: torch.Tensor, no_number: torch.Tensor) -> torch.Tensor:
-    """x in the format's dtype, with one bit pattern for NaN. Casts to bfloat16 write a pattern that depends on the
+    """x in the format's dtype, with the same bits for every NaN. A cast to bfloat16 writes NaN bits that depend on the
     processor: 0x7FC0 on aarch64 and in scalar code, 0xFFFF in vector code of x86-64, 0x7FFF on CUDA."""
     narrow = x.to(fmt.dtype)
     if fmt.dtype is torch.bfloat16:
@@ -144,7 +148,7 @@ def _narrow(fmt: Format, x: torch.Tensor, no_number: torch.Tensor) -> torch.Tens
 
 
 def _lane_words(fmt: Format, code: torch.Tensor) -> torch.Tensor:
-    """[group, lane]: the exponents of codes, as [Note: bf12] packs them."""
+    """[group, lane]: words that hold the exponents of `code`, packed as in [Note: bf12]."""
     shifts = torch.from_numpy(LANE_SHIFTS.astype("int32")).to(code.device)
     words = ((code >> 7).view(-1, LANE_NUMEL) << shifts).sum(dim=1, dtype=torch.int32)
     return words.view(-1, fmt.scale_numel - 1)
@@ -153,7 +157,7 @@ def _lane_words(fmt: Format, code: torch.Tensor) -> torch.Tensor:
 def decode(
     storage: torch.Tensor, low: torch.Tensor | None = None, exponents: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The float32 values of a segment of storage, on its device."""
+    """The float32 values of a segment of storage, on the storage's device."""
     fmt = storage_format(storage.dtype)
     _check_exponents(storage, exponents)
     scales = None if exponents is None else exponents.cpu()
@@ -169,4 +173,4 @@ def _check_exponents(storage: torch.Tensor, exponents: torch.Tensor | None) -> N
     fmt = storage_format(storage.dtype)
     found = None if exponents is None else exponents.dtype
     if found != fmt.scale_dtype:
-        raise ValueError(f"{fmt.name} storage goes with exponents of {fmt.scale_dtype}, got {found} (exponents)")
+        raise ValueError(f"{fmt.name} storage needs exponents of dtype {fmt.scale_dtype}, got {found} (exponents)")

@@ -1,26 +1,26 @@
 """Storage formats of parameters and their rounding, in numpy float32 and integer arithmetic.
 
 [Note: split masters]
-With a second plane of int16 (`low`) the pair (storage, low) holds the float32 master. Everything is in sign and
-magnitude: |x| = |storage| + low * ulp(storage) / 2**16, storage being |x| rounded half up, so that low always fits.
+With a second plane of int16, the low plane, the pair (storage, low) holds the float32 master weight. Both are in sign
+and magnitude: |x| = |storage| + low * ulp(storage) / 2**16. Storage is |x| rounded half up, so low always fits.
     bfloat16       exact: low is the lower half of the bits (a magnitude above the largest bfloat16 saturates)
     float16        exact where storage is normal (27 bits); spacing 2**-40 below 2**-14
     float8_e4m3fn  20 bits: relative error below 2**-19 where normal; spacing 2**-25 of the group's scale below
     bf12           exact where storage is normal: low is the lower half of the bits; spacing 2**-29 of the scale below
-NaN and infinity live in the storage with low = 0 (fp8 and bf12 have no infinity: they saturate).
+NaN and infinity are in the storage, with low = 0. fp8 and bf12 have no infinity: they saturate.
 
 [Note: group scales]
-value = stored * 2**exponent with one exponent for each 256 elements of the flat tensor, kept in a plane of scales
-beside the storage. It is chosen so that the group's largest magnitude lands in the top binade below the format's
-largest, grows when a stored value would overflow, and never shrinks: values that did not change keep their bits, and
-folds cannot make a scale oscillate. An all-zero group has the least exponent, so that its first update decides.
+value = stored * 2**exponent, with one exponent for each group of 256 elements of the flat tensor. A plane of scales
+beside the storage holds the exponents. A group's exponent puts the group's largest magnitude into the top binade of the
+format. It grows when a stored value would overflow, and never shrinks: values that did not change keep their bits, and
+folds cannot make a scale oscillate. A group of zeros has the smallest exponent, so that its first update sets it.
 
-[Note: bf12]
-Twelve bits: a sign, 4 bits of exponent (bias 7) and bfloat16's own 7 bits of mantissa under the group's exponent. So it
-holds every bfloat16 within 13 binades of its group's largest as it is, and smaller ones to 2**-22 of that largest. A
-byte an element (sign and mantissa) is the storage, known by torch.uint8. The other 4 bits stand in the plane of scales:
-33 int32 for a group, the group's exponent and then one word for each lane of 8 elements, the first in its lowest bits.
-Words are written whole, groups too: beyond a parameter's end they hold zeros. The top code is NaN.
+[Note: bf12] Twelve bits: a sign, 4 bits of exponent (bias 7) and 7 bits of mantissa, as many as bfloat16 has, under the
+group's exponent. So bf12 holds every bfloat16 within 13 binades of its group's largest value exactly, and smaller
+values to 2**-22 of that largest value. The storage has one byte for each element, sign and mantissa; its dtype is
+torch.uint8. The 4 exponent bits are in the plane of scales, which has 33 int32 for each group. The first is the group's
+exponent. The others are one word for each lane of 8 elements, the first element in the lowest bits. Whole words and
+whole groups are written: beyond a parameter's end they hold zeros. The top code is NaN.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY_BITS = 0x7F800000
 MIN_EXPONENT, MAX_EXPONENT = -100, 100
 BIAS_SHIFT = 2.0**120
-"""Moves a bit pattern with 4 exponent bits, standing in float32's top bits, from float32's exponent bias to its own."""
+"""Factor for a bit pattern with 4 exponent bits in a float32's upper bits. It changes float32's exponent bias to the
+format's own."""
 TOP_EXPONENT = 8
-"""Of the largest magnitude under a group's scale, in both scaled formats."""
+"""Exponent of the largest magnitude under a group's scale, in both scaled formats."""
 LANE_SHIFTS = np.arange(LANE_NUMEL, dtype=np.uint32) * np.uint32(4)
-"""Where a lane's word holds the exponent of each of its elements."""
+"""Bit positions, in a lane's word, of the exponents of its elements."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a storage dtype truncates float32."""
+    """A storage format: how it truncates float32."""
 
     name: str
     dtype: torch.dtype
     dropped_bits: int
-    """Mantissa bits that float32 has more."""
+    """Number of float32's mantissa bits that the format drops."""
     tiny: float
-    """Smallest normal, below which the spacing is constant; 0 where float32's own exponent range is kept."""
+    """Smallest normal magnitude, below which the spacing is constant; 0 if the format has float32's exponent range."""
     largest: float
     scale_dtype: torch.dtype | None = None
-    """Of the plane of scales; None where there is none. See [Note: group scales]."""
+    """Dtype of the plane of scales; None if the format has none. See [Note: group scales]."""
     scale_numel: int = 0
-    """Elements of that plane for a group; the first is its exponent."""
+    """Elements of the plane of scales for one group; the first is the group's exponent."""
 
     @property
     def scaled(self) -> bool:
@@ -70,7 +71,7 @@ class Format:
 
     @property
     def scale_nbytes(self) -> int:
-        """For a group."""
+        """Bytes of the plane of scales for one group."""
         return 0 if self.scale_dtype is None else self.scale_numel * self.scale_dtype.itemsize
 
     @property
@@ -79,7 +80,7 @@ class Format:
         return self.scale_numel > 1
 
     def scales_of(self, start: int, stop: int) -> slice:
-        """Where the plane of scales describes elements [start, stop), `start` being a group's first."""
+        """The slice of the plane of scales for elements [start, stop); `start` must be a group's first element."""
         return slice(start // SEGMENT_ALIGNMENT * self.scale_numel, -(-stop // SEGMENT_ALIGNMENT) * self.scale_numel)
 
 
@@ -104,24 +105,25 @@ def storage_format(dtype: torch.dtype) -> Format:
 
 
 def rounding_std(dtype: torch.dtype) -> float:
-    """Largest relative standard deviation of one stochastic rounding of a normal value: half a step, where the value
-    lies midway between two neighbours at the low end of a binade."""
+    """Largest relative standard deviation of one stochastic rounding of a normal value. It is half a step, for a value
+    midway between two neighbours at the low end of a binade."""
     dropped = storage_format(dtype).dropped_bits
     return 2.0 ** (dropped - 23) / 2 if dropped else 0.0
 
 
 def dither_addend(dither: NDArray[np.uint32], *, num_bits: int, dropped_bits: int) -> NDArray[np.uint32]:
-    """What to add to float32 bits before truncation; a dither coarser than what is dropped sits mid-step, unbiased."""
+    """The number to add to float32 bits before truncation. A dither with fewer bits than are dropped is centred in its
+    step, so that rounding is unbiased."""
     if num_bits >= dropped_bits:
         return dither >> np.uint32(num_bits - dropped_bits)
     return (dither << np.uint32(dropped_bits - num_bits)) | np.uint32(1 << (dropped_bits - num_bits - 1))
 
 
 def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -> Floats:
-    """x on the format's grid, still float32: stochastic by `addend`, to nearest even without.
+    """x rounded to the format's grid, as float32: stochastically with `addend`, to nearest even without.
 
-    Subnormals get the spacing of the lowest normal binade by adding `tiny` first: then one truncation serves all.
-    fp16 and bf16 overflow to infinity as a cast does, scaled formats saturate.
+    Adding `tiny` first gives subnormals the spacing of the lowest normal binade, so that one truncation rounds all
+    values. fp16 and bf16 overflow to infinity as a cast does; scaled formats saturate.
     """
     if fmt.dropped_bits == 0:
         return x
@@ -140,7 +142,7 @@ def round_to(fmt: Format, x: Floats, addend: NDArray[np.uint32] | None = None) -
 
 
 def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
-    """(storage value as float32, low plane) of a master; see [Note: split masters]."""
+    """(storage value as float32, low plane) of a float32 master; see [Note: split masters]."""
     if fmt.has_lanes:
         return _split_pattern(fmt, x)
     bits = x.view(np.uint32) & np.uint32(MAGNITUDE)
@@ -158,7 +160,7 @@ def split(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
 
 
 def join(fmt: Format, high: Floats, low: NDArray[np.int16]) -> Floats:
-    """The master that `split` took apart."""
+    """The float32 master of a storage value and its low plane: the inverse of `split`."""
     if fmt.dtype == torch.bfloat16:
         return (high.view(np.uint32) + low.astype(np.int32).view(np.uint32)).view(np.float32)
     if fmt.has_lanes:
@@ -169,7 +171,8 @@ def join(fmt: Format, high: Floats, low: NDArray[np.int16]) -> Floats:
 
 
 def _split_pattern(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
-    """Where float32 has its subnormals at the format's own, the lower half of the bits is the low plane throughout."""
+    """`split` for bf12. With the format's exponent bias, float32's subnormals are the format's subnormals, so the low
+    plane is the lower half of the bits for all values."""
     pattern = _pattern(x)
     finite = np.isfinite(x)
     kept = np.minimum(np.where(finite, pattern, INFINITY_BITS) + 0x8000, (int(nan_code(fmt)) << 16) - 1)
@@ -179,12 +182,12 @@ def _split_pattern(fmt: Format, x: Floats) -> tuple[Floats, NDArray[np.int16]]:
 
 
 def _pattern(x: Floats) -> NDArray[np.int32]:
-    """The bits of a magnitude with a scaled format's exponent bias, at float32's places."""
+    """The float32 bits of |x| with a scaled format's exponent bias."""
     return (np.abs(x) * np.float32(1 / BIAS_SHIFT)).view(np.int32)
 
 
 def load(storage: torch.Tensor, scales: torch.Tensor | None = None) -> Floats:
-    """Stored elements as float32, before a group's scale. Always a fresh array."""
+    """Stored elements as float32, not multiplied by their group's scale. Always a new array."""
     fmt = storage_format(storage.dtype)
     if not fmt.scaled:
         return storage.to(torch.float32, copy=True).numpy()
@@ -202,7 +205,7 @@ def load(storage: torch.Tensor, scales: torch.Tensor | None = None) -> Floats:
 
 
 def store_(storage: torch.Tensor, values: Floats, scales: torch.Tensor | None = None) -> None:
-    """Write float32 values that are already on the storage's grid (bf12: and the words of their lanes)."""
+    """Write float32 values that are already on the storage's grid. For bf12, write the lanes' words to `scales` too."""
     fmt = storage_format(storage.dtype)
     if storage.dtype == torch.bfloat16:
         upper = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -235,7 +238,7 @@ def exponents_of(fmt: Format, scales: torch.Tensor) -> torch.Tensor:
 
 
 def fit_exponents(fmt: Format, x: Floats) -> NDArray[np.int32]:
-    """The least exponents with which each group's largest finite magnitude fits; see [Note: group scales]."""
+    """For each group, the smallest exponent with which its largest finite magnitude fits; see [Note: group scales]."""
     num_groups = -(-len(x) // SEGMENT_ALIGNMENT)
     padded = np.zeros(num_groups * SEGMENT_ALIGNMENT, dtype=np.float32)
     np.abs(x, out=padded[: len(x)])
@@ -246,7 +249,7 @@ def fit_exponents(fmt: Format, x: Floats) -> NDArray[np.int32]:
 
 
 def max_mantissa(fmt: Format) -> int:
-    """Of the largest magnitude: what lies above it in the top binade belongs under the next exponent."""
+    """Mantissa bits of the format's largest magnitude. A larger mantissa in the top binade needs the next exponent."""
     return int(np.float32(fmt.largest).view(np.int32)) & 0x7FFFFF
 
 
@@ -275,13 +278,13 @@ def _truncate(fmt: Format, magnitude: NDArray[np.uint32], addend: Any, lift: Flo
 
 
 def _residual_scale(fmt: Format, magnitude: Floats) -> Floats:
-    """2**16 / ulp of the format at a magnitude: a power of two put together from its exponent."""
+    """2**16 / ulp of the format at a magnitude, a power of two, computed from the magnitude's exponent bits."""
     exponent = np.maximum(magnitude, np.float32(fmt.tiny)).view(np.int32) >> 23
     return ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).astype(np.int32).view(np.float32)
 
 
 def _finish(x: Floats, magnitude: Floats) -> Floats:
-    """Give a magnitude the sign of x, and keep NaN, whose bits a dither may have carried anywhere."""
+    """Give a magnitude the sign of x. Restore NaN, whose bits a dither may have changed."""
     bits = magnitude.view(np.uint32)
     bits |= x.view(np.uint32) & np.uint32(SIGN)
     if np.isnan(x).any():

@@ -1,7 +1,8 @@
-"""Philox 4x32 on numpy arrays: the integer source of every random bit of this package.
+"""Philox 4x32 on numpy arrays: the source of every random bit of this package.
 
-Seven rounds: the fewest that pass every test of BigCrush (Salmon et al., 2011, Table 2), where ten are the authors'
-margin. Noise that only has to be uncorrelated does not need the margin; `tests/ops/test_rng.py` measures what it needs.
+It has seven rounds, the fewest that pass every test of BigCrush (Salmon et al., 2011, Table 2). The authors recommend
+ten as a safety margin. Noise that only has to be uncorrelated does not need the margin; `tests/ops/test_rng.py`
+measures the properties that it needs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 @lru_cache
 def _keys(key: tuple[int, int], num_rounds: int) -> list[tuple[np.uint64, np.uint64]]:
-    """Of each round."""
+    """The key of each round."""
     return [
         (np.uint64((key[0] + i * KEY_STEPS[0]) & MASK32), np.uint64((key[1] + i * KEY_STEPS[1]) & MASK32))
         for i in range(num_rounds)
@@ -40,11 +41,10 @@ def _keys(key: tuple[int, int], num_rounds: int) -> list[tuple[np.uint64, np.uin
 def philox4x32(
     counter: tuple[Any, Any, Any, Any], key: tuple[int, int], *, num_rounds: int = NUM_ROUNDS
 ) -> tuple[Any, Any, Any, Any]:
-    """Four words of 32 bits (in uint64) for each counter; any counter word may be an int, shared by the whole array.
+    """Four words of 32 bits (in uint64) for each counter. A counter word that is an int applies to the whole array.
 
-    Words that are scalars stay so through the first rounds, which is most of two rounds saved when only the lowest
-    counter word varies. Products double as next round's low words with their upper halves left dirty: only
-    what is about to be multiplied gets masked.
+    Scalar words stay scalar through the first rounds. This saves most of two rounds when only the lowest counter word
+    varies. The upper halves of products are not cleared: a word is masked only before it is multiplied or returned.
     """
     c0, c1, c2, c3 = (np.uint64(c) if isinstance(c, int) else np.asarray(c, dtype=np.uint64) for c in counter)
     for k0, k1 in _keys(key, num_rounds):

@@ -1,4 +1,4 @@
-"""Recording what is launched as a CUDA graph."""
+"""Captures kernel launches as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 def recorded(work: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what `work` launches. `pool`: of a graph whose memory it may use too. Where something fails, Ctrl-C
-    included, it is raised when nothing is being recorded any more."""
+    """Captures the launches of `work` as a graph. `pool` is the memory pool of graphs whose memory this graph may share
+    (None: a new pool). An error in `work`, Ctrl-C included, is raised after the capture has ended."""
     graph = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     current = torch.cuda.current_stream(stream.device)
@@ -31,14 +31,17 @@ def recorded(work: Callable[[], None], *, stream: torch.cuda.Stream, pool: Any =
             _recover(stream.device, pool)
     current.wait_stream(stream)
     if error is not None:
-        raise error.with_traceback(None)  # which would keep the tensors of `work`
+        raise error.with_traceback(None)  # the traceback would keep the tensors of `work` alive
     return graph
 
 
 def _recover(device: torch.device, pool: Any) -> None:
-    """Where CUDA refuses to end a recording, versions of PyTorch leave their allocator as if it went on, which then
-    frees nothing that another stream has used, and random numbers too, which then cannot be drawn. The first is told;
-    for the second a recording must come to an end."""
+    """Restores PyTorch's state after a capture that CUDA refused to end.
+
+    Some PyTorch versions leave the allocator in capture mode, in which it frees no memory that another stream has used.
+    `_cuda_endAllocateToPool` ends that mode. They also leave the random number generator in capture mode, in which no
+    numbers can be drawn. A second capture that ends normally resets it.
+    """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
     with suppress(RuntimeError):
@@ -50,8 +53,8 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Inside, no garbage is collected: pinned memory that was left to it waits for the device when it goes, and a
-    recording of any thread would fail."""
+    """Turns garbage collection off inside. Collecting pinned memory waits for the device, which makes a capture in any
+    thread fail."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The fused operation in numpy, run by run: what CPU training uses and what the kernel is compared with."""
+"""The fused operation in numpy. CPU training uses it, and tests compare the Triton kernel with it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.segments import Segment
 
 RUN_NUMEL = 65536
-"""Elements worked on at a time: a multiple of the scale group, with temporaries that fit a core's cache."""
+"""Elements processed at a time: a multiple of the scale group's size, with temporaries that fit a core's cache."""
 
 JOINED_NUMEL = 8192
-"""Elements of small neighbours that are brought together: with more, their number is no longer what takes time."""
+"""Largest total size of small segments that are processed as one. Beyond it, the number of numpy calls does not
+matter."""
 
 Dither = NDArray[np.uint32]
 
@@ -51,7 +52,8 @@ class Entry:
 
 
 def replay_perturb_reference(call: KernelCall) -> None:
-    """Every run on its own; elements do not see one another but for the scale group, which no run splits."""
+    """Processes every run independently. Elements depend on one another only within a scale group, and no run splits a
+    group."""
     work = partial(_process_run, call, _read_entries(call))
     runs = list(_runs(call.table.segments))
     num_threads = torch.get_num_threads()
@@ -64,12 +66,13 @@ def replay_perturb_reference(call: KernelCall) -> None:
 
 @cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
-    """numpy runs one thread a call and lets go of the interpreter lock in long loops, so plain threads scale."""
+    """Threads scale here because numpy uses one thread for each call and releases the GIL in long loops."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="ds_zo_ops")
 
 
 def _runs(segments: tuple[Segment, ...]) -> Iterator[list[Segment]]:
-    """Pieces of segments whose offsets follow on, up to RUN_NUMEL together: many small parameters share one draw."""
+    """Lists of pieces of segments with consecutive offsets, at most RUN_NUMEL elements each. Many small parameters thus
+    share one draw of noise."""
     run: list[Segment] = []
     numel = 0
     for s in segments:
@@ -106,7 +109,7 @@ def _read_entries(call: KernelCall) -> list[Entry]:
 
 
 class _Draws:
-    """Draws for all offsets of a run, each made at most once."""
+    """The random draws for all offsets of a run. Each is made on first use and cached."""
 
     def __init__(self, call: KernelCall, run: list[Segment]) -> None:
         self.offset = run[0].offset
@@ -134,7 +137,8 @@ def _process_run(call: KernelCall, entries: list[Entry], run: list[Segment]) -> 
 
 
 def _joined(run: list[Segment], fmt: Format) -> Iterator[list[Segment]]:
-    """Neighbours that can be worked on as one. Of no scaled format: scales go by places in the flat tensor."""
+    """Splits a run into lists of neighbours that are processed as one. Scaled formats have one segment in each list,
+    because scales depend on positions in the flat tensor."""
     pieces: list[Segment] = []
     numel = 0
     for piece in run:
@@ -149,7 +153,8 @@ def _joined(run: list[Segment], fmt: Format) -> Iterator[list[Segment]]:
 
 
 def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, pieces: list[Segment]) -> None:
-    """Many small parameters take the operations of one: they are brought together, and what is written, back apart."""
+    """Processes many small segments with the numpy calls of one: concatenates their elements, and copies the results
+    back to each segment."""
     places = [slice(piece.start, piece.start + piece.numel) for piece in pieces]
     numel = sum(piece.numel for piece in pieces)
 
@@ -176,7 +181,7 @@ def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, piece
 
 
 def _raw(plane: torch.Tensor) -> NDArray[Any]:
-    """In numpy, which has no bfloat16, as bits."""
+    """The tensor as a numpy array; bfloat16, which numpy does not have, as int16 bits."""
     return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
 
 
@@ -185,7 +190,7 @@ def _process(call: KernelCall, entries: list[Entry], draws: _Draws, piece: Segme
     cut = slice(piece.offset - draws.offset, piece.offset - draws.offset + piece.numel)
     x = _decode(call, at, with_low=True)
     for entry in entries:
-        # Each product is rounded before it is subtracted, so k entries at once are k calls of one.
+        # Each product is rounded before it is subtracted, so a call with k entries gives the bits of k calls with one.
         x = x * entry.decay[piece.group]
         for direction in range(call.num_directions):
             z = _without_still(draws.noise(step=entry.step, direction=direction).z[cut], piece)
@@ -214,7 +219,7 @@ def _process(call: KernelCall, entries: list[Entry], draws: _Draws, piece: Segme
 def _without_still(z: Floats, piece: Segment) -> Floats:
     first, end = (min(max(offset - piece.offset, 0), piece.numel) for offset in piece.still)
     if first < end:
-        z = z.copy()  # other calls share it
+        z = z.copy()  # the draw is cached for other segments
         z[first:end] = 0.0
     return z
 
@@ -250,7 +255,7 @@ def _decode(call: KernelCall, at: slice, *, with_low: bool) -> Floats:
 
 
 def _store(call: KernelCall, at: slice, x: Floats, addend: Dither | None) -> Floats:
-    """Write x to dst and return what a reader of dst alone will see."""
+    """Write x to dst and return the values that dst holds without its low plane."""
     fmt, exponents, scales_out = call.format, None, None
     if call.exponents_in is not None:
         groups = fmt.scales_of(at.start, at.stop)
@@ -277,7 +282,7 @@ def _dst_addend(call: KernelCall, draws: _Draws, cut: slice, perturbs: bool) -> 
         return None
     dither = draws.noise_here().dither if perturbs else draws.copy_dither()
     assert dither is not None
-    # The complement: where this rounding goes up, that of the perturbed copy tends to go down.
+    # The complement of the copy's dither: where this rounding goes up, the rounding of the copy tends to go down.
     flip = np.uint32((1 << rng.COPY_DITHER_BITS[call.distribution]) - 1)
     return _copy_addend(call, dither[cut] ^ flip, call.format)
 

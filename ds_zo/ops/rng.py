@@ -1,8 +1,8 @@
 """The noise z(seed, step, direction, offset) and the rounding dithers, as pure functions of their arguments.
 
 [Note: one definition of the noise]
-Key = (seed low, seed high). Counter = (block low, block high, step, direction * 4 + purpose). `offset` is the element's
-global parameter offset, so nothing about tiling, splitting or freezing changes a draw.
+Philox key = (seed low, seed high). Counter = (block low, block high, step, direction * 4 + purpose). `offset` is the
+element's index among all elements of the model, so tiling, splitting and freezing do not change a draw.
 
     normal      block = offset // 8,  word = offset % 8 // 2; a word is a pair of Box-Muller:
                 u = (word // 2**16 + 1/2) / 2**16,  radius = sqrt(-2 ln u)
@@ -13,8 +13,9 @@ global parameter offset, so nothing about tiling, splitting or freezing changes 
                 else -1. The low 7 bits are the copy dither. One call serves 16 elements.
     fold        block = offset // 8,  half word = offset % 8; 16 bits of dither, purpose FOLD, direction 0.
 
-The logarithm and the sine are short polynomials in float32, written out, because libm's differ between machines and, in
-vectorised libraries, between the middle and the end of an array. Changing anything here means a new NOISE_VERSION.
+The logarithm, sine and cosine are short float32 polynomials. Library functions differ between machines and, in
+vectorised libraries, between the middle and the end of an array. Any change of these definitions needs a new
+NOISE_VERSION.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from numpy.typing import NDArray
 from ds_zo.ops.philox import MASK32, philox4x32, split_seed
 
 NOISE_VERSION = 2
-"""Stored with checkpoints: a log written under another version cannot be replayed."""
+"""Version of the definitions above, stored with checkpoints: a log of another version cannot be replayed."""
 
 NOISE, FOLD = 0, 1
-"""Purposes: separate streams for the same (seed, step, direction, offset)."""
+"""Purposes of a draw: separate random streams for the same (seed, step, direction, offset)."""
 
 Distribution = Literal["normal", "rademacher"]
 
@@ -39,9 +40,9 @@ COPY_DITHER_BITS: dict[str, int] = {"normal": 8, "rademacher": 7}
 FOLD_DITHER_BITS = 16
 
 DITHER_MULTIPLIER = 0x9E3779B1
-"""Odd, near 2**32 / golden ratio: the products' upper bytes are spread evenly over any range of words."""
+"""Odd, near 2**32 / golden ratio: the upper bytes of the products are evenly distributed over any range of words."""
 
-# Minimax fits; relative error 7e-6, 1e-6 and (absolute) 7e-6, below the 2**-17 that a 16-bit u is coarse by.
+# Minimax fits with relative errors 7e-6 and 1e-6 and absolute error 7e-6, below the resolution 2**-17 of a 16-bit u.
 LOG_COEFFICIENTS = (
     -2.000009059906006, 0.9998043775558472, -0.6651604771614075, 0.508065402507782, -0.44111865758895874,
     0.285841166973114,
@@ -63,7 +64,7 @@ Words = NDArray[Any]
 
 
 class Draw(NamedTuple):
-    """Noise of a range of offsets and the dither that its words leave over (None unless asked for)."""
+    """Noise of a range of offsets, and the copy dither from the same words (None unless requested)."""
 
     z: Floats
     dither: NDArray[np.uint32] | None
@@ -90,7 +91,7 @@ def draw(
 def copy_dither(
     *, seed: int, step: int, direction: int, offset: int, numel: int, distribution: Distribution
 ) -> NDArray[np.uint32]:
-    """The dither alone, for copies that are rounded but not perturbed."""
+    """The copy dither without the noise, for a store in a call that makes no perturbed copy."""
     stream = _stream(seed, step, direction, NOISE)
     if distribution == "rademacher":
         return (_unpack(stream, offset, numel, np.dtype("<u1")) & np.uint8(127)).astype(np.uint32)
@@ -99,7 +100,7 @@ def copy_dither(
 
 
 def fold_dither(*, seed: int, step: int, offset: int, numel: int) -> NDArray[np.uint32]:
-    """16 bits an element for the stochastic rounding of a fold."""
+    """16 random bits for each element, for the stochastic rounding of a fold."""
     return _unpack(_stream(seed, step, 0, FOLD), offset, numel, np.dtype("<u2")).astype(np.uint32)
 
 
@@ -114,7 +115,8 @@ def _stream(seed: int, step: int, direction: int, purpose: int) -> _Stream:
 
 
 def _words(stream: _Stream, first_block: int, num_blocks: int) -> tuple[Words, Words, Words, Words]:
-    """Philox over consecutive blocks. The high counter word stays scalar, so a range across 2**32 is made in two."""
+    """Philox words of consecutive blocks. The high counter word stays scalar, so a range across a multiple of 2**32 is
+    computed in two parts."""
     until_carry = (1 << 32) - (first_block & MASK32)
     if num_blocks > until_carry:
         head = _words(stream, first_block, until_carry)
@@ -156,7 +158,7 @@ def _pair_dithers(words: Words) -> NDArray[np.uint32]:
 
 
 def box_muller(word: Words, *, out_even: Floats, out_odd: Floats) -> None:
-    """Two normals from a uint32 word, as the module's note defines them."""
+    """Two normal numbers from each uint32 word; see [Note: one definition of the noise]."""
     u = ((word >> np.uint32(9)) & np.uint32(0x7FFF80) | np.uint32(ONE_BITS)).view(np.float32)
     u -= np.float32(ONE_LESS_HALF_STEP)
     radius = minus_two_log(u)
@@ -175,7 +177,7 @@ def box_muller(word: Words, *, out_even: Floats, out_odd: Floats) -> None:
 
 
 def minus_two_log(u: Floats) -> Floats:
-    """-2 ln u for normal u in (0, 1), to a relative 1e-5 up to u = 1."""
+    """-2 ln u for normal floats u in (0, 1), with relative error 1e-5, also near u = 1."""
     bits = u.view(np.int32)
     exponent = bits - np.int32(SQRT_HALF_BITS)
     exponent &= np.int32(EXPONENT_FIELD)

@@ -1,4 +1,4 @@
-"""The arguments of the fused operation, checked once for both implementations."""
+"""The arguments of the fused operation and their checks, for both implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of `replay_perturb`; its docstring says what the fields mean."""
+    """The arguments of one call of `replay_perturb`, whose docstring explains them."""
 
     src: torch.Tensor
     table: SegmentTable
@@ -52,7 +52,7 @@ class KernelCall:
 
     @property
     def stores(self) -> bool:
-        """Whether copies are made of what src's format keeps of x; it is written where there is a dst."""
+        """Whether x is rounded to src's format before copies are made from it. It is also written if there is a dst."""
         return self.dst is not None or self.as_stored
 
     @property
@@ -65,7 +65,7 @@ class KernelCall:
 
     @property
     def rounds_out(self) -> bool:
-        """Whether perturbed copies take the dither; an unperturbed one is rounded to nearest."""
+        """Whether perturbed copies are rounded stochastically. An unperturbed copy is rounded to nearest."""
         if self.out is None or self.scale == 0.0 or self.rounding == "nearest":
             return False
         return storage_format(self.out.dtype).dropped_bits > 0
@@ -77,7 +77,7 @@ class KernelCall:
 
     @property
     def leaves_frozen_alone(self) -> bool:
-        """Whether frozen segments have nothing to be copied to."""
+        """Whether the call copies no frozen segment."""
         pairs = ((self.dst, self.src), (self.low_out, self.low_in), (self.exponents_out, self.exponents_in))
         return self.out is None and all(to is None or to is source for to, source in pairs)
 
@@ -92,17 +92,18 @@ class KernelCall:
         if self.out is not None and self.out.dtype not in OUT_DTYPES:
             raise ValueError(f"out must be float32, bfloat16 or float16, got {self.out.dtype} (out)")
         if self.pair is not None and (self.out is None or self.scale == 0.0):
-            raise ValueError("pair is the copy that out's mirror image makes: pass out and a scale with it (pair)")
+            raise ValueError("pair is the copy perturbed by -scale * z: pass out and a scale with it (pair)")
         if fmt.dropped_bits == 0 and (self.low_in is not None or self.low_out is not None):
-            raise ValueError("float32 storage is its own master: pass no low plane (low_in, low_out)")
+            raise ValueError("float32 storage drops no bits: pass no low plane (low_in, low_out)")
         if fmt.scaled != (self.exponents_in is not None):
             raise ValueError(
-                f"exponents_in goes with float8_e4m3fn and bf12 storage alone, got {fmt.name} (exponents_in)"
+                "exponents_in must be passed with float8_e4m3fn and bf12 storage and with no other, "
+                f"got {fmt.name} (exponents_in)"
             )
         if (fmt.scaled and self.dst is not None) != (self.exponents_out is not None):
-            raise ValueError("exponents_out goes with a dst that has scales: pass both or neither (exponents_out)")
+            raise ValueError("exponents_out belongs to a dst that has scales: pass both or neither (exponents_out)")
         if self.low_out is not None and self.dst is None:
-            raise ValueError("low_out holds what dst rounds away: pass dst with it (low_out)")
+            raise ValueError("low_out holds the bits that dst drops: pass dst with it (low_out)")
         for name, exponents in (("exponents_in", self.exponents_in), ("exponents_out", self.exponents_out)):
             if exponents is not None:
                 assert fmt.scale_dtype is not None
@@ -113,7 +114,7 @@ class KernelCall:
         if self.num_entries == 0:
             return
         if self.log is None:
-            raise ValueError(f"num_entries is {self.num_entries} but there is no log to read them from (log)")
+            raise ValueError(f"num_entries is {self.num_entries} but no log was passed: pass the log (log)")
         capacity, width = self.log.shape
         if self.log.dtype != torch.float32 or self.log.device != self.src.device or not self.log.is_contiguous():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat tensor, and the chunk table from which the kernel finds its work."""
+"""The positions of parameters in a flat tensor, and the table of chunks that kernel programs process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from itertools import pairwise
 import torch
 
 SEGMENT_ALIGNMENT = 256
-"""Elements. Every parameter starts at a multiple of it in its flat tensor; also the length of a scale group."""
+"""In elements. Every parameter starts at a multiple of it in its flat tensor. It is also the size of a scale group."""
 
 CHUNK_NUMEL = 8192
-"""Elements that one kernel program handles at least: then the table has under 0.3% of the bytes that it describes."""
+"""Smallest number of elements for one kernel program. The table then has under 0.3% of the bytes that it describes."""
 
 _MOST_CHUNKS = 1 << 15
-"""Of a flat tensor, about: more programs do not balance a GPU any better, and tables stay on the device."""
+"""Approximate limit of a flat tensor's chunks. More programs do not improve a GPU's load balance, and tables take
+device memory."""
 
 LANE_NUMEL = 8
-"""Elements that one GPU thread loads, draws for and stores together."""
+"""Elements that one GPU thread loads, draws noise for and stores together."""
 
 CARRY_NUMEL = 1 << 35
-"""Offsets after which the second counter word changes (block = offset // 8 fills 32 bits)."""
+"""Number of offsets after which the second counter word changes (block = offset // 8 fills 32 bits)."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class Segment:
     group: int = 0
     trainable: bool = True
     still: tuple[int, int] = (0, 0)
-    """Global offsets [first, end) for which z is 0: they decay, and nothing else moves them."""
+    """Global offsets [first, end) for which z is 0: only weight decay changes these elements. (0, 0): none."""
 
 
 @dataclass(frozen=True)
 class ChunkRange:
-    """Rows [first, first + count) of the chunk table: one launch.
+    """Rows [first, first + count) of the chunk table, which one kernel launch processes.
 
-    `vector` rows are whole lanes whose offsets are multiples of the lane and share their high counter word; the others
-    (tails, parameters behind one of odd size) draw element by element.
+    Rows of a `vector` range are whole lanes: their offsets are multiples of LANE_NUMEL and share the high counter word.
+    Other rows (tails, parameters after one of odd size) draw noise element by element.
     """
 
     first: int
@@ -59,10 +60,10 @@ class SegmentTable:
     chunks: torch.Tensor
     ranges: tuple[ChunkRange, ...]
     numel: int
-    """Elements that a flat tensor must have at least."""
+    """Smallest number of elements that the flat tensor must have."""
     num_groups: int
     still: torch.Tensor | None = None
-    """Rows (first, end), one a chunk: the offsets for which z is 0. None where no segment has any."""
+    """For each chunk, offsets [first, end) for which z is 0. None if no segment has any."""
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +71,7 @@ class SegmentTable:
 
 
 def chunk_numel(numel: int) -> int:
-    """Elements that one kernel program handles, for a flat tensor of so many."""
+    """Number of elements for one kernel program, for a flat tensor of `numel` elements."""
     chunk = CHUNK_NUMEL
     while chunk * _MOST_CHUNKS < numel:
         chunk *= 2
@@ -78,7 +79,7 @@ def chunk_numel(numel: int) -> int:
 
 
 def build_table(segments: Sequence[Segment], device: torch.device | str) -> SegmentTable:
-    """Check the segments and lay their chunks out on the device. Once a flat tensor, not once a step."""
+    """Check the segments and make the chunk table on the device. Call it once for a flat tensor, not in every step."""
     ordered = tuple(sorted((s for s in segments if s.numel > 0), key=lambda s: s.start))
     _check(ordered)
     pieces = [piece for segment in ordered for piece in _split(segment)]
@@ -124,7 +125,8 @@ def _check(ordered: tuple[Segment, ...]) -> None:
 
 
 def _split(segment: Segment) -> list[tuple[Segment, bool]]:
-    """The part of a segment that lanes cover whole, and the rest. A scale group is never shared between the two."""
+    """Split a segment into whole lanes and the rest, each with whether it is vectorised. The cut is between scale
+    groups."""
     same_high_word = segment.offset // CARRY_NUMEL == (segment.offset + segment.numel - 1) // CARRY_NUMEL
     if not segment.trainable or (segment.offset % LANE_NUMEL == 0 and same_high_word):
         ragged = segment.numel % LANE_NUMEL

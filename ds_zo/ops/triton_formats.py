@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton's side of `formats`: the same roundings in the same integer arithmetic.
+"""The roundings of `formats` as Triton functions, in the same integer arithmetic.
 
-A format is known by its count of dropped mantissa bits (0 float32, 13 float16, 16 bfloat16, 20 float8_e4m3fn); bf12,
-which drops as many as bfloat16, by 32 more. So formats from FP8 on are the scaled ones. bfloat16 and fp8 travel as
-int16 and uint8, so that one code serves GPUs with and without fp8 instructions, and the interpreter.
+A format's id is its number of dropped mantissa bits: 0 float32, 13 float16, 16 bfloat16, 20 float8_e4m3fn. bf12 drops
+as many bits as bfloat16; its id is 32 more. So the formats with ids >= FP8 are the scaled ones. Kernels get bfloat16
+and fp8 tensors as int16 and uint8. The same code thus runs on GPUs with and without fp8 instructions, and in the
+interpreter.
 
 [Note: patterns]
-A scaled format's exponent has 4 bits. Sign, exponent and mantissa at float32's own places are its pattern: as a float32
-it is the value under the group's scale times 2**-120, subnormals being float32's. So rounding is an addition of
-integers and a mask, for subnormals too, with the roundings of `formats`, which lifts them first.
+A scaled format's exponent has 4 bits. The pattern of a value has its sign, exponent and mantissa at the bit positions
+that float32 has for them. Read as a float32, the pattern is 2**-120 times the value under the group's scale, and the
+format's subnormals are float32's subnormals. So rounding is an integer addition and a mask, for subnormals too. The
+results equal those of `formats`, which adds `tiny` to subnormals instead.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _LARGEST_BF16_BITS = tl.constexpr(0x7F7F0000)
 _LARGEST_FP16 = tl.constexpr(65504.0)
 _LARGEST_FP8 = tl.constexpr(448.0)
 _NAN_VALUE_FP8, _NAN_VALUE_BF12 = tl.constexpr(480.0), tl.constexpr(510.0)
-"""What the top code would be worth."""
+"""The values that the top code would have if it were not NaN."""
 _TINY_FP16, _TINY_FP8 = tl.constexpr(2.0**-14), tl.constexpr(2.0**-6)
 _GROUP_WORDS = tl.constexpr(33)
 
@@ -52,12 +54,12 @@ def bits_float(bits):
 
 @triton.jit
 def load_values(ptr, index, mask, FORMAT: tl.constexpr):
-    """Stored elements as float32 (fp8: before their scale)."""
+    """Stored elements as float32. fp8: not multiplied by their group's scale."""
     raw = tl.load(ptr + index, mask=mask, other=0)
     if FORMAT == BF16:
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == FP8:
-        # The sign, extended, comes to float32's place by the shift that brings the magnitude to its own.
+        # Sign extension puts copies of the sign above the magnitude, so one shift moves both to float32's positions.
         code = raw.to(tl.int8, bitcast=True).to(tl.int32).to(tl.uint32, bitcast=True)
         x = unbias((code << 20) & 0x87F00000, FORMAT)
     else:
@@ -78,7 +80,8 @@ def store_values(ptr, index, mask, x, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_lanes(ptr, words_ptr, index, mask, lane, lane_mask):
-    """Patterns of bf12, the words of whose lanes stand behind their groups' exponents."""
+    """Loads bf12 elements as patterns. The words of their lanes follow their groups' exponents in the plane of
+    scales."""
     code = tl.load(ptr + index, mask=mask, other=0).to(tl.uint32)
     word = tl.load(words_ptr + _lane_word(lane), mask=lane_mask, other=0).to(tl.uint32, bitcast=True)
     exponent = (word[:, None] >> _nibble_shifts()) & 15
@@ -87,7 +90,7 @@ def load_lanes(ptr, words_ptr, index, mask, lane, lane_mask):
 
 @triton.jit
 def store_lanes(ptr, words_ptr, index, mask, lane, group_mask, pattern):
-    """Words of whole groups are written, with zeros for what is masked."""
+    """Stores bf12 patterns. Words of whole groups are written, with zeros for masked elements."""
     tl.store(ptr + index, _code(pattern, BF12), mask=mask)
     exponent = (pattern >> 23) & 15
     word = tl.sum(tl.where(mask, exponent, 0) << _nibble_shifts(), axis=1)
@@ -101,19 +104,19 @@ def store_codes(ptr, index, mask, pattern, FORMAT: tl.constexpr):
 
 @triton.jit
 def _code(pattern, FORMAT: tl.constexpr):
-    """The byte of sign and low bits."""
+    """The byte of a pattern's sign and lowest 7 code bits."""
     return (((pattern >> (FORMAT % 32)) & 0x7F) | ((pattern >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def _lane_word(lane):
-    """Of a lane, from the first word of the group at which lanes are counted from 0."""
+    """Index of a lane's word, relative to the first word of the group that has lane 0."""
     return lane + lane // 32 + 1
 
 
 @triton.jit
 def group_word(group, FORMAT: tl.constexpr):
-    """The element of the plane of scales that has a group's exponent."""
+    """Index of a group's exponent in the plane of scales."""
     return group * _GROUP_WORDS if FORMAT == BF12 else group
 
 
@@ -137,7 +140,7 @@ def unbias(pattern, FORMAT: tl.constexpr):
 
 @triton.jit
 def round_pattern(x, biased, addend, FORMAT: tl.constexpr):
-    """The stored pattern of x, whose biased magnitude is given: saturated, with its sign."""
+    """The stored pattern of x, given its magnitude's pattern: rounded, saturated, with the sign of x."""
     top: tl.constexpr = (1 << 27) - (1 << (FORMAT % 32)) - 1
     rounded = tl.minimum(biased + addend, top) & (0x100000000 - (1 << (FORMAT % 32)))
     rounded = tl.where(x == x, rounded, top + 1)
@@ -146,7 +149,7 @@ def round_pattern(x, biased, addend, FORMAT: tl.constexpr):
 
 @triton.jit
 def split_pattern(x, FORMAT: tl.constexpr):
-    """(pattern, low plane as int32) of a bf12 master, which is their sum; see [Note: split masters]."""
+    """(pattern, low plane as int32) of a bf12 master. Their sum is the master's pattern; see [Note: split masters]."""
     biased = bias(x)
     pattern = round_pattern(x, biased, biased * 0 + 0x8000, FORMAT)
     low = tl.minimum(biased.to(tl.int32) - (pattern & 0x7FFFFFFF).to(tl.int32), 32767)
@@ -165,7 +168,7 @@ def dither_addend(dither, NUM_BITS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def nearest_addend(x, FORMAT: tl.constexpr):
-    """What makes truncation round to nearest even."""
+    """The addend with which truncation rounds to nearest even."""
     DROPPED: tl.constexpr = FORMAT % 32
     if FORMAT == BF16:
         bits = float_bits(x)
@@ -181,7 +184,7 @@ def nearest_addend(x, FORMAT: tl.constexpr):
 def round_to(x, addend, FORMAT: tl.constexpr):
     bits = float_bits(x)
     if FORMAT == BF16:
-        # No subnormals of its own, so the sign may stay where it is.
+        # bfloat16 has float32's subnormals, so the sign bit need not be removed.
         rounded = (bits + addend) & 0xFFFF0000
     else:
         rounded = float_bits(_truncate(bits & 0x7FFFFFFF, addend, FORMAT)) | (bits & 0x80000000)
@@ -190,9 +193,9 @@ def round_to(x, addend, FORMAT: tl.constexpr):
 
 @triton.jit
 def round_sum(x, addend, number, FORMAT: tl.constexpr):
-    """`round_to` for the result of a fused multiply-add, for a store that takes bfloat16's half of it. NaNs of such are
-    quiet, that is they are NaNs by their upper half, whichever: so they need but be left alone, for both signs by one
-    select."""
+    """`round_to` for the result of a fused multiply-add, of which a store takes only the upper half (bfloat16). NaNs of
+    such results are quiet: their upper half alone makes them NaN. So a NaN is only left unchanged. `number` (x is not
+    NaN) is computed once for both signs of the perturbation."""
     if FORMAT == BF16:
         rounded = bits_float(float_bits(x) + tl.where(number, addend, 0))
     else:
@@ -227,7 +230,7 @@ def split(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def join(high, low, FORMAT: tl.constexpr):
-    """The master that `split` took apart."""
+    """The float32 master of a storage value and its low plane: the inverse of `split`."""
     bits = float_bits(high)
     if FORMAT == BF16:
         joined = (bits.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True)
@@ -240,7 +243,7 @@ def join(high, low, FORMAT: tl.constexpr):
 
 @triton.jit
 def fit_exponents(largest, FORMAT: tl.constexpr):
-    """Exponents for groups whose largest finite magnitudes are given."""
+    """Exponents of groups, given each group's largest finite magnitude."""
     bits = largest.to(tl.int32, bitcast=True)
     most = _MAX_MANTISSA_BF12 if FORMAT == BF12 else _MAX_MANTISSA_FP8
     exponent = (bits >> 23) - _BIASED_TOP + ((bits & 0x7FFFFF) > most).to(tl.int32)
@@ -286,6 +289,7 @@ def _residual_step(magnitude, FORMAT: tl.constexpr):
 
 @triton.jit
 def _round_to_int(x):
-    """To nearest even, by the addend that leaves no fraction bits: |x| <= 2**16 here."""
+    """Rounds to nearest even by adding and subtracting a number at which float32 has no fraction bits. Needs
+    |x| <= 2**16."""
     magic: tl.constexpr = 12582912.0
     return ((x + magic) - magic).to(tl.int32)

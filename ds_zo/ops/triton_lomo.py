@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The update of one parameter by its gradient as one Triton kernel, with AdaLOMO's factors and rounding to storage."""
+"""LOMO's and AdaLOMO's update of one parameter as one Triton kernel, with rounding to the parameter's dtype."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _direction(
     WHOLE_LANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """clamp(coef * u) * rows * cols, of elements from `start` on. `WHOLE_LANES`: rows are multiples of 8 long, so that
-    a lane lies in one of them, and divisions, which are slow, are made once a lane."""
+    """clamp(coef * u) * rows * cols for the elements from `start` on. `WHOLE_LANES`: row lengths are multiples of 8, so
+    each lane is within one row, and the slow divisions are made once for each lane."""
     u = load_values(u_ptr + start, within, mask, U_DROPPED)
     if HAS_COEF:
         u = u * tl.load(coef_ptr)
     if HAS_CLIP:
-        u = tl.where(u > clip, clip, tl.where(u < -clip, -clip, u))  # NaN stays
+        u = tl.where(u > clip, clip, tl.where(u < -clip, -clip, u))  # keeps NaN
     if HAS_ROWS or HAS_COLS:
         if WHOLE_LANES:
             index = start + tl.arange(0, LANES)[:, None] * 8
@@ -107,7 +107,7 @@ def _update_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if HAS_GUARDS:  # NaN compares as not less
+    if HAS_GUARDS:  # for NaN the comparison is false
         numel = tl.where(tl.load(guard_ptr) + tl.load(other_guard_ptr) < float("inf"), numel, 0)
     mask = start + within < numel
     u = _direction(
@@ -201,11 +201,11 @@ def update_triton(
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> None:
-    """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols); `dither` is (seed, step, offset),
-    `residue` a contiguous tensor of p's dtype that takes what rounding drops. One or two `guards`, float32 scalars that
-    are not negative: nothing is read nor written unless they are finite.
+    """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols).
 
-    A parameter that is not contiguous goes through a copy.
+    `dither` is (seed, step, offset) of the stochastic rounding (None: to nearest). `residue` is a contiguous tensor of
+    p's dtype that receives the bits that rounding drops. `guards` are up to two non-negative float32 scalars: unless
+    all are finite, the kernel reads and writes nothing. A parameter that is not contiguous is updated through a copy.
     """
     flat = p.detach().contiguous()
     seed, step, offset = (0, 0, 0) if dither is None else dither
@@ -246,13 +246,13 @@ def update_triton(
     )
     if flat.data_ptr() != p.data_ptr():
         p.detach().copy_(flat)
-    torch.autograd.graph.increment_version(p)  # a graph that still needs the old values must notice
+    torch.autograd.graph.increment_version(p)  # so that autograd detects a graph that needs the old values
 
 
 def factored_square_sum_triton(
     direction: torch.Tensor, *, rows: torch.Tensor | None, cols: torch.Tensor, coef: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sum of (coef * direction * rows * cols)^2, in the same order every time."""
+    """Sum of (coef * direction * rows * cols)^2, in a fixed order."""
     num_programs = -(-direction.numel() // PROGRAM_NUMEL)
     partial = torch.empty(num_programs, dtype=torch.float32, device=direction.device)
     _square_sum_kernel[(num_programs,)](
@@ -274,13 +274,13 @@ def factored_square_sum_triton(
 
 
 def _shape(p: torch.Tensor) -> tuple[int, int]:
-    """Elements in one matrix of a stack, and in one of its rows. A vector is a row."""
+    """Number of elements of one matrix of a stack, and of one of its rows. A vector is one row."""
     num_cols = p.shape[-1] if p.ndim else 1
     return (p.shape[-2] if p.ndim > 1 else 1) * num_cols, num_cols
 
 
 def row_and_col_square_sums_triton(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of squares of a contiguous matrix's rows and columns, in one reading, in the same order every time."""
+    """Sums of squares of a contiguous matrix's rows and columns, in one read of the matrix and in a fixed order."""
     num_rows, num_cols = g.shape
     tiles = -(-num_rows // TILE_ROWS), -(-num_cols // TILE_COLS)
     row_partial = torch.empty(num_rows, tiles[1], dtype=torch.float32, device=g.device)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton's side of `rng`: the same words, noise and dithers, by [Note: one definition of the noise].
+"""The draws of `rng` as Triton functions: the same words, noise and dithers; see [Note: one definition of the noise].
 
-Fused multiply-adds are written out (`tl.fma`), so that every specialisation of the kernel contracts alike and a replay
-of k entries gives the bits of k replays.
+Fused multiply-adds are explicit (`tl.fma`). Every specialisation of the kernel thus fuses the same operations, and a
+replay of k entries gives the bits of k replays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRIG_DEGREE = tl.constexpr(len(_rng.SIN_COEFFICIENTS) - 1)
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Four uint32 words. Scalar counter words stay scalar, that is in uniform registers, as long as they can."""
+    """Four uint32 words of Philox. Scalar counter words stay scalar, in uniform registers, as long as possible."""
     for _ in tl.static_range(_NUM_ROUNDS):
         p0 = c0.to(tl.uint64) * _M0
         p1 = c2.to(tl.uint64) * _M1
@@ -61,7 +61,7 @@ def box_muller(word):
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - _SQRT_HALF_BITS) & _EXPONENT_FIELD
     f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    # A float by integer addition to 1.5 * 2**23: conversions run at an eighth of the rate.
+    # Converts to float by integer addition to 1.5 * 2**23: conversion instructions have an eighth of the throughput.
     halvings = ((exponent >> 23) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
     minus_two_ln2 = tl.full(f.shape, _MINUS_TWO_LN2, tl.float32)
     radius = tl.sqrt(tl.fma(halvings, minus_two_ln2, _polynomial(f, _LOG, _LOG_DEGREE) * f))
@@ -89,7 +89,7 @@ def _pick(index, a0, a1, a2, a3):
 
 @triton.jit
 def _blocks(offset, LANES: tl.constexpr, PER_LANE: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """(low words, shared high word) of the blocks that vector lanes from a scalar offset need; see ChunkRange."""
+    """(low words, common high word) of the counter blocks for vector lanes from a scalar offset; see ChunkRange."""
     first = offset // PER_BLOCK
     low = first.to(tl.uint32) + (tl.arange(0, LANES) * PER_LANE).to(tl.uint32)
     return low, (first >> 32).to(tl.uint32)
@@ -112,7 +112,7 @@ def draw_lanes(offset, step, direction, k0, k1, LANES: tl.constexpr, NORMAL: tl.
     else:
         halves = (offset // 8).to(tl.uint32) + tl.arange(0, LANES).to(tl.uint32)
         first = offset // 16
-        # A lane is half a block: the block's low word is that of the lane's first element.
+        # A lane is half a block, so two lanes have the same block number.
         low = first.to(tl.uint32) + (halves - (first.to(tl.uint32) * 2)) // 2
         w0, w1, w2, w3 = philox(low, (first >> 32).to(tl.uint32), step, purpose, k0, k1)
         upper = (halves & 1) != 0
@@ -125,7 +125,7 @@ def draw_lanes(offset, step, direction, k0, k1, LANES: tl.constexpr, NORMAL: tl.
 
 @triton.jit
 def draw_elements(offset, step, direction, k0, k1, NORMAL: tl.constexpr):
-    """(z, dither) for any tensor of offsets, one Philox call an element."""
+    """(z, dither) for any tensor of offsets, with one Philox call for each element."""
     purpose = direction * _NUM_PURPOSES + _NOISE
     if NORMAL:
         block = offset // 8

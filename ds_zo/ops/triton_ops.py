@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The fused operation as one Triton kernel, for CUDA tensors (and CPU tensors under Triton's interpreter, in tests)."""
+"""The fused operation as one Triton kernel, for CUDA tensors and, in tests, CPU tensors under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from ds_zo.ops.triton_formats import (
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes
 
 LANES = 256
-"""Lanes of 8 elements that a program works on at a time; with 8 warps, one a thread."""
+"""Lanes of 8 elements that a program processes at a time: one for each thread of 8 warps."""
 NUM_WARPS = 8
 
 _LANE: tl.constexpr = tl.constexpr(LANE_NUMEL)
 _GROUP_LANES: tl.constexpr = tl.constexpr(32)
 _FOLD_BITS: tl.constexpr = tl.constexpr(FOLD_DITHER_BITS)
 _KEEP, _NEAREST, _COPY, _FOLD, _SPLIT = (tl.constexpr(i) for i in range(5))
-"""What happens at dst: nothing is stored, or by what the store is rounded."""
+"""Kinds of store: none, rounded to nearest, by the copy dither, by the fold dither, or split with a low plane."""
 
 
 @triton.jit(
@@ -189,7 +189,7 @@ def _replay_perturb_kernel(
                         bits = fold_elements(offset + within, step, k0, k1)
                     addend = dither_addend(bits, _FOLD_BITS, FORMAT)
                 elif STORE == _COPY:
-                    # The complement: where this rounding goes up, that of the perturbed copy tends to go down.
+                    # The copy dither's complement: where this rounding goes up, the copy's tends to go down.
                     addend = dither_addend(dither ^ ((1 << COPY_BITS) - 1), COPY_BITS, FORMAT)
                 else:
                     addend = nearest_addend(x, FORMAT)
@@ -210,7 +210,7 @@ def _replay_perturb_kernel(
 
         if HAS_OUT:
             y = x
-            number = x == x  # and so are x + scale * z and x - scale * z
+            number = x == x  # not NaN; then x + scale * z and x - scale * z are not NaN either
             if TRAINABLE and PERTURB:
                 y = tl.fma(tl.full(x.shape, scale, tl.float32), z, x)
             if OUT_FORMAT > 0:
@@ -244,7 +244,7 @@ def _without_still(z, offset, first_still, end_still):
 
 @triton.jit
 def _group_exponents(x, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
-    """For each lane, the exponent that its group of 256 elements asks for."""
+    """For each lane, the exponent that its group of 256 elements needs."""
     magnitude = float_bits(x) & 0x7FFFFFFF
     magnitude = tl.where(mask & (magnitude < 0x7F800000), magnitude, 0)
     largest = tl.max(tl.reshape(tl.max(bits_float(magnitude), axis=1), (LANES // 32, 32)), axis=1)
@@ -253,7 +253,8 @@ def _group_exponents(x, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
 
 
 def replay_perturb_triton(call: KernelCall) -> None:
-    """Launch once for each kind of chunk that the table has: one launch for a model whose sizes are multiples of 8."""
+    """Launch the kernel once for each chunk range of the table. There is one range if all segments are trainable and
+    have sizes that are multiples of 8."""
     low, high = (_as_int32(k) for k in split_seed(call.seed))
     unused = call.table.chunks
     for chunks in call.table.ranges:
@@ -319,13 +320,13 @@ def _store_kind(call: KernelCall, trainable: bool) -> int:
 
 
 def _as_int32(value: int) -> int:
-    """The same 32 bits as a signed number: arguments of one type compile once."""
+    """The same 32 bits as a signed number, so that Triton compiles the kernel for one argument type only."""
     value &= MASK32
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """bfloat16 and fp8 as the integers that hold them."""
+    """The tensor; bfloat16 and fp8 as integers of the same bits."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16)
     if tensor.dtype == torch.float8_e4m3fn:

@@ -1,17 +1,19 @@
 # mypy: disable-error-code="no-untyped-def"
 """The products of `triton_projectors` for several matrices in one launch.
 
-[Note: a table of addresses] A program finds its matrix in a small table on the device: one row of int64 for each, with
-addresses, sizes and the first program that is its own. A table is a pure function of the numbers in it, so it is made
-once and found again by them; whatever memory an address meant before or will mean later, the table says what was asked.
+[Note: a table of addresses] A program finds its matrix in a small table on the device. The table has one row of int64
+for each matrix: its first program, addresses and sizes. A table's contents depend only on these numbers, so it is made
+once and cached by them. A cached table stays valid when memory is freed and reused: it holds the numbers of the
+request, not references to tensors.
 
-[Note: hints] Wide loads need to know that addresses and row lengths are multiples of 16. `tl.multiple_of` marks the
-operation that made a value, so it has to be said where a kernel loads it: what a helper function returns keeps no mark.
+[Note: alignment hints] The compiler makes wide loads only if it knows that addresses and row lengths are multiples of
+16. `tl.multiple_of` marks the operation that produced a value. So the kernel must call it on the value that it loads
+itself: a value that a helper function returns has lost the mark.
 
-[Note: warmed kernels] Triton looks at all arguments of a launch to find the kernel that was compiled for their kinds,
-which takes longer than the launch. A launch that is made again has arguments of the same kinds, so it asks the compiled
-kernel itself, which wants every parameter in its place. A version of Triton that wants them otherwise says so before
-anything is launched; from then on it is asked as at first.
+[Note: direct launches] To find the compiled kernel for a launch, Triton inspects the types of all arguments, which
+takes longer than the launch. A repeated launch has arguments of the same types, so it calls the compiled kernel
+directly, with all parameters by position. A Triton version with another calling convention raises TypeError before
+anything is launched. From then on all launches use Triton's usual interface.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from ds_zo.ops.triton_ops import _as_int32
 from ds_zo.ops.triton_projectors import gather_tile, update_rows
 
 MAX_BATCH = 16
-"""Matrices of one launch: a program looks for its own among so many."""
+"""Most matrices in one launch. A program searches its own matrix among them."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
-"""Of an update: so many that matrices of unlike sizes end together, so few that a slab is read often from L1."""
+"""Programs of an update: enough that matrices of different sizes finish at the same time, and few enough that each
+program reads its slab often from L1."""
 ALIGNMENT = 16
 MAX_TABLES = 2048
 
@@ -43,7 +46,7 @@ _ELEMENTS = {
     torch.bfloat16: tl.int16,
     torch.float8_e4m3fn: tl.uint8,
 }
-"""What `triton_formats` reads each dtype as."""
+"""The Triton type as which `triton_formats` reads each dtype."""
 _GATHER_FIELDS: tl.constexpr = tl.constexpr(10)
 _UPDATE_FIELDS: tl.constexpr = tl.constexpr(9)
 _MAX_BATCH: tl.constexpr = tl.constexpr(MAX_BATCH)
@@ -51,12 +54,13 @@ _NEVER: tl.constexpr = tl.constexpr(1 << 62)
 
 
 Table = tuple[int, int, int, int, bool]
-"""A projector's entries: addresses of indices and values, depth and count of the gather, whether indices are int32."""
+"""A projector's entries: addresses of indices and of values, depth and count of the gather, whether indices are
+int32."""
 
 
 @triton.jit
 def _own_row(table_ptr, num, FIELDS: tl.constexpr):
-    """Of the matrix whose programs this one is among."""
+    """Pointer to the table row of the matrix that this program works on."""
     each = tl.arange(0, _MAX_BATCH)
     starts = tl.load(table_ptr + each * FIELDS, mask=each < num, other=_NEVER)
     return table_ptr + (tl.sum((tl.program_id(0) >= starts).to(tl.int32), 0) - 1) * FIELDS
@@ -85,7 +89,7 @@ def _gather_batch_kernel(
     values = tl.load(at + 4).to(tl.pointer_type(tl.float32))
     depth, count = tl.load(at + 5).to(tl.int32), tl.load(at + 6).to(tl.int32)
     num_cols, out_pitch, source_pitch = tl.load(at + 7).to(tl.int32), tl.load(at + 8), tl.load(at + 9)
-    if ALIGNED:  # see [Note: hints]
+    if ALIGNED:  # see [Note: alignment hints]
         out, source = tl.multiple_of(out, 16), tl.multiple_of(source, 16)
         num_cols = tl.multiple_of(num_cols, 16)
         out_pitch, source_pitch = tl.multiple_of(out_pitch, 16), tl.multiple_of(source_pitch, 16)
@@ -151,7 +155,7 @@ def _update_batch_kernel(
     values = tl.load(at + 4).to(tl.pointer_type(tl.float32))
     num_rows = tl.load(at + 5).to(tl.int32)
     num_cols = tl.load(at + 6).to(tl.int32)
-    if ALIGNED:  # see [Note: hints]
+    if ALIGNED:  # see [Note: alignment hints]
         W, U, num_cols = tl.multiple_of(W, 16), tl.multiple_of(U, 16), tl.multiple_of(num_cols, 16)
     rows_per_program = tl.load(at + 7).to(tl.int32)
     offset = tl.load(at + 8)
@@ -183,13 +187,13 @@ def _update_batch_kernel(
 
 
 class Launch:
-    """One launch of a kernel, to be made again and again. See [Note: warmed kernels]."""
+    """A kernel launch that can be repeated. See [Note: direct launches]."""
 
     by_kernel = True
-    """Until a compiled kernel refuses."""
+    """Whether compiled kernels are called directly. False after one has raised TypeError."""
 
     def __init__(self, kernel: Any, num_programs: int, given: tuple[Any, ...], **constants: Any) -> None:
-        """`given` and the constants are the kernel's first and last parameters; a call has those between them."""
+        """`given` are the kernel's first parameters and `constants` its last; `__call__` takes those in between."""
         self._options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
         assert list(constants) == kernel.arg_names[len(kernel.arg_names) - len(constants) :]
         self._kernel, self._num_programs = kernel, num_programs
@@ -204,15 +208,19 @@ class Launch:
                 return
             except TypeError as error:
                 Launch.by_kernel = False
-                logger.warning(f"ds_zo: this version of Triton launches kernels by their source alone ({error})")
+                logger.warning(
+                    f"ds_zo: this version of Triton does not launch compiled kernels directly ({error}): launches "
+                    "take longer"
+                )
         launch = self._kernel[(self._num_programs,)]
         compiled = launch(*self._given, *values, **self._constants, **self._options)
-        if compiled is not None:  # the interpreter has none
+        if compiled is not None:  # None under the interpreter
             self._run = compiled[(self._num_programs, 1, 1)]
 
 
 class Gathers:
-    """Sums of gathered rows, out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], that are to be launched."""
+    """Collects sums of gathered rows, out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], into few
+    launches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -232,14 +240,15 @@ class Gathers:
         out_by_column: bool = False,
         accumulate: bool = False,
     ) -> None:
-        """Pitches: from one row to the next, of `out_by_column` from one column. `by_row`: entries of one c follow one
-        another."""
+        """Adds one sum. `source` and `out` are addresses. A pitch is the distance from one row to the next, in
+        elements; for `out` it is from one column to the next if `out_by_column`. `by_row`: the entries of one c are
+        adjacent."""
         is_aligned = not (source | source_pitch | num_cols | out | out_pitch) % ALIGNMENT
         kind = dtype, table[4], by_row, out_by_column, accumulate, is_aligned
         self._found.setdefault(kind, []).append((out, source, *table[:4], num_cols, out_pitch, source_pitch))
 
     def launches(self) -> list[Callable[[], object]]:
-        """To be called in their order, as often as the addresses hold."""
+        """The launches, to be called in this order. They can be repeated as long as the addresses are valid."""
         return [
             _gathers_launch(kind, rows[first : first + MAX_BATCH], self._device)
             for kind, rows in self._found.items()
@@ -248,15 +257,15 @@ class Gathers:
 
 
 class Updates:
-    """Updates W <- round(decay * W - lr * P U) that are to be launched."""
+    """Collects updates W <- round(decay * W - lr * P U) into few launches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._found: dict[_UpdateKind, list[tuple[int, ...]]] = {}
 
     def add(self, W: torch.Tensor, U: int, table: Table, *, lr: float, decay: float, offset: int | None) -> None:
-        """`table` by rows of P. W, a matrix or a single row, is contiguous; `offset` of its dither; None: rounded to
-        nearest."""
+        """Adds one update. W, a matrix or a single row, is contiguous. U is an address; `table` has P's entries by row.
+        `offset` is the first offset of W's dither (None: round to nearest)."""
         num_rows, num_cols = W.shape if W.ndim == 2 else (1, W.numel())
         address = W.data_ptr()
         is_aligned = not (address | U | num_cols) % ALIGNMENT
@@ -265,8 +274,8 @@ class Updates:
         self._found.setdefault(kind, []).append((address, U, *table[:2], num_rows, num_cols, offset or 0))
 
     def launches(self) -> list[tuple[float, float, Callable[..., object]]]:
-        """Each with the rate and the decay that its updates were added with; it is called with those, or others, and
-        `dither_words`."""
+        """(lr, decay, launch) for each launch: the values with which its updates were added. The launch is called with
+        these or other values of lr and decay, and with `dither_words`."""
         return [
             (kind[3], kind[4], _updates_launch(kind, rows[first : first + MAX_BATCH], self._device))
             for kind, rows in self._found.items()
@@ -280,7 +289,7 @@ def dither_words(seed: int, step: int) -> tuple[int, int, int]:
 
 _GatherKind = tuple[torch.dtype, bool, bool, bool, bool, bool]
 _UpdateKind = tuple[torch.dtype, bool, int, float, float, bool, bool, bool]
-"""What all of a launch have in common."""
+"""The properties that all matrices of one launch have in common."""
 
 
 def _gathers_launch(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
@@ -314,7 +323,7 @@ def _gathers_launch(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: 
 
 
 def _updates_launch(kind: _UpdateKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> Callable[..., object]:
-    """To be called with lr, decay and `dither_words`."""
+    """A launch that is called with lr, decay and `dither_words`."""
     dtype, wide, nonzeros, _, _, stochastic, by_lanes, is_aligned = kind
     height, width = single.SLAB_ROWS, single.SLAB_COLUMNS
     numel = sum(row[4] * row[5] for row in rows)
@@ -347,12 +356,12 @@ def _updates_launch(kind: _UpdateKind, rows: Sequence[tuple[int, ...]], device: 
 
 
 def _table(fields: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """See [Note: a table of addresses]."""
+    """A cached device table with these fields; see [Note: a table of addresses]."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _uploaded(fields, device, stream)
 
 
 @lru_cache(maxsize=MAX_TABLES)
 def _uploaded(fields: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """Of the stream that it was uploaded in: nobody waits."""
+    """One table for each stream: launches on that stream follow the upload without waiting on the host."""
     return torch.tensor(fields, dtype=torch.int64).to(device, non_blocking=True)

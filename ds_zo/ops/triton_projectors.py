@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products with sparse projectors as Triton kernels: gathers in a fixed order, hence the same bits every time.
+"""Products with sparse projectors as Triton kernels: gathers in a fixed order, so results are deterministic.
 
-Both kernels read some matrix several times over (once for each non-zero of a row), so what decides is from where.
-The sum of gathered rows has programs of one slab of columns in sequence: together they read the slab once from memory
-and again from L2. The update of a weight keeps each program within SLAB_COLUMNS columns over many rows: the
+Both kernels read a matrix several times (once for each non-zero of a row), so their speed depends on the caches. In the
+sum of gathered rows, programs with consecutive numbers work on one slab of columns: together they read the slab once
+from memory and then from L2. In the update of a weight, each program works on SLAB_COLUMNS columns of many rows. The
 slab of U that it gathers from (dim x SLAB_COLUMNS float32, 128 KB at dim 512) stays in the multiprocessor's L1.
 """
 
@@ -23,13 +23,13 @@ from ds_zo.ops.triton_noise import _FOLD, _interleave4, fold_elements, philox
 from ds_zo.ops.triton_ops import _as_int32, _raw
 
 MAX_UNROLL = 4
-"""Gathers that a thread has in flight."""
+"""Most gathers that a thread has in flight."""
 GATHER_COLUMNS = 128
 MAX_GATHER_ROWS = 16
 GATHER_ELEMENTS_PER_WARP = 256
 SLAB_COLUMNS = 64
 SLAB_ROWS = 64
-"""Rows of a slab that a program updates at a time: with 16 warps, 8 elements a thread."""
+"""Rows of a slab that a program updates at a time: 8 elements for each thread of 16 warps."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
 INTERPRETED_MULTIPROCESSORS = 1
 
@@ -70,7 +70,7 @@ def gather_tile(
             held = exists & (tl.zeros_like(c) + e < depth)
             value = tl.load(values_ptr + at, mask=held, other=0.0)
             row = tl.load(rows_ptr + at, mask=held, other=0).to(tl.int64) * source_stride
-            # Entries of value 0 fill columns up: their row is not read.
+            # Entries with value 0 are padding: their row is not read.
             x = load_values(source_ptr, row[:, None] + col[None, :], (value != 0.0)[:, None] & inside, DROPPED)
             total += value[:, None] * x
     target = out_ptr + c.to(tl.int64)[:, None] * out_stride + col.to(tl.int64)[None, :] * out_col_stride
@@ -234,7 +234,7 @@ def _apply_kernel(
 
 @triton.jit
 def _fold_rows(offset, step, k0, k1, LANES: tl.constexpr):
-    """16 bits of dither as [LANES, 8], each lane from an offset of its own, a multiple of 8."""
+    """16 bits of dither as [LANES, 8]. `offset` is the first offset of each lane, a multiple of 8."""
     block = offset >> 3
     low, high = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     w0, w1, w2, w3 = philox(low, high, step, step * 0 + _FOLD, k0.to(tl.uint32), k1.to(tl.uint32))
@@ -245,9 +245,10 @@ def _fold_rows(offset, step, k0, k1, LANES: tl.constexpr):
 def gather_sum_triton(
     out: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, *, accumulate: bool = False
 ) -> None:
-    """out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], float32, e in order.
+    """out[c] (+)= sum over e of values[e, c] * source[rows[e, c]], in float32 and in the order of e.
 
-    `rows` and `values` are (depth, count) of like strides, `source` has contiguous rows, `out` any strides.
+    `rows` and `values` have shape (depth, count) and equal strides. `out` may have any strides. A `source` whose rows
+    are not contiguous is copied.
     """
     assert rows.stride() == values.stride() and out.dtype is torch.float32
     if source.stride(1) != 1:
@@ -286,9 +287,10 @@ def apply_triton(
     decay: float,
     dither: tuple[int, int, int] | None,
 ) -> None:
-    """W <- round(decay * W - lr * P U) with P's indices and values by row; `dither` is (seed, step, offset).
+    """W <- round(decay * W - lr * P U), with P's indices and values by row.
 
-    One read and one write of W, which goes through a copy where it is not contiguous.
+    `dither` is (seed, step, offset) of the stochastic rounding (None: to nearest). W is read once and written once. A W
+    that is not contiguous is updated through a copy.
     """
     weight = W.detach().contiguous()
     num_rows, num_cols = weight.shape
@@ -321,16 +323,16 @@ def apply_triton(
     )
     if weight.data_ptr() != W.data_ptr():
         W.detach().copy_(weight)
-    torch.autograd.graph.increment_version(W)  # a graph that still needs the old values must notice
+    torch.autograd.graph.increment_version(W)  # so that autograd detects a graph that needs the old values
 
 
-# A layer of a small batch is computed in less time than its launches take to prepare, so what depends on shapes alone
-# is worked out once. (Triton's own `cdiv` costs microseconds on the host.)
+# For small batches a layer's kernels take less time than the host needs to prepare their launches. So values that
+# depend on shapes alone are cached. (Triton's own `cdiv` takes microseconds on the host.)
 
 
 @cache
 def _gather_grid(count: int, num_cols: int, device: torch.device) -> tuple[tuple[int, int], int]:
-    """Programs, and rows of each."""
+    """The grid of programs, and the number of rows for each program."""
     num_col_blocks = ceil_div(num_cols, GATHER_COLUMNS)
     rows_per_program = MAX_GATHER_ROWS
     enough = 4 * num_multiprocessors(device)
@@ -341,7 +343,7 @@ def _gather_grid(count: int, num_cols: int, device: torch.device) -> tuple[tuple
 
 @cache
 def _apply_grid(num_rows: int, num_cols: int, device: torch.device) -> tuple[tuple[int, int], int]:
-    """Programs, and rows of each."""
+    """The grid of programs, and the number of rows for each program."""
     num_slabs = ceil_div(num_cols, SLAB_COLUMNS)
     chunks = max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_slabs)
     rows_per_program = ceil_div(ceil_div(num_rows, chunks), SLAB_ROWS) * SLAB_ROWS

@@ -1,4 +1,4 @@
-"""Update rules: what becomes of a parameter and its gradient. Nothing here knows where either came from."""
+"""Update rules: they change a parameter by its gradient, independent of backends and of streaming."""
 
 from __future__ import annotations
 

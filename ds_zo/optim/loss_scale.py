@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients within range."""
+"""Loss scaling, which keeps fp16 gradients within range."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ds_zo.config.stock import LossScale
 
 
 class LossScaler:
-    """Halves at an overflow, doubles after `loss_scale_window` clean steps in a row. A static scale stays.
+    """Halves the scale at an overflow and doubles it after `loss_scale_window` steps without one. A static scale stays.
 
-    As LOMO's paper has it the first overflow already halves; a `hysteresis` that stands in the JSON is honoured.
+    The first overflow halves it at once, as in LOMO's paper, unless the JSON sets `hysteresis`.
     """
 
     def __init__(self, settings: LossScale) -> None:
@@ -48,7 +48,7 @@ class LossScaler:
         return {"scale": self.scale, "num_clean": self._num_clean, "overflows_left": self._overflows_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A static scale is the JSON's, whatever the run that is resumed had."""
+        """Loads a dynamic scale. A static scale comes from the JSON, also in a resumed run."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self._num_clean = int(state["num_clean"])

@@ -1,13 +1,13 @@
-"""Updates of one parameter by its gradient, which they consume: float32 arithmetic, then one rounding to storage.
+"""Update rules of one parameter by its gradient: float32 arithmetic, then one rounding to the parameter's dtype.
 
-On the CPU they are torch operations; on CUDA each ends in one Triton kernel (`ops.triton_lomo`, not imported before).
-Nothing is read by the host. The gradient itself stays as it is: where an addition hands one gradient on to both its
-terms, a parameter's may be a view of memory that the backward pass has yet to read.
+On the CPU they are torch operations. On CUDA each rule ends in one Triton kernel (`ops.triton_lomo`, imported on first
+use). The host reads no value from the device. An update does not change the gradient's memory. Autograd may pass one
+gradient to both terms of an addition, so the backward pass may read that memory again.
 
-[Note: guards] An update takes float32 scalars on the parameter's device, its guards, and changes nothing unless all are
-finite: neither weights, residue nor moments. The decision stays on the device, so `num_updates` counts every call, and
-the caller subtracts skipped ones when it reads the guards. A gradient's largest magnitude is its guard; where a rule
-computes sums of squares anyway, these serve.
+[Note: guards] An update takes guards, float32 scalars on the parameter's device. Unless all guards are finite, it
+changes nothing: no weights, residue or moments. The decision stays on the device. So `num_updates` counts every call,
+and the caller subtracts skipped updates when it reads the guards. The guard of a gradient is its largest magnitude, or
+a sum of squares if the rule computes one anyway.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from typing_extensions import Self
 from ds_zo.ops import formats, rng
 
 OFFSET_ALIGNMENT = 1024
-"""Offsets of parameters are multiples of it: then the elements of one kernel program share all but the lowest counter
-word of their dither."""
+"""Offsets of parameters are multiples of this number. Then all elements of one kernel program share the counter words
+of their rounding bits, except the lowest."""
 _ADAMW_EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class Dither:
-    """Where in the stream of rounding bits a parameter's update stands: the same for the same step on every rank."""
+    """Position of an update in the stream of rounding bits. It is the same on every rank in the same step."""
 
     step: int
     offset: int
-    """Of the first element that is updated, among all of the model's, each parameter counted in whole
-    OFFSET_ALIGNMENTs. A multiple of it where that is the parameter's first; a rank's piece begins at some multiple of
-    8."""
+    """Position of the first updated element among the model's elements, with each parameter padded to a multiple of
+    OFFSET_ALIGNMENT. A whole parameter starts at a multiple of OFFSET_ALIGNMENT, a rank's shard at a multiple of 8."""
     seed: int = 0
 
 
-class _Moments:
-    """What is kept of a parameter, of dataclasses with tensors and numbers."""
+class _SavedMoments:
+    """Saves and loads dataclasses of tensors and numbers."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -53,13 +52,13 @@ class _Moments:
 
 
 @dataclass
-class FactoredMoments(_Moments):
-    """AdaLOMO's memory of a parameter: mean squares of its gradient's rows and columns, a vector's in full."""
+class FactoredMoments(_SavedMoments):
+    """AdaLOMO's second moments: mean squares of a gradient's rows and columns, or of each element of a vector."""
 
     rows: torch.Tensor | None
-    """Of shape[:-1]; None for vectors and scalars."""
+    """Has the shape p.shape[:-1]; None for vectors and scalars."""
     cols: torch.Tensor
-    """Of shape[:-2] + shape[-1:]."""
+    """Has the shape p.shape[:-2] + p.shape[-1:]."""
     num_updates: int = 0
 
     @classmethod
@@ -72,8 +71,8 @@ class FactoredMoments(_Moments):
 
 
 @dataclass
-class AdamMoments(_Moments):
-    """AdamW's memory of a parameter."""
+class AdamMoments(_SavedMoments):
+    """AdamW's moments of a parameter."""
 
     mean: torch.Tensor
     mean_square: torch.Tensor
@@ -99,8 +98,8 @@ def sgd_update_(
 ) -> None:
     """p <- round(decay * p - lr * clamp(coef * grad, -clip_value, clip_value)).
 
-    `coef` is a float32 scalar on p's device. Without `dither` rounding is to nearest. `residue`, of p's shape and
-    dtype, takes what rounding to nearest drops and adds it the next time (Kahan); it starts as zeros. `guards`: at most
+    `coef` is a float32 scalar on p's device. Without `dither`, rounding is to nearest. `residue` has p's shape and
+    dtype and starts as zeros: it keeps the rounding error and adds it to the next update (Kahan). `guards`: at most
     two, see [Note: guards].
     """
     _apply_(
@@ -109,7 +108,7 @@ def sgd_update_(
 
 
 def gradient_guard(grad: torch.Tensor) -> torch.Tensor:
-    """Finite where all of a gradient is; see [Note: guards]."""
+    """The largest magnitude of a gradient. It is finite if all elements are ([Note: guards])."""
     return torch.linalg.vector_norm(grad, ord=math.inf, dtype=torch.float32)
 
 
@@ -130,33 +129,34 @@ def adalomo_update_(
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
-    """AdaLOMO's update (arXiv 2310.10195) of one parameter, which is its own normalisation group.
+    """AdaLOMO's update (arXiv 2310.10195) of one parameter, which is normalised by itself.
 
     With g = clamp(coef * grad): moving averages of mean(g^2) + eps[0] over rows and over columns make v, their outer
     product; u = g / sqrt(v), scaled down where its root mean square exceeds `clip_threshold`; then
     p <- round(decay * p - lr * max(eps[1], rms(p)) * u).
 
-    With `guards` the gradient is checked as well. Returns the one scalar that decided; see [Note: guards].
+    With `guards` the gradient is checked too. Returns the scalar that combines all guards, or None without `guards`;
+    see [Note: guards].
     """
-    guard = gradient_guard(grad) if guards and clip_value is not None else None  # clamping would hide an infinity
+    guard = gradient_guard(grad) if guards and clip_value is not None else None  # clamping would hide infinities
     if clip_value is not None:
         if coef is None:
             grad = grad.clamp(-clip_value, clip_value)
         else:
             grad = grad.clamp(-clip_value / coef, clip_value / coef)
     moments.num_updates += 1
-    kept = 1.0 - moments.num_updates**decay_rate
+    beta = 1.0 - moments.num_updates**decay_rate
     square = 1.0 if coef is None else coef.square()
     if moments.rows is None:
         squares = grad.float().square()
-        guard, is_made = _decision(guards, squares if guard is None else guard)
-        _average_(moments.cols, squares * square + eps[0], kept, is_made)
+        guard, is_applied = _combined_guard(guards, squares if guard is None else guard)
+        _average_(moments.cols, squares * square + eps[0], beta, is_applied)
         rows, cols = None, moments.cols.rsqrt()
     else:
         row_sums, col_sums = _row_and_col_square_sums(grad)
-        guard, is_made = _decision(guards, row_sums if guard is None else guard)
-        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], kept, is_made)
-        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], kept, is_made)
+        guard, is_applied = _combined_guard(guards, row_sums if guard is None else guard)
+        _average_(moments.rows, row_sums.div_(grad.shape[-1]) * square + eps[0], beta, is_applied)
+        _average_(moments.cols, col_sums.div_(grad.shape[-2]) * square + eps[0], beta, is_applied)
         rows = (moments.rows / moments.rows.mean(dim=-1, keepdim=True)).rsqrt_()
         cols = moments.cols.rsqrt()
     root_numel = math.sqrt(p.numel())
@@ -194,12 +194,12 @@ def adamw_update_(
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
-    """AdamW for the few parameters that are worth two moments. Guarded and returns as `adalomo_update_`."""
-    guard, is_made = _decision(guards, gradient_guard(grad)) if guards else (None, None)
+    """AdamW, for the few parameters that get two full moments. Guards and result are as in `adalomo_update_`."""
+    guard, is_applied = _combined_guard(guards, gradient_guard(grad)) if guards else (None, None)
     g = _clipped(grad.float(), coef, clip_value)
     moments.num_updates += 1
-    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_made)
-    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_made)
+    _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_applied)
+    _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_applied)
     bias, bias_square = (1 - beta**moments.num_updates for beta in betas)
     denominator = (moments.mean_square / bias_square).sqrt_().add_(_ADAMW_EPS)
     direction = (moments.mean / bias).div_(denominator)
@@ -208,33 +208,33 @@ def adamw_update_(
     return guard
 
 
-def _decision(
+def _combined_guard(
     guards: Sequence[torch.Tensor], values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """One guard in place of `guards` and of values that are not negative, and whether it is finite."""
+    """One scalar that is finite if all guards and all `values` (none negative) are, and whether it is finite."""
     if not guards:
         return None, None
     guard = sum(guards, values.sum())
     return guard, guard < math.inf
 
 
-def _average_(average: torch.Tensor, value: torch.Tensor, kept: float, is_made: torch.Tensor | None) -> None:
-    if is_made is None:
-        average.mul_(kept).add_(value, alpha=1.0 - kept)
+def _average_(average: torch.Tensor, value: torch.Tensor, beta: float, is_applied: torch.Tensor | None) -> None:
+    if is_applied is None:
+        average.mul_(beta).add_(value, alpha=1.0 - beta)
     else:
-        _set_(average, (average * kept).add_(value, alpha=1.0 - kept), is_made)
+        _set_(average, (average * beta).add_(value, alpha=1.0 - beta), is_applied)
 
 
-def _set_(target: torch.Tensor, value: torch.Tensor, is_made: torch.Tensor | None) -> None:
-    """See [Note: guards]."""
-    if is_made is None:
+def _set_(target: torch.Tensor, value: torch.Tensor, is_applied: torch.Tensor | None) -> None:
+    """Copies `value` to `target` if `is_applied` is None or true on the device ([Note: guards])."""
+    if is_applied is None:
         target.copy_(value)
     else:
-        torch.where(is_made, value, target, out=target)
+        torch.where(is_applied, value, target, out=target)
 
 
 def _clipped(g: torch.Tensor, coef: torch.Tensor | None, clip_value: float | None) -> torch.Tensor:
-    """coef * g, clamped; g itself where that is neither."""
+    """coef * g, clamped; g itself without `coef` and `clip_value`."""
     if coef is not None:
         g = g * coef
     return g if clip_value is None else g.clamp(-clip_value, clip_value)
@@ -284,7 +284,8 @@ def _apply_(
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> None:
-    """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)) + residue); residue <- what is dropped."""
+    """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)) + residue); residue <- the rounding
+    error."""
     assert dither is None or residue is None
     assert len(guards) <= 2
     if p.is_cuda:
@@ -310,7 +311,7 @@ def _apply_(
     u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
     if scale is not None:
         u.mul_(scale)
-    x = p.float()  # p itself where that is float32
+    x = p.float()  # p itself if p is float32
     if decay != 1.0:
         x.mul_(decay)
     x.add_(u, alpha=-lr)
@@ -330,4 +331,4 @@ def _round_into(p: torch.Tensor, x: torch.Tensor, dither: Dither | None) -> None
     bits = rng.fold_dither(seed=dither.seed, step=dither.step, offset=dither.offset, numel=p.numel())
     addend = formats.dither_addend(bits, num_bits=rng.FOLD_DITHER_BITS, dropped_bits=fmt.dropped_bits)
     rounded = formats.round_to(fmt, np.ascontiguousarray(x.numpy()).reshape(-1), addend)
-    p.copy_(torch.from_numpy(rounded).view(p.shape))  # exact: already on p's grid
+    p.copy_(torch.from_numpy(rounded).view(p.shape))  # exact: the values are representable in p's dtype

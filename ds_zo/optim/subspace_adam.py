@@ -1,24 +1,24 @@
-"""Adam where the weights are not at hand: it turns gradients into directions, and somebody else moves the weights.
+"""Adam without weights: it turns gradients into directions, and the caller moves the weights.
 
-One fused kernel for a list of tensors, the same on the CPU (all threads of the caller) and on CUDA; nothing is built
-and nothing is read by the host.
+One fused torch kernel serves a list of tensors, on the CPU (with all threads of the caller) and on CUDA. It needs no
+compilation, and the host reads no value from the device.
 
-[Note: once through memory] On many cores Adam takes as long as its bytes take to come from memory. What arrives in 16
-bits is widened, and directions start as zeros and are narrowed; over whole matrices each of these is a trip of its own,
-52 bytes a parameter in all. In chunks that stay in the cores' caches, what is left is to read gradients, to write
-directions, and to do both for the moments: 22 bytes, and 2 more where the norm, which Adam needs first, is not known
-from the device. Elements don't depend on one another, so chunks change no bit of a direction; norms add up in another
-order.
+[Note: Adam in chunks] On many cores, memory bandwidth limits Adam. Gradients in 16 bits are converted to float32;
+directions start as zeros and are converted back. Over whole matrices each of these is a pass through memory, 52 bytes a
+parameter in all. In chunks that fit the cores' caches, only gradients, directions and moments are read and written
+once: 22 bytes. The norm, which Adam needs first, takes 2 bytes more if the device has not computed it. Elements are
+independent, so chunks change no bit of a direction. They change the order in which norms are summed.
 
-[Note: few calls] Every call of torch gives the interpreter away and has to get it back from the thread that launches
-the model's kernels, which has it most of the time. The d x d sums of a layer are small: what they cost is the calls. So
-they stand one behind the other and take one call for all, and what can be decided from a few numbers is, in Python.
+[Note: few torch calls] Every torch call releases Python's interpreter lock. It then has to wait for the lock, which the
+thread that launches the model's kernels holds most of the time. The d x d sums of a layer are small, so the number of
+calls decides their cost. So they are contiguous and take one call together, and decisions on a few numbers are made in
+Python.
 
-[Note: whole vectors] On the CPU torch's fused Adam computes the last `numel % width` elements of a tensor by scalar
-code, `width` being the processor's vector width. On x86-64 with AVX2 or AVX-512 that code rounds differently from the
-vector code, so the bits of an element depend on how many elements stand behind it in the same tensor. Streamed and
+[Note: full SIMD vectors] On the CPU torch's fused Adam computes the last `numel % width` elements of a tensor by scalar
+code. `width` is the processor's vector width. On x86-64 with AVX2 or AVX-512 that code rounds differently from the
+vector code. So the bits of an element would depend on the number of elements behind it in the same tensor. Streamed and
 resident runs, and groups that lack a gradient, pass the same elements in different tensors. So a tensor's last elements
-are copied to a full vector of the widest kind, and every element takes the vector code.
+are copied to a full vector of the widest kind, and the vector code computes every element.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from typing import Any
 import torch
 
 NORM_FLOOR = 1e-6
+"""Added to norms that clipping divides by."""
 
 _CHUNK_NUMEL = 1 << 17
-"""Of one core: its gradients and directions in float32 take 1 MiB, which its own cache holds. Less, and the threads
-would meet too often."""
+"""Elements of a chunk per core. Its gradients and directions in float32 take 1 MiB, which fits the core's own cache.
+Smaller chunks would make the threads synchronise too often."""
 _ALIGNMENT = 64
-"""Elements."""
+"""Elements that the size of a chunk is a multiple of."""
 _VECTOR_NUMEL = 16
-"""Float32 elements of AVX-512's vectors, the widest of torch's CPU kernels; narrower ones divide it."""
-MANY_THREADS = 8
-"""Enough to wait for memory, by a count of bytes. One or two wait for arithmetic: measured (`bench/lsp_adam`), chunks
-cost them a third."""
+"""Float32 elements of an AVX-512 vector, the widest that torch's CPU kernels use. Narrower widths divide it."""
+MIN_THREADS_FOR_CHUNKS = 8
+"""Threads from which memory bandwidth limits Adam, by a count of bytes. One or two threads are limited by arithmetic:
+there, chunks cost a third of the speed (measured by `bench/lsp_adam`)."""
 
 
 @dataclass
 class Moments:
-    """Adam's memory of one tensor, in float32."""
+    """Adam's moments of one tensor, in float32."""
 
     mean: torch.Tensor
     mean_square: torch.Tensor
     num_steps: torch.Tensor
-    """A float32 scalar beside the others: a step that is skipped on the device is not counted there either."""
+    """A float32 scalar on the same device, so that a step that is skipped on the device need not be counted."""
 
     @classmethod
     def zeros(cls, shape: Sequence[int], device: torch.device | str) -> Moments:
@@ -76,11 +77,11 @@ class Moments:
 
 @dataclass
 class FlatMoments:
-    """Of tensors that stand one behind the other: `whole` has all of them, and a count of steps for each."""
+    """Moments of contiguous tensors. `whole` has the moments of all of them, and one count of steps for each."""
 
     whole: Moments
     parts: list[Moments]
-    """The same memory."""
+    """Views of `whole`, one for each tensor."""
 
     @classmethod
     def zeros(
@@ -91,7 +92,7 @@ class FlatMoments:
         *,
         device: torch.device | str = "cpu",
     ) -> FlatMoments:
-        """`view` finds a part in flat memory."""
+        """`view(i, flat)` returns the i-th tensor's part of a flat tensor."""
         whole = Moments(*(torch.zeros(n, device=device) for n in (numel, numel, num_parts)))
         parts = [
             Moments(view(i, whole.mean), view(i, whole.mean_square), num_steps)
@@ -104,12 +105,14 @@ class FlatMoments:
 def clip_(
     grads: list[torch.Tensor], max_norm: float, *, together: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Scales each tensor to a norm of at most `max_norm` (0: no limit); returns their norms as they came. `together`:
-    where they stand one behind the other, and the sizes of each, so that many small ones take one launch."""
+    """Scales each tensor to a norm of at most `max_norm` (0: no limit). Returns the norms before scaling.
+
+    `together`: for contiguous tensors, the flat tensor of all of them and their sizes: then scaling takes one
+    launch."""
     norms = torch.stack(torch._foreach_norm(grads))
     if max_norm > 0:
         coefs = _coefs(norms, max_norm)
-        if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU to look is free, and most steps clip nothing
+        if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU the test is free, and most steps clip nothing
             if together is None:
                 torch._foreach_mul_(grads, list(coefs.unbind()))
             else:
@@ -122,21 +125,21 @@ def _coefs(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
 
 
-def chunks_pay() -> bool:
-    """In this thread; see [Note: once through memory]."""
-    return torch.get_num_threads() >= MANY_THREADS
+def uses_chunks() -> bool:
+    """Whether Adam of this thread should work in chunks ([Note: Adam in chunks])."""
+    return torch.get_num_threads() >= MIN_THREADS_FOR_CHUNKS
 
 
 def chunk_scratch() -> torch.Tensor:
-    """For `host_directions_` in this thread."""
+    """Scratch memory of `host_directions_` for this thread's number of threads."""
     return torch.empty(2, _CHUNK_NUMEL * torch.get_num_threads())
 
 
 class FlatVectors:
-    """Vectors of a device side by side in float32, with their moments: as few launches as for one.
+    """Vectors of a device in one float32 tensor, with their moments: all take as few launches as one.
 
-    One call steps them all where they have made equally many steps. Only somebody else can have changed that, and then
-    the counts' version tells: no step waits for the device to look.
+    One call steps all vectors if they have made equally many steps. Only other code, such as loading a checkpoint, can
+    make the counts differ. The tensor version of the counts reveals that, so that a step need not wait for the device.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
@@ -147,24 +150,24 @@ class FlatVectors:
         self._numels = torch.tensor(self._sizes).to(device)
         self.moments = FlatMoments.zeros(self.grad.numel(), len(shapes), self._part, device=device)
         self._version = self.moments.whole.num_steps._version
-        self._are_alike = True
+        self._have_equal_steps = True
 
     def _part(self, i: int, flat: torch.Tensor) -> torch.Tensor:
         start = sum(self._sizes[:i])
         return flat[start : start + self._sizes[i]].view(self._shapes[i])
 
-    def are_alike(self) -> bool:
+    def have_equal_steps(self) -> bool:
         counts = self.moments.whole.num_steps
         if counts._version != self._version:
-            self._version, self._are_alike = counts._version, bool((counts == counts[0]).all())
-        return self._are_alike
+            self._version, self._have_equal_steps = counts._version, bool((counts == counts[0]).all())
+        return self._have_equal_steps
 
     @torch.no_grad()
     def step_(
         self, grads: Sequence[torch.Tensor], *, max_norm: float, betas: tuple[float, float], eps: float
     ) -> torch.Tensor:
-        """`clip_` and `directions_` of all of them, into `outs`; returns the norms."""
-        assert self._are_alike
+        """Does `clip_` and `directions_` of all vectors, with `outs` as output. Returns the norms."""
+        assert self._have_equal_steps
         whole = self.moments.whole
         self.grad.copy_(torch.cat([grad.reshape(-1) for grad in grads]))
         norms = clip_(self._grads, max_norm, together=(self.grad, self._numels))
@@ -187,8 +190,9 @@ def flat_directions_(
     betas: tuple[float, float],
     eps: float,
 ) -> torch.Tensor:
-    """`clip_` and `directions_` on the CPU of float32 tensors that stand one behind the other; returns their norms.
-    `parts`: of `out` and of `grad`. See [Note: few calls]."""
+    """Does `clip_` and `directions_` of contiguous float32 tensors on the CPU. Returns their norms.
+
+    `parts`: the single tensors as views of `out` and of `grad`. See [Note: few torch calls]."""
     outs, grads = parts
     norms = torch.stack(torch._foreach_norm(grads))
     found = norms.tolist()
@@ -208,7 +212,7 @@ def flat_directions_(
     steps = [moments.parts[0].num_steps]
     numel = _CHUNK_NUMEL * torch.get_num_threads()
     sides = out, grad, whole.mean, whole.mean_square
-    in_chunks = chunks_pay() and out.numel() > numel
+    in_chunks = uses_chunks() and out.numel() > numel
     for o, g, m, v in zip(*(x.split(numel) for x in sides), strict=True) if in_chunks else [sides]:
         o.zero_()
         _adam_([o], [g], [m], [v], steps, **options)
@@ -227,9 +231,11 @@ def host_directions_(
     scratch: Callable[[], torch.Tensor],
     known: Mapping[int, float] | None = None,
 ) -> torch.Tensor:
-    """`clip_` and `directions_` on the CPU, of contiguous tensors that may have 16 bits (in and out alike); returns
-    their norms, of which some may be `known`, by index. Those in float32 are clipped where they stand, the others are
-    left as they are."""
+    """Does `clip_` and `directions_` on the CPU, of tensors with contiguous memory in float32 or 16 bits. Returns
+    norms.
+
+    A gradient and its output have the same dtype. `known`: norms that need not be computed, by index. Gradients in
+    float32 are clipped in place; gradients in 16 bits are not changed."""
     wide = [k for k, grad in enumerate(grads) if grad.dtype is torch.float32]
     narrow = [k for k in range(len(grads)) if k not in wide]
     chunk = scratch() if narrow else torch.empty(0)
@@ -262,7 +268,7 @@ def _host_norms(grads: Sequence[torch.Tensor], known: Mapping[int, float], chunk
 
 
 def _narrow_norm(grad: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
-    """In float32, which torch would make a whole copy for."""
+    """The norm in float32, chunk by chunk: torch would convert a copy of the whole tensor."""
     parts = grad.view(-1).split(_part_numel(grad, chunk))
     return torch.stack([torch.linalg.vector_norm(chunk[: part.numel()].copy_(part)) for part in parts]).norm()
 
@@ -277,7 +283,7 @@ def _narrow_directions_(
     eps: float,
     chunk: torch.Tensor,
 ) -> None:
-    """See [Note: once through memory]."""
+    """`directions_` of one 16-bit tensor, with its gradient scaled by `coef`, in chunks ([Note: Adam in chunks])."""
     moments.num_steps.add_(1.0)
     numel = _part_numel(grad, chunk[0])
     sides = (side.view(-1).split(numel) for side in (out, grad, moments.mean, moments.mean_square))
@@ -295,7 +301,7 @@ def _narrow_directions_(
 
 
 def _part_numel(tensor: torch.Tensor, chunk: torch.Tensor) -> int:
-    """Of parts that are alike, full vectors but for the tensor's own last one."""
+    """Elements of a part, where all parts but the last are equal and a multiple of _ALIGNMENT."""
     num_parts = -(-tensor.numel() // chunk.numel())
     return -(-tensor.numel() // (num_parts * _ALIGNMENT)) * _ALIGNMENT
 
@@ -312,7 +318,7 @@ def directions_(
 ) -> None:
     """out <- m / (sqrt(v) + eps), bias-corrected, after the moments have taken in `grads`; all float32.
 
-    Where one of `norms` is not finite, nothing happens: moments stay, directions are zero. Without them, all are.
+    If one of `norms` is not finite, the moments stay and the directions are zero. Without `norms`, all must be finite.
     """
     steps = [m.num_steps for m in moments]
     overflow = None
@@ -326,7 +332,7 @@ def directions_(
 
 
 def _count_step(steps: list[torch.Tensor], norms: torch.Tensor) -> torch.Tensor:
-    """1 where the step is skipped, which does not count."""
+    """Counts the step if all norms are finite. Returns 0 then, and 1 for a skipped step, as a float32 scalar."""
     overflow = (~norms.isfinite().all()).to(torch.float32)
     torch._foreach_add_(steps, 1.0 - overflow)
     return overflow
@@ -343,16 +349,16 @@ def _adam_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """See [Note: whole vectors]."""
+    """Runs the fused kernel. `zeros`: the outputs, which must be zero. See [Note: full SIMD vectors]."""
     sides = zeros, grads, means, mean_squares
-    last: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    tails: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     if any(zero.numel() % _VECTOR_NUMEL for zero in zeros) and not zeros[0].is_cuda:
-        sides, steps, last = _in_whole_vectors(sides, steps)
+        sides, steps, tails = _in_full_vectors(sides, steps)
     torch._fused_adamw_(
         *sides,
         [],
         steps,
-        lr=-1.0,  # from zero, by +1: the direction itself
+        lr=-1.0,  # so that the kernel adds the direction to zero
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=0.0,
@@ -362,22 +368,23 @@ def _adam_(
         grad_scale=None,
         found_inf=overflow,
     )
-    for (zero, _, mean, mean_square), vectors in last:
+    for (zero, _, mean, mean_square), vectors in tails:
         for target, vector in zip((zero, mean, mean_square), vectors[[0, 2, 3]].unbind(), strict=True):
             target.copy_(vector[: target.numel()])
 
 
-Sides = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
-"""Lists of tensors that Adam reads and writes: directions, gradients and the two moments."""
+AdamTensors = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Lists of directions, gradients, means and mean squares."""
 
 
-def _in_whole_vectors(
-    sides: Sides, steps: list[torch.Tensor]
-) -> tuple[Sides, list[torch.Tensor], list[tuple[list[torch.Tensor], torch.Tensor]]]:
-    """The same elements in tensors of whole vectors. Last: the elements that were copied, and the copies."""
-    found: Sides = [], [], [], []
+def _in_full_vectors(
+    sides: AdamTensors, steps: list[torch.Tensor]
+) -> tuple[AdamTensors, list[torch.Tensor], list[tuple[list[torch.Tensor], torch.Tensor]]]:
+    """The same elements in tensors of full vectors. The last result pairs the elements that were copied with the
+    copies."""
+    found: AdamTensors = [], [], [], []
     found_steps: list[torch.Tensor] = []
-    last = []
+    tails = []
     for *tensors, step in zip(*sides, steps, strict=True):
         flat = [tensor.view(-1) for tensor in tensors]
         cut = flat[0].numel() // _VECTOR_NUMEL * _VECTOR_NUMEL
@@ -387,17 +394,17 @@ def _in_whole_vectors(
             for vector, x in zip(vectors, flat, strict=True):
                 vector[: x.numel() - cut].copy_(x[cut:])
             parts.append(vectors.unbind())
-            last.append(([x[cut:] for x in flat], vectors))
+            tails.append(([x[cut:] for x in flat], vectors))
         for part in parts:
             found_steps.append(step)
             for side, tensor in zip(found, part, strict=True):
                 side.append(tensor)
-    return found, found_steps, last
+    return found, found_steps, tails
 
 
 @torch.no_grad()
-def take_back_(grads: list[torch.Tensor], moments: Sequence[Moments], *, betas: tuple[float, float]) -> None:
-    """The moments as they were before they took in finite `grads` (as clipped), but for rounding."""
+def undo_moments_(grads: list[torch.Tensor], moments: Sequence[Moments], *, betas: tuple[float, float]) -> None:
+    """Restores the moments before an update by finite `grads` (after clipping), exactly but for rounding."""
     for grad, m in zip(grads, moments, strict=True):
         m.mean.sub_(grad, alpha=1 - betas[0]).div_(betas[0] or 1.0)
         m.mean_square.addcmul_(grad, grad, value=betas[1] - 1).div_(betas[1] or 1.0).clamp_(min=0.0)

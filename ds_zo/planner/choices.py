@@ -1,4 +1,4 @@
-"""What an engine does by a fixed rule, and its plan must know: told once, for both."""
+"""Constants and rules that a backend and its estimate share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 LOSS_CHUNK_NUMEL = 2**22
-"""Logits that the loss of ZO and LOMO upcasts at a time: 16 MB, and as much for their logarithms."""
+"""Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
 
 WIRE: dict[str, torch.dtype | None] = {
     "auto": None,
@@ -17,29 +17,31 @@ WIRE: dict[str, torch.dtype | None] = {
     "fp8": torch.float8_e4m3fn,
     "bf12": torch.uint8,
 }
-"""What `wire_dtype` stores ZO's blocks as; None: as they are."""
+"""The torch dtype of ZO's stored blocks for each `wire_dtype`; None: the dtype of the model."""
 
 MOST_RECORDED_FLOPS = 0.5e12
-"""A block's forward of less work than this takes an H200 less time than launching its kernels takes Python: it is
-replayed as a CUDA graph where copies are made in pairs."""
+"""FLOPs of a block's forward below which launching its kernels from Python takes longer than they take on an H200. ZO
+replays such a block as a CUDA graph, where both perturbed copies are made at once."""
 
 FOLD_DRAWS = 0.4
-"""What a fold costs beyond a replay, in noise draws: its dither and the store."""
+"""Cost of a fold in addition to its replay, in noise draws a weight: random bits for rounding, and the store."""
 
 INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Steps between a block's folds, among which is chosen."""
-_ALIKE = 1.002
-"""Intervals whose steps take this much longer at most count as equally fast: then the longest, which rounds least."""
+"""The candidates for the number of steps between two folds of a block."""
+_EQUALLY_FAST = 1.002
+"""Intervals whose step time is within this factor of the shortest count as equally fast. Of these the longest is taken,
+because it rounds least often."""
 
 
 def best_interval(step_s: Callable[[int], float]) -> int:
-    """ZO's `writeback_interval` where the user left it out, from the seconds that a step takes with each."""
+    """The value of ZO's `writeback_interval` where the user has set none. `step_s` returns the seconds of a step for an
+    interval."""
     seconds = {interval: step_s(interval) for interval in INTERVALS}
-    limit = _ALIKE * min(seconds.values())
+    limit = _EQUALLY_FAST * min(seconds.values())
     return max(interval for interval in INTERVALS if seconds[interval] <= limit)
 
 
 def lags(interval: int) -> range:
-    """Updates that a block is behind when it is visited, in the steps from one of its folds to the next. In each step
-    every lag is met about as often."""
+    """Numbers of pending updates that a block replays, in the steps from one of its folds to the next. Folds of blocks
+    are staggered, so that in each step about as many blocks have each of these numbers."""
     return range(1, interval + 1)

@@ -1,4 +1,4 @@
-"""What a plan says about one way to train."""
+"""The estimate of one method: bytes by part, seconds of a step, and the JSON to use."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 from ds_zo.streaming.budget import MARGIN_NBYTES
 
 WORKSPACE_NBYTES = 32 * 2**20
-"""cuBLAS takes it from the same allocator at a thread's first matrix product (32 MiB on Hopper, less elsewhere)."""
+"""Device memory that cuBLAS allocates at a thread's first matrix product: 32 MiB on Hopper, less on other GPUs."""
 TWO_WORKSPACES_NBYTES = 2 * WORKSPACE_NBYTES
-"""Of the forward pass's thread, and of autograd's."""
+"""Workspaces of the thread of the forward pass and of autograd's thread."""
 PROCESS_NBYTES = 1_470_000_000
-"""Host memory of a process that has imported everything and opened the device: measured beside the weights."""
+"""Host memory of a process that has imported all modules and opened the device, without the weights; measured."""
 BACKWARD_NBYTES = 350_000_000
-"""More of it where DeepSpeed's or LSP's optimizer follows a backward pass over weights on the device: 1.77 to 1.86 GB
-in the rows of four models on an H200, and 0.2 GB more with Adam's threads on the CPU."""
+"""Host memory that a process takes in addition where an optimizer of DeepSpeed or LSP follows a backward pass over
+weights on the device. Measured on an H200 with four models: 1.77 to 1.86 GB in all."""
 ADAM_THREADS_NBYTES = 200_000_000
+"""Host memory that the threads of Adam on the CPU take in addition to that."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is of memory, for each GPU and each host; None: as much as it takes."""
+    """Bytes of memory of each GPU and of each host. None: unlimited."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None
@@ -30,51 +31,57 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shards:
-    """What ZeRO stage 3 makes of weights on the devices: blocks in pieces, gathered one by one, the rest whole."""
+    """Device memory under ZeRO stage 3: each rank keeps a piece of every block, gathers blocks one by one, and keeps
+    the weights outside the blocks whole."""
 
     blocks_nbytes: int
-    edges_nbytes: int
+    """Weights of all blocks, before they are divided among the ranks."""
+    non_blocks_nbytes: int
+    """Weights outside the blocks."""
     gathered_nbytes: int
-    """Slots: the block that is computed, and the one that arrives."""
+    """Slots for two gathered blocks: one is computed while the next is gathered."""
     reduced_nbytes: int
-    """Gradients on their way to other ranks, and those around blocks, which wait for the end of the pass."""
+    """Gradients that are being reduced, and gradients outside the blocks, which wait for the end of the pass."""
 
     def device_nbytes(self, *, ranks: int) -> int:
-        return self.edges_nbytes + self.blocks_nbytes // ranks + self.gathered_nbytes + self.reduced_nbytes
+        return self.non_blocks_nbytes + self.blocks_nbytes // ranks + self.gathered_nbytes + self.reduced_nbytes
 
     def wire_nbytes(self, *, ranks: int) -> int:
-        """Sent by each rank: blocks gathered in the forward and in the backward pass, their gradients scattered; the
-        others' reduced."""
-        return (3 * self.blocks_nbytes + 2 * self.edges_nbytes) * (ranks - 1) // ranks
+        """Bytes that each rank sends in a step: two all-gathers of the blocks, one reduce-scatter of their gradients,
+        and an all-reduce of the other gradients."""
+        return (3 * self.blocks_nbytes + 2 * self.non_blocks_nbytes) * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds of one step, once training has settled."""
+    """Bytes and seconds of one step, once the number of blocks that stay on the device is fixed."""
 
     contender: str
     setting: str
-    """How it is set, in words."""
+    """The settings in words, for the last column of the table."""
     device: Mapping[str, int]
-    """Bytes by part; together the allocator's peak."""
+    """Bytes by part; their sum is the peak of the allocator."""
     host: Mapping[str, int]
+    """Bytes by part."""
     step_s: float
     starting_nbytes: int = 0
-    """Of the device while training is set up, where that may be more than a step takes."""
+    """Peak bytes of the device while the engine is made, where they may exceed those of a step; else 0."""
     filling_nbytes: int = 0
-    """Host memory more than `host` until the first step has shown how many blocks the device has room for: those that
-    then stay there start here."""
+    """Host memory in addition to `host` during the first step. All blocks are in host memory until that step has shown
+    how many fit the device."""
     up_nbytes: int = 0
-    """Over the link each step, host to device."""
+    """Bytes that cross the link in a step, host to device."""
     down_nbytes: int = 0
+    """Bytes that cross the link in a step, device to host."""
     reduced_nbytes: int = 0
-    """What data-parallel ranks reduce each step."""
+    """Bytes that data-parallel ranks reduce in a step."""
     sharded: frozenset[str] = frozenset()
-    """Parts of `host` that data-parallel ranks divide among them instead of each having its own."""
+    """Names of the parts of `host` that data-parallel ranks divide among them. Of the other parts each rank has its
+    own."""
     divided_s: float = 0.0
-    """Seconds of the step that machines divide among them: the host's update of states that are sharded."""
+    """Seconds of the step that fall with the number of machines: the update of sharded states on the host."""
     shards: Shards | None = None
-    """At ZeRO stage 3 without `offload_param`, for those that then divide weights among devices."""
+    """Device memory at ZeRO stage 3 without `offload_param`. None: the method does not divide weights among devices."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The JSON to use."""
     notes: tuple[str, ...] = ()
@@ -125,7 +132,7 @@ class Estimate:
 
 
 def base_config(*, batch: int, dtype: str, gradient_clipping: float = 1.0) -> dict[str, Any]:
-    """What every contender's JSON has in common."""
+    """The keys that the JSON of every method has."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
@@ -137,5 +144,5 @@ def base_config(*, batch: int, dtype: str, gradient_clipping: float = 1.0) -> di
 
 
 def parts(**nbytes: float) -> dict[str, int]:
-    """Those that take any memory."""
+    """The parts that take memory, in whole bytes."""
     return {name: int(n) for name, n in nbytes.items() if n >= 1}

@@ -1,4 +1,4 @@
-"""LOMO and AdaLOMO on paper: gradients that live as long as one update, resident or streamed."""
+"""The estimates of LOMO and AdaLOMO, with all weights on the device or with streamed blocks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Literal
 
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import recomputed as twice
+from ds_zo.planner import recomputed
 from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost
 
 _LR = {"lomo": 1e-2, "adalomo": 5e-4}
 _HOOK_LAUNCH_S = 3e-5
-"""Host time of one parameter's update."""
+"""Host time of the hook and the update of one parameter."""
 
 
 def estimate_lomo(
@@ -27,8 +27,9 @@ def estimate_lomo(
     offload: bool | None = None,
     checkpointing: bool = True,
 ) -> Estimate:
-    """One backward pass (no clipping by the global norm). `offload` None: only where the device is too small. `params`
-    go into the JSON: none of them takes memory."""
+    """Estimates LOMO or AdaLOMO with one backward pass, that is without clipping by the global norm. `offload` None:
+    blocks stream only where the whole model does not fit the device. `params` are copied to the JSON; none of them
+    takes memory."""
     stream = stream or StreamConfig()
     section = stream.model_dump(exclude_unset=True)
     config = _config(model, backend, params or {}) | ({"ds_zo": {"stream": section}} if section else {})
@@ -62,12 +63,12 @@ def _resident(model: Model, limits: Limits, backend: str, config: dict[str, Any]
 
 
 def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
-    """Blocks are recomputed from their inputs whatever the model's own checkpointing says."""
+    """The estimate with streamed blocks, which are always recomputed from their inputs."""
     trace = model.backward_trace(checkpointing=True, loss_in_chunks=True)
     states = _state_nbytes(model, backend)
-    found = twice.place(model, limits, stream, beside=trace.peak.total + TWO_WORKSPACES_NBYTES + states)
-    config = config | {"zero_optimization": {"stage": 0, "offload_param": twice.OFFLOADED}}
-    section = twice.section_of(limits, stream)
+    found = recomputed.place(model, limits, stream, other_nbytes=trace.peak.total + TWO_WORKSPACES_NBYTES + states)
+    config = config | {"zero_optimization": {"stage": 0, "offload_param": recomputed.OFFLOADED}}
+    section = recomputed.section_of(limits, stream)
     if section:
         config["ds_zo"] = {"stream": section}
     return Estimate(
@@ -83,7 +84,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
         ),
         host=parts(weights=found.store_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=found.filling_nbytes,
-        step_s=twice.step_s(model, trace, found, update=partial(_update, model), sent_back_forward=False),
+        step_s=recomputed.step_s(model, trace, found, update=partial(_update, model), sent_back_forward=False),
         up_nbytes=found.up_nbytes,
         down_nbytes=found.store_nbytes,
         reduced_nbytes=model.weights_nbytes,
@@ -95,7 +96,8 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
 
 
 def _shards(model: Model, backend: str) -> Shards:
-    """Two buckets of gradients at once: of whole blocks for AdaLOMO, of a matrix for LOMO (`lomo/reducer.py`)."""
+    """Device memory at ZeRO stage 3. Two buckets of gradients are alive at once: of whole blocks for AdaLOMO, of one
+    matrix for LOMO (`lomo/reducer.py`)."""
     in_blocks = [list(block.parameters()) for block in model.blocks]
     itemsize = model.weights_nbytes / model.numel
     numels = [sum(p.numel() for p in block) for block in in_blocks]
@@ -105,14 +107,14 @@ def _shards(model: Model, backend: str) -> Shards:
     bucket = max(numels, default=0) if backend == "adalomo" else largest
     return Shards(
         blocks_nbytes=int(itemsize * sum(numels)),
-        edges_nbytes=int(itemsize * sum(around)),
+        non_blocks_nbytes=int(itemsize * sum(around)),
         gathered_nbytes=int(itemsize * 2 * max(numels, default=0)),
         reduced_nbytes=int(itemsize * (2 * bucket + max(around, default=0))),
     )
 
 
 def _update(model: Model, numel: int, num_parameters: int) -> Cost:
-    """One kernel a parameter: the gradient is read, the weight read and written."""
+    """Cost of the updates: one kernel for each parameter, which reads the gradient and reads and writes the weight."""
     itemsize = model.weights_nbytes / model.numel
     return Cost(0.0, 3 * itemsize * numel / (model.rates.device_memory_gbps * 1e9), num_parameters * _HOOK_LAUNCH_S)
 
@@ -122,7 +124,7 @@ def _num_parameters(model: Model) -> int:
 
 
 def _state_nbytes(model: Model, backend: str) -> int:
-    """AdaLOMO's mean squares of rows and columns, in float32."""
+    """Bytes of AdaLOMO's second moments, a float32 value for each row and each column. LOMO has none."""
     if backend == "lomo":
         return 0
     return sum(

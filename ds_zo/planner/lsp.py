@@ -1,4 +1,4 @@
-"""LSP on paper: weights, projectors and d x d sums on the device, Adam in d x d on the host."""
+"""The estimate of LSP: weights, projectors and d x d sums on the device, Adam on d x d matrices on the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_zo.config.optimizers import LSPParams
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import recomputed as twice
+from ds_zo.planner import recomputed
 from ds_zo.planner.estimate import (
     ADAM_THREADS_NBYTES,
     BACKWARD_NBYTES,
@@ -24,35 +24,40 @@ from ds_zo.projectors import choose_dims
 
 _PAYLOAD_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 _PROJECTOR_ENTRY_NBYTES = 16
-"""A position and a float32 value by row, the same by column, and where each column's entries stand by row."""
+"""Device memory of one non-zero: its position and float32 value in the order of rows, the same in the order of columns,
+and the index that maps one order to the other."""
 _VALUE_NBYTES = 4
-_NUM_LANDINGS = 3
-"""Blocks whose directions may be on the device at once."""
+_NUM_DIRECTION_BUFFERS = 3
+"""Buffers on the device for uploaded directions, each large enough for any block or module."""
 _MAX_HELD_NBYTES = 128 << 20
-"""Gradients of a layer that wait for one another."""
-_TRIP_LAUNCH_S = 3e-4
-"""Host time of a layer's compress, its two copies and its apply."""
+"""Most bytes of gradients of a layer that wait to be compressed together."""
+_GROUP_LAUNCH_S = 3e-4
+"""Host time of one block or module in a step: compression, download, upload and update."""
 
 
 @dataclass
 class _Counts:
+    """Sizes that follow from the shapes of a model's parameters."""
+
     projector_nbytes: int = 0
     subspace_numel: int = 0
-    """Of all d x d matrices."""
+    """Elements of all d x d matrices."""
     whole_numel: int = 0
-    """Of matrices that Adam sees as they are, on the CPU like the d x d ones."""
+    """Elements of parameters that are not projected and whose Adam runs on the CPU too."""
     vector_numel: int = 0
-    """Of parameters whose Adam stays on the device; all are whole where blocks stream."""
+    """Elements of parameters whose Adam runs on the device: vectors, unless blocks stream and they are inside one."""
     payload_nbytes: int = 0
-    """One way, all matrices."""
+    """Bytes of all downloads of a step; uploads have as many."""
     largest_payload: int = 0
-    """Of one block or module."""
+    """Payload bytes of the largest block or module."""
     projected_nbytes: int = 0
-    num_trips: int = 0
+    """Bytes of the weights of projected matrices."""
+    num_groups: int = 0
+    """Blocks, and modules outside them, whose Adam runs on the CPU."""
     largest_scratch: int = 0
-    """Of one block's products, in the backward pass and as much again where weights are updated."""
+    """Scratch bytes of the largest block's products. The backward pass needs them, and the update as many again."""
     held_nbytes: int = 0
-    """Gradients that wait, besides the last."""
+    """Most bytes of gradients that wait for the last gradient of their layer, without that one."""
 
 
 def estimate_lsp(
@@ -64,7 +69,7 @@ def estimate_lsp(
     offload: bool | None = None,
     checkpointing: bool = True,
 ) -> Estimate:
-    """`offload` None: weights stream where the device is too small for them."""
+    """Estimates LSP. `offload` None: blocks stream only where the whole model does not fit the device."""
     stream, params = stream or StreamConfig(), params or LSPParams()
     whole = _estimate(model, limits, stream, params, offload=False, checkpointing=checkpointing)
     if offload is False or (offload is None and whole.fits_device):
@@ -81,20 +86,23 @@ def _estimate(
     moved_numel = counts.subspace_numel + counts.whole_numel
     moved = counts.payload_nbytes
     update_s = moved_numel / (rates.cpu_adam_gparams * 1e9)
-    is_narrow = params.payload_dtype != "fp32"  # then sums, payloads and the errors of these are apart
+    is_narrow = params.payload_dtype != "fp32"  # then sums, payloads and quantisation errors are separate buffers
     sums = (8 + _PAYLOAD_NBYTES[params.payload_dtype] if is_narrow else 4) * counts.subspace_numel
     errors = 8 * counts.subspace_numel if is_narrow else 0
-    # Compress reads every gradient once, apply reads and writes every weight once.
+    # Compression reads every gradient once; the update reads and writes every weight once.
     around = Cost(
         0.0,
         3 * counts.projected_nbytes / (rates.device_memory_gbps * 1e9),
-        counts.num_trips * _TRIP_LAUNCH_S,
+        counts.num_groups * _GROUP_LAUNCH_S,
     )
     num_layers = max(1, len(model.blocks))
     down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
     device = parts(
         projectors=counts.projector_nbytes,
-        subspace=sums + _NUM_LANDINGS * counts.largest_payload + 2 * counts.largest_scratch + counts.held_nbytes,
+        subspace=sums
+        + _NUM_DIRECTION_BUFFERS * counts.largest_payload
+        + 2 * counts.largest_scratch
+        + counts.held_nbytes,
         states=8 * counts.vector_numel,
         activations=trace.peak.activations,
         logits=trace.peak.logits,
@@ -102,27 +110,27 @@ def _estimate(
     )
     process = PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES
     host = parts(states=8 * moved_numel + errors, payload=2 * moved, process=process)
-    zero: dict[str, Any] = {"stage": 0, "offload_optimizer": twice.OFFLOADED}
+    zero: dict[str, Any] = {"stage": 0, "offload_optimizer": recomputed.OFFLOADED}
     section = stream.model_dump(exclude_unset=True)
     setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"
     notes = ["activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"]
     streamed_up = streamed_down = filling = 0
     if offload:
-        found = twice.place(model, limits, stream, beside=sum(device.values()))
-        compute_s = twice.step_s(
+        found = recomputed.place(model, limits, stream, other_nbytes=sum(device.values()))
+        compute_s = recomputed.step_s(
             model,
             trace,
             found,
             update=lambda numel, _: around * (numel / model.numel),
-            sent_back_forward=True,  # with the directions that waited for the visit
+            sent_back_forward=True,  # the forward pass applies the directions of the last step
         )
         device = parts(weights=found.weights_nbytes, slots=found.slots_nbytes) | device
         host = parts(weights=found.store_nbytes) | host
         streamed_up, streamed_down, filling = found.up_nbytes, found.store_nbytes, found.filling_nbytes
-        zero["offload_param"] = twice.OFFLOADED
-        section = twice.section_of(limits, stream)
+        zero["offload_param"] = recomputed.OFFLOADED
+        section = recomputed.section_of(limits, stream)
         setting = f"{setting}; {found.setting}"
-        notes.append("weights stream on one rank only; what it takes of a GPU has not been compared with a run")
+        notes.append("blocks stream on one rank only; the estimate of GPU memory has not been compared with a run")
     else:
         compute_s = trace.forward.seconds + (trace.backward + around).seconds
         device = parts(weights=model.weights_nbytes) | device
@@ -152,29 +160,30 @@ def _estimate(
 
 
 def lsp_step_s(compute_s: float, *, down_s: float, up_s: float, update_s: float, num_layers: int) -> float:
-    """Eq. 4: compute and one layer's trip, or whichever of the link's directions and the CPU is the bottleneck."""
+    """Seconds of a step by Eq. 4 of the LSP paper: compute plus one layer's download, update and upload; or the total
+    of the downloads, of the uploads or of the updates, if one of these is longer."""
     one_layer = (down_s + up_s + update_s) / num_layers
     return max(compute_s + one_layer, down_s, up_s, update_s)
 
 
 def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
-    """`streams`: vectors of blocks travel with them, so their Adam is on the CPU too."""
+    """`streams`: blocks stream, so that Adam of the vectors inside them runs on the CPU too."""
     counts = _Counts()
     payload = _PAYLOAD_NBYTES[params.payload_dtype]
     block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
-    travels: dict[object, int] = {}
-    """Payload of each block or module."""
+    payload_of: dict[object, int] = {}
+    """Payload bytes of each block (by index) or module outside the blocks (by name)."""
     scratch: dict[object, int] = {}
     held: dict[object, list[int]] = {}
     for name, p in model.module.named_parameters():
-        at_edge = id(p) not in block_of
-        if p.ndim < 2 and (at_edge or not streams):
+        is_outside = id(p) not in block_of
+        if p.ndim < 2 and (is_outside or not streams):
             counts.vector_numel += p.numel()
             continue
-        if at_edge and params.edge == "freeze":
+        if is_outside and params.edge == "freeze":
             continue
-        group = name if at_edge else block_of[id(p)]
-        projects = p.ndim == 2 and params.projector != "none" and not (at_edge and params.edge == "dense")
+        group = name if is_outside else block_of[id(p)]
+        projects = p.ndim == 2 and params.projector != "none" and not (is_outside and params.edge == "dense")
         dims = choose_dims(p.shape[0], p.shape[1], params.subspace_dim) if projects else None
         if dims is None:
             counts.whole_numel += p.numel()
@@ -182,16 +191,16 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
         else:
             nonzeros = min(params.nonzeros_per_row, *dims)
             counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
-            counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES  # updates have a Q of their own
+            counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES  # values of `Q_update`
             counts.subspace_numel += dims[0] * dims[1]
             counts.projected_nbytes += p.numel() * p.element_size()
             scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]
             held.setdefault(group, []).append(p.numel() * p.element_size())
             nbytes = payload * dims[0] * dims[1]
         counts.payload_nbytes += nbytes
-        travels[group] = travels.get(group, 0) + nbytes
-    counts.num_trips = len(travels)
-    counts.largest_payload = max(travels.values(), default=0)
+        payload_of[group] = payload_of.get(group, 0) + nbytes
+    counts.num_groups = len(payload_of)
+    counts.largest_payload = max(payload_of.values(), default=0)
     counts.largest_scratch = max(scratch.values(), default=0)
     waiting = (min(sum(sizes) - max(sizes), _MAX_HELD_NBYTES) for sizes in held.values())
     counts.held_nbytes = max(waiting, default=0)

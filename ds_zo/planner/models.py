@@ -1,4 +1,4 @@
-"""What is planned: a model without memory, from a name, a folder or a shape."""
+"""The model that is planned: a module on the meta device, made from a name, a folder or a shape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass
 class Model:
-    """A module on the meta device and the batch it is planned for. Its passes are traced once each, on demand."""
+    """A module on the meta device, with the batch and the rates that it is planned for. Each kind of pass is traced
+    once, on demand."""
 
     name: str
     module: nn.Module
@@ -51,7 +52,8 @@ class Model:
 
     @cached_property
     def matrices(self) -> list[tuple[int, int]]:
-        """Shapes of the blocks' weight matrices: what LSP projects and low-rank adapters are put on."""
+        """Shapes of the weight matrices inside blocks. LSP projects them, and low-rank adapters are attached to
+        them."""
         return [tuple(p.shape) for block in self.blocks for p in block.parameters() if p.ndim == 2]  # type: ignore[misc]
 
     @property
@@ -59,14 +61,15 @@ class Model:
         return self.batch * self.seq
 
     def forward_trace(self) -> Trace:
-        """Without gradients, loss in chunks: a ZO pass."""
+        """The trace of a pass without gradients and with the loss in chunks, as ZO runs it."""
         return self._trace("forward", self._run_forward)
 
     def backward_trace(self, *, checkpointing: bool, loss_in_chunks: bool = False) -> Trace:
-        """`loss_in_chunks`: as LOMO has it; others upcast all logits at once."""
+        """The trace of a forward and a backward pass. `loss_in_chunks`: LOMO converts logits to float32 in chunks;
+        other methods convert all logits at once."""
 
         def run() -> Trace:
-            with self._losses_on_paper() if loss_in_chunks else nullcontext():
+            with self._chunked_losses() if loss_in_chunks else nullcontext():
                 return self._run_backward(checkpointing=checkpointing)
 
         return self._trace(f"backward {checkpointing} {loss_in_chunks}", run)
@@ -76,11 +79,11 @@ class Model:
             try:
                 self._traces[kind] = run()
             except (NotImplementedError, RuntimeError) as error:
-                raise ValueError(f"{self.name} can't be planned: {self._why_not(error)}") from error
+                raise ValueError(f"{self.name} can't be planned: {self._failure_text(error)}") from error
         return self._traces[kind]
 
-    def _why_not(self, error: Exception) -> str:
-        """What a pass failed with, and what to do about it."""
+    def _failure_text(self, error: Exception) -> str:
+        """The error of a pass in one sentence, with its remedy."""
         said = " ".join(str(error).split("\n")[0].split())
         config: Any = self.module.config
         longest = _num_positions(config)
@@ -96,15 +99,15 @@ class Model:
         return f"its forward fails on tensors of the right shapes without values ({said})"
 
     def _run_forward(self) -> Trace:
-        with self._losses_on_paper():
+        with self._chunked_losses():
             return self._pass(backward=False)
 
     @contextmanager
-    def _losses_on_paper(self) -> Iterator[None]:
+    def _chunked_losses(self) -> Iterator[None]:
         with ExitStack() as stack:
             for m in self.module.modules():
                 if getattr(m, "loss_type", None) == "ForCausalLM" and hasattr(type(m), "loss_function"):
-                    m.loss_function = _loss_on_paper  # type: ignore[assignment]
+                    m.loss_function = _chunked_loss_on_meta  # type: ignore[assignment]
                     stack.callback(m.__dict__.pop, "_loss_function", None)
             yield
 
@@ -133,14 +136,15 @@ class Model:
 
 
 def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates: Rates | None = None) -> Model:
-    """From its config alone. `name` is a folder, a model of the Hub (or its cache), or `random:SHAPE`."""
+    """Makes a model from its config alone. `name` is a folder, a model of the Hub (or of its cache), or
+    `random:SHAPE`."""
     config = load_config(name, seq=seq)
-    config.use_cache = False  # ZO switches it off for its passes, checkpointing for its own
+    config.use_cache = False  # as in training: ZO and activation checkpointing switch it off
     make = class_of(config, name)
     is_classifier = make.__name__.endswith("ForSequenceClassification")
     for key, is_needed in (("pad_token_id", is_classifier), ("decoder_start_token_id", config.is_encoder_decoder)):
         if is_needed and getattr(config, key, None) is None:
-            setattr(config, key, 0)  # any script has to choose one, and a plan has no values
+            setattr(config, key, 0)  # a training script chooses a token; its value changes no shape
     with torch.device("meta"):
         module = make._from_config(config, dtype=DTYPES[dtype])
     module.tie_weights()
@@ -150,8 +154,8 @@ def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates:
 
 
 def class_of(config: Any, name: str) -> Any:
-    """The class that the config names. Without one: the language model of its kind, the causal one where there is a
-    choice."""
+    """The class that the config names in `architectures`. A config without a usable one: the causal language model of
+    its model type, or else the sequence-to-sequence model."""
     import transformers as hf
 
     for architecture in config.architectures or ():
@@ -176,7 +180,7 @@ def class_of(config: Any, name: str) -> Any:
 
 
 class _FromAutoMap:
-    """Code that comes with the model, which transformers refuses unless it is trusted."""
+    """Makes a model whose code comes with its checkpoint. transformers refuses such code unless the user trusts it."""
 
     @staticmethod
     def _from_config(config: Any, *, dtype: torch.dtype) -> Any:
@@ -200,13 +204,13 @@ def _check_inputs(model: Any, name: str) -> None:
 
 
 def example_batch(module: nn.Module, *, batch: int, seq: int) -> dict[str, torch.Tensor]:
-    """Inputs and targets without values, as the model's own loss wants them."""
+    """Inputs and targets on the meta device, in the shapes that the model's own loss takes."""
     config: Any = module.config
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     rows = ids[:, 0]
     kind = type(module).__name__
     inputs = {"input_ids": ids}
-    if getattr(module, "main_input_name", "input_ids") == "input_features":  # Whisper's, of 30 seconds
+    if getattr(module, "main_input_name", "input_ids") == "input_features":  # Whisper's log-mel features of 30 seconds
         shape = batch, config.num_mel_bins, 2 * config.max_source_positions
         inputs = {"input_features": torch.zeros(shape, dtype=module.dtype, device="meta")}  # type: ignore[call-overload]
     if kind.endswith("QuestionAnswering"):
@@ -225,19 +229,20 @@ def _num_positions(config: Any) -> int | None:
 
 
 def check_positions(module: nn.Module, name: str, *, seq: int) -> None:
-    """Rotary positions go on; a table of learned ones ends, which tensors without values do not notice."""
+    """Raises if `seq` exceeds a table of learned positions. A pass on the meta device does not find that out. Rotary
+    positions have no such limit."""
     config: Any = module.config
     longest = _num_positions(config)
     if longest is None or seq <= longest:
         return
     for path, table in module.named_modules():
         is_table = isinstance(table, nn.Embedding) and table.num_embeddings != config.vocab_size
-        if is_table and 0 <= table.num_embeddings - longest <= 2:  # OPT's begins at 2
+        if is_table and 0 <= table.num_embeddings - longest <= 2:  # OPT's table has two more rows
             raise ValueError(f"{name} has learned positions ({path}) for {longest} tokens, got {seq} (--seq)")
 
 
 def load_config(name: str, *, seq: int) -> Any:
-    """Of a shape, long enough for `seq` tokens; of a folder or a Hub name, as it stands there."""
+    """The transformers config: of a shape with positions for `seq` tokens, of a folder or a Hub name unchanged."""
     from transformers import AutoConfig
 
     from ds_zo.tasks.hub import check_reachable
@@ -258,7 +263,7 @@ def load_config(name: str, *, seq: int) -> Any:
 
 
 def _remedy(name: str) -> str:
-    """For a config that is there and cannot be read."""
+    """What to do about a config that exists and cannot be read."""
     path = Path(name, "config.json")
     if not path.is_file():
         return "Name a folder that has a config.json."
@@ -269,15 +274,15 @@ def _remedy(name: str) -> str:
     return "Correct model_type in its config.json, or update transformers."
 
 
-def _loss_on_paper(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
+def _chunked_loss_on_meta(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
     num_rows = max(1, choices.LOSS_CHUNK_NUMEL // vocab_size)
-    loss: torch.Tensor = _LossOnPaper.apply(logits.reshape(-1, vocab_size), num_rows)
+    loss: torch.Tensor = _ChunkedLossOnMeta.apply(logits.reshape(-1, vocab_size), num_rows)
     return loss
 
 
-class _LossOnPaper(torch.autograd.Function):
-    """What the chunked loss holds: the logits, one chunk of them in float32 and its log-softmax; in the backward pass
-    also the logits' gradient and two gradients of the chunk."""
+class _ChunkedLossOnMeta(torch.autograd.Function):
+    """Allocates what the chunked loss does. Forward: one chunk of the logits in float32 and its log-softmax. Backward:
+    in addition the gradient of the logits and two gradients of the chunk."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -289,7 +294,7 @@ class _LossOnPaper(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         found = torch.empty_like(rows)
-        for chunk in rows.split(ctx.num_rows):  # which meets what is left of the one before
+        for chunk in rows.split(ctx.num_rows):  # the last chunk is alive until these variables are assigned again
             logs = torch.empty_like(chunk.float())
             by_logs = torch.empty_like(logs)
             torch.empty_like(by_logs)

@@ -1,4 +1,4 @@
-"""`plan`: every way to train a model that this package knows, side by side, before anything is allocated."""
+"""`plan`: estimates of every method that can train a model, side by side, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ds_zo.config.optimizers import PARAMS, LSPParams, ZOParams
+from ds_zo.config.optimizers import LSPParams, ZOParams
+from ds_zo.config.registry import BACKENDS, backend_names, entry_of
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
 from ds_zo.config.stock import parse
@@ -27,36 +28,38 @@ from ds_zo.planner.stock import (
 from ds_zo.planner.zo import estimate_zo
 
 _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
+"""Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
 _OF_ZO = {"wire_dtype", "master", "writeback_interval", "fuse_update"}
-"""Keys of `ds_zo.stream`: those that ask for streaming, and those that only ZO has a use for."""
+"""Keys of `ds_zo.stream` that only ZO reads."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a contender may be told beside the model and the memory."""
+    """The user's settings of a plan, besides the model and the memory limits."""
 
     stream: StreamConfig
     params: dict[str, Any]
-    """Of `optimizer.params`, for the backend that has them."""
+    """`optimizer.params` of the one backend that is planned; empty where several are."""
     offload: bool | None
+    """Whether blocks stream. None: only where the device is too small."""
     checkpointing: bool
     is_only: bool
-    """Whether one backend is planned, which then may be told nothing that it has no use for."""
+    """Whether one backend is planned. It then refuses keys of `stream` that it does not read; several ignore them."""
 
 
 def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
     params = parse(ZOParams, options.params, at="optimizer.params")
-    limits = _told(limits, options.stream)
+    limits = _limited(limits, options.stream)
     return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
 
 
 def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Estimate:
     return estimate_lomo(
         model,
-        _told(limits, options.stream),
+        _limited(limits, options.stream),
         backend=backend,
-        params=parse(PARAMS[backend], options.params, at="optimizer.params").model_dump(exclude_unset=True),
+        params=parse(entry_of(backend).params, options.params, at="optimizer.params").model_dump(exclude_unset=True),
         stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
         offload=options.offload,
         checkpointing=options.checkpointing,
@@ -66,7 +69,7 @@ def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Es
 def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
     return estimate_lsp(
         model,
-        _told(limits, options.stream),
+        _limited(limits, options.stream),
         stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
         params=parse(LSPParams, options.params, at="optimizer.params"),
         offload=options.offload,
@@ -74,10 +77,10 @@ def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
     )
 
 
-def _told(limits: Limits, stream: StreamConfig) -> Limits:
-    """`stream.device_memory_gb` is all of the card that blocks may fill."""
-    told = [n for n in (limits.device_nbytes, _nbytes(stream.device_memory_gb)) if n is not None]
-    return replace(limits, device_nbytes=min(told, default=None))
+def _limited(limits: Limits, stream: StreamConfig) -> Limits:
+    """The limits, with the device memory cut to `stream.device_memory_gb` if that is less."""
+    limits_nbytes = [n for n in (limits.device_nbytes, _nbytes(stream.device_memory_gb)) if n is not None]
+    return replace(limits, device_nbytes=min(limits_nbytes, default=None))
 
 
 def _stock(estimate: Callable[..., Estimate], model: Model, limits: Limits, options: Options, **fixed: Any) -> Estimate:
@@ -98,16 +101,16 @@ CONTENDERS: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
     "lora": partial(_stock, estimate_low_rank, method="lora"),
     "galore": partial(_stock, estimate_low_rank, method="galore"),
 }
-"""In the order that tables show them."""
+"""The estimate of each backend and of each method that it is compared with, in the order of the table's rows."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` found."""
+    """The estimates of one call of `plan`, and what they are for."""
 
     model: str
     architecture: str
-    """The model's class."""
+    """Name of the model's class."""
     num_parameters: int
     num_blocks: int
     batch: int
@@ -117,7 +120,7 @@ class Plan:
     rates: Rates
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Backends that nobody asked for by name and that can't train this, and why."""
+    """Backends that cannot train this model, with the reason. A backend that the user named raises instead."""
 
     def __getitem__(self, contender: str) -> Estimate:
         return next(e for e in self.estimates if e.contender == contender)
@@ -157,18 +160,25 @@ def plan(
     checkpointing: bool = True,
     rates: Rates | None = None,
 ) -> Plan:
-    """Memory is in GB of 10**9 bytes. `stream` is the `ds_zo.stream` section; `params` are `optimizer.params` of the
-    one backend that `backends` names; `offload` None lets blocks stream where the device is too small, or where
-    `stream` has keys that mean nothing otherwise."""
+    """Estimates memory and speed of the methods named by `backends` (None: all of them).
+
+    Memory is in GB of 10**9 bytes; None means unlimited. `stream` is the `ds_zo.stream` section. `params` are the
+    `optimizer.params` of the one backend that `backends` names. `offload` None: blocks stream where the device is too
+    small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing."""
     chosen = list(dict.fromkeys(backends or CONTENDERS))
     unknown = [name for name in chosen if name not in CONTENDERS]
+    if unknown and unknown[0] in backend_names():
+        raise ValueError(
+            f"the planner has no estimate for a backend registered from outside ds_zo, got {unknown[0]!r}; it plans "
+            f"{', '.join(CONTENDERS)} (--backend)"
+        )
     if unknown:
         raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(CONTENDERS)} (--backend)")
     if params and len(chosen) != 1:
         raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
-    if params and chosen[0] not in PARAMS:
+    if params and chosen[0] not in BACKENDS:
         raise ValueError(
-            f"params are planned for {', '.join(PARAMS)}, got some of {chosen[0]}: leave them out (--params)"
+            f"params are planned for {', '.join(BACKENDS)}, got some of {chosen[0]}: leave them out (--params)"
         )
     for option, value in (("--device-memory-gb", device_memory_gb), ("--host-memory-gb", host_memory_gb)):
         if value is not None and not 0 < value < math.inf:
@@ -201,9 +211,9 @@ def plan(
 
 
 def _estimate(name: str, model: Model, limits: Limits, options: Options) -> Estimate:
-    """Whose JSON would be refused has no plan."""
+    """The estimate of one method. Raises if `deepspeed.initialize` would refuse the JSON of a backend."""
     found = CONTENDERS[name](model, limits, options)
-    if name in PARAMS:
+    if name in BACKENDS:
         resolve(dict(found.config), world_size=1)
     return found
 

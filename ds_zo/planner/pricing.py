@@ -1,8 +1,8 @@
-"""Seconds of a streamed sweep: the schedule that the runtime executes, priced before it runs.
+"""Seconds of a pass with streamed blocks, from the list of actions that the runtime executes.
 
-The list is `streaming.schedule.sweep`'s, with what stands between the streamed blocks added: blocks that stay on the
-device compute without a slot, and so does everything outside the blocks. Their low planes are not in it: they come
-ahead, on a stream of their own, and keep nothing waiting but the link.
+The list is that of `streaming.schedule.sweep`. Added are the computations without a slot: blocks that stay on the
+device, and all code outside the blocks. Uploads of low-bits buffers are not in the list. They are issued ahead on a
+stream of their own, so that they delay a step only by their share of the link.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ds_zo.streaming.schedule import Action, Kind, price, sweep
 
-EDGE = -1
+NON_BLOCKS = -1
+"""The block number of all computation outside the blocks."""
 
 
 def with_residents(actions: Sequence[Action], order: Sequence[int], *, streamed: Collection[int]) -> list[Action]:
-    """A pass over `order` with the computes of blocks that stay, each right before the next streamed block's."""
+    """Adds the computations of blocks that stay on the device, each before the computation of the next streamed
+    block."""
     merged: list[Action] = []
     waiting = iter(order)
     for action in actions:
@@ -37,7 +39,9 @@ def pass_over(
     loaded: Mapping[int, int] | None = None,
     then: Sequence[int] = (),
 ) -> tuple[list[Action], dict[int, int]]:
-    """One pass, and which blocks of the next it leaves in which slots."""
+    """The actions of one pass, and the slots of those blocks that the next pass finds on the device (block to slot).
+
+    `downloads` are sent back, `loaded` are in slots when the pass begins, `then` is the order of the next pass."""
     moving = [block for block in order if block in streamed]
     if not moving:
         return [_slotless(block) for block in order], {}
@@ -50,9 +54,9 @@ def pass_over(
     return with_residents(actions, order, streamed=streamed), left
 
 
-def edge() -> Action:
-    """Everything outside the blocks."""
-    return _slotless(EDGE)
+def non_blocks() -> Action:
+    """The computation of everything outside the blocks."""
+    return _slotless(NON_BLOCKS)
 
 
 def seconds(actions: Sequence[Action], seconds_of: Mapping[tuple[int, Kind], float]) -> float:
@@ -60,5 +64,5 @@ def seconds(actions: Sequence[Action], seconds_of: Mapping[tuple[int, Kind], flo
 
 
 def _slotless(block: int) -> Action:
-    """Negative slots are nobody's: the compute waits for its turn only."""
+    """A computation that waits for no upload. Its slot number is negative, and no other action has it."""
     return Action(block, Kind.COMPUTE, -2 - block)

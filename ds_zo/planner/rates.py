@@ -1,4 +1,4 @@
-"""How fast a machine is: the few numbers that turn bytes and operations into seconds."""
+"""The rates of a machine, which turn bytes and operations into seconds."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rates:
-    """Defaults were measured on one H200 in a 16-core container (PCIe 5 x16). `ds-zo report --json` measures others."""
+    """Rates of one machine. The defaults were measured on an H200 in a 16-core container (PCIe 5 x16); `ds-zo report
+    --json` measures those of another machine. GB are 10**9 bytes."""
 
     name: str = "H200"
     link_up_gbps: float = 55.2
-    """Pinned host memory to device, nothing else on the link."""
+    """GB/s from pinned host memory to the device, without traffic in the other direction."""
     link_down_gbps: float = 55.1
+    """GB/s from the device to pinned host memory, without traffic in the other direction."""
     link_both_gbps: float = 90.6
-    """Both directions together."""
+    """GB/s of both directions together."""
     matmul_tflops: float = 680.0
-    """16-bit matrix products at the sizes of a block; large square ones reach 776."""
+    """TFLOP/s of 16-bit matrix products at the sizes of a block; large square products reach 776."""
     device_memory_gbps: float = 3900.0
-    """What element-wise kernels reach."""
+    """GB/s of element-wise kernels."""
     kernel_us: float = 2.5
-    """The shortest a kernel takes."""
+    """Shortest duration of a kernel."""
     launch_us: float = 24.0
-    """Host time of one operation of a model's forward, Python included: small models are bound by it."""
+    """Host time of one operation of a model's forward, Python included. It bounds the speed of small models."""
     backward_launch_us: float = 14.0
-    """The same in the backward pass, of which autograd runs the larger part without Python."""
+    """Host time of one operation in the backward pass, most of which runs without Python."""
     noise_gdraws: float = 1140.0
-    """Normal numbers a second, in 10**9, inside the fused ZO kernel: what each further update to replay takes."""
+    """Normal numbers that the fused ZO kernel draws per second, in 10**9. Each further pending update takes one draw a
+    weight."""
     cpu_adam_gparams: float = 4.2
-    """Parameters a second, in 10**9, that DeepSpeed's CPU Adam updates on all cores."""
+    """Parameters that DeepSpeed's CPU Adam updates per second on all cores, in 10**9."""
     cpu_gflops: float = 900.0
-    """Matrix products on the host, for comparison only: no backend computes layers there."""
+    """GFLOP/s of matrix products on the host. For comparison only: no backend computes layers on the host."""
     interconnect_gbps: float = 450.0
-    """Between the GPUs of a node, one direction."""
+    """GB/s between the GPUs of a machine, in one direction."""
     network_gbps: float = 50.0
-    """Between nodes, one direction, a node."""
+    """GB/s of one machine to the others, in one direction."""
 
     @property
     def link_duplex_gbps(self) -> float:
-        """One direction's share while the other is busy too."""
+        """GB/s of one direction while the other is in use too."""
         return min(self.link_up_gbps, self.link_down_gbps, self.link_both_gbps / 2)
 
     def to_json(self) -> dict[str, Any]:
@@ -50,10 +53,11 @@ class Rates:
 
 
 def load_rates(path: str | Path) -> Rates:
-    """From a file with any of `Rates`' fields, at the top or under `rates`, as `ds-zo report --json` writes it."""
+    """Reads rates from a JSON file: any fields of `Rates`, at the top level or under `rates`, as `ds-zo report --json`
+    writes them. A field that is not in the file keeps its default."""
     text = Path(path).read_text()
     try:
-        found = json.loads(text[max(0, text.find("{")) :])  # redirected output may start with a line of DeepSpeed's
+        found = json.loads(text[max(0, text.find("{")) :])  # redirected output may start with log lines of DeepSpeed
     except json.JSONDecodeError as error:
         raise ValueError(f"rates must be JSON, got {error} ({path})") from error
     if isinstance(found, dict) and isinstance(found.get("rates"), dict):
@@ -64,6 +68,7 @@ def load_rates(path: str | Path) -> Rates:
 
 
 def with_overrides(rates: Rates, given: Mapping[str, Any], *, where: str) -> Rates:
+    """`rates` with the fields of `given` replaced. `where` is the source of `given`, for error messages."""
     known = {field.name for field in fields(Rates)}
     for key, value in given.items():
         if key not in known:

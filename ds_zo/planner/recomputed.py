@@ -1,5 +1,8 @@
-"""Blocks that come up twice a step on paper, for the forward pass and in reverse for the backward one, and go down
-once: LOMO's and LSP's, streamed."""
+"""Placement and step time of streamed blocks that are recomputed: LOMO's and LSP's.
+
+A block is uploaded twice a step, in order for the forward pass and in reverse order for the backward pass. It is
+downloaded once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
 from ds_zo.streaming.budget import device_bytes, most_resident
-from ds_zo.streaming.placement import Placement, plan_units, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
 
 OFFLOADED = {"device": "cpu", "pin_memory": True}
@@ -21,17 +24,17 @@ OFFLOADED = {"device": "cpu", "pin_memory": True}
 
 @dataclass(frozen=True)
 class Streamed:
-    """Where blocks are, and what moves."""
+    """Which blocks stream, the memory that they and the others take, and the bytes that cross the link."""
 
     placement: Placement
     blocks: list[int]
-    """Those that stream."""
+    """Indices of the blocks that stream."""
     num_slots: int
     weights_nbytes: int
-    """On the device."""
+    """Bytes of weights that stay on the device."""
     slots_nbytes: int
     store_nbytes: int
-    """On the host; as much goes down each step."""
+    """Bytes of streamed blocks in host memory. As many are downloaded in a step."""
     filling_nbytes: int
     """See `Estimate`."""
     up_nbytes: int
@@ -41,8 +44,8 @@ class Streamed:
         return f"{len(self.blocks)} of {len(self.placement.blocks)} blocks streamed, recomputed from their inputs"
 
 
-def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) -> Streamed:
-    """As many blocks stay as there is room for. `beside`: device memory for all that is not weights."""
+def place(model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: int) -> Streamed:
+    """Keeps as many blocks on the device as fit. `other_nbytes`: device memory that is neither weights nor slots."""
     placement = plan_units(
         model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
     )
@@ -54,16 +57,16 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
     if stream.resident_blocks is not None:
         num_resident = min(stream.resident_blocks, num_blocks)
     elif limits.device_nbytes is not None:
-        # The scratch that `device_bytes` counts is ZO's.
-        others = beside - placement.scratch_nbytes
+        # `most_resident` adds the scratch memory of a placement, which only ZO has.
+        others = other_nbytes - placement.scratch_nbytes
         budget = limits.device_nbytes
         found = most_resident(placement, budget_nbytes=budget, activations_nbytes=others, sizes=lambda _: sizes)
         num_resident = max(0, found)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
-    stays = spread(num_blocks, num_resident)
+    stays = evenly_spaced(num_blocks, num_resident)
     blocks = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in blocks)
-    # The last blocks of the forward pass are still in their slots when it turns, and so are the first at the next step.
+    # The backward pass finds the last blocks of the forward pass in slots, and the next step finds the first blocks.
     ends = [*blocks[-num_slots:], *blocks[:num_slots]] if stream.overlap else []
     still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
     stay_later = stream.resident_blocks is None
@@ -71,7 +74,7 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
         placement=placement,
         blocks=blocks,
         num_slots=num_slots,
-        weights_nbytes=there.edges + there.blocks,
+        weights_nbytes=there.non_blocks + there.blocks,
         slots_nbytes=there.slots,
         store_nbytes=store,
         filling_nbytes=sum(u.nbytes for u in placement.blocks) - store if stay_later else 0,
@@ -80,7 +83,7 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, beside: int) ->
 
 
 def section_of(limits: Limits, stream: StreamConfig) -> dict[str, Any]:
-    """`ds_zo.stream` of a plan that streams."""
+    """The `ds_zo.stream` section of the JSON, where blocks stream."""
     section = stream.model_dump(exclude_unset=True)
     if limits.device_nbytes is not None and stream.resident_blocks is None:
         section["device_memory_gb"] = limits.device_nbytes / 1e9
@@ -90,12 +93,14 @@ def section_of(limits: Limits, stream: StreamConfig) -> dict[str, Any]:
 def step_s(
     model: Model, trace: Trace, streamed: Streamed, *, update: Callable[[int, int], Cost], sent_back_forward: bool
 ) -> float:
-    """Blocks come up in order, then in reverse; the last ones of the forward pass are still there. `update` takes
-    numbers of elements and of parameters. `sent_back_forward`: blocks change, and go down, in the forward pass."""
+    """Seconds of a step, from the schedule of its two passes.
+
+    `update` returns the cost of updating so many elements in so many parameters. `sent_back_forward`: blocks are
+    updated and downloaded in the forward pass (LSP) instead of the backward pass (LOMO)."""
     rates, units = model.rates, streamed.placement.blocks
     num_blocks = len(units)
-    backward_edge = trace.edge * 2.0
-    share = (trace.backward - backward_edge) * (1.0 / max(1, num_blocks))
+    backward_non_blocks = trace.non_blocks * 2.0
+    share = (trace.backward - backward_non_blocks) * (1.0 / max(1, num_blocks))
     alone_s, together_s = (1 / (gbps * 1e9) for gbps in (rates.link_up_gbps, rates.link_duplex_gbps))
     forward_s, backward_s = (together_s, alone_s) if sent_back_forward else (alone_s, together_s)
     seconds: dict[tuple[int, Kind], float] = {}
@@ -109,8 +114,8 @@ def step_s(
         seconds[num_blocks + i, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds
         seconds[i, Kind.UPLOAD] = seconds[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
         seconds[num_blocks + i, Kind.UPLOAD] = seconds[num_blocks + i, Kind.DOWNLOAD] = unit.nbytes * backward_s
-    at_edge = update(model.numel - in_blocks, sum(1 for _ in model.module.parameters()) - num_inside)
-    seconds[pricing.EDGE, Kind.COMPUTE] = (trace.edge * 3.0 + at_edge).seconds
+    outside = update(model.numel - in_blocks, sum(1 for _ in model.module.parameters()) - num_inside)
+    seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds
     moving, num_slots, order = set(streamed.blocks), streamed.num_slots, list(range(num_blocks))
     down_when = (moving, ()) if sent_back_forward else ((), moving)
     up, _ = pricing.pass_over(order, streamed=moving, num_slots=num_slots, downloads=down_when[0])
@@ -119,6 +124,6 @@ def step_s(
     back, _ = pricing.pass_over(
         order[::-1], streamed=moving, num_slots=num_slots, downloads=down_when[1], loaded=loaded
     )
-    # A block of the backward pass is another piece of work than the same block's forward.
+    # In the list of actions, block i of the backward pass has the number num_blocks + i, for it has times of its own.
     later = [Action(a.block + num_blocks, a.kind, a.slot) for a in back]
-    return pricing.seconds([*up, pricing.edge(), *later], seconds)
+    return pricing.seconds([*up, pricing.non_blocks(), *later], seconds)

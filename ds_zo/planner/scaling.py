@@ -1,10 +1,9 @@
-"""A plan on several GPUs and machines: what crosses the wires, what each host holds, what a step then takes.
+"""A plan for several GPUs and machines: bytes sent, host memory of each machine, and seconds of a step.
 
-Ranks are data parallel, each with a batch of its own. Sums are ring reductions inside a machine and then between
-machines; they are not hidden behind anything, so the figures are the worst case. What a machine's CPUs update falls
-with the number of machines where states are divided among ranks (ZeRO, LSP). Every GPU is taken to have its link to
-host memory for itself.
-"""
+Ranks are data parallel, each with a batch of its own. Reductions are rings inside a machine and then between machines.
+They overlap with nothing, so the figures are the worst case. Where ranks divide optimizer states among them (ZeRO,
+LSP), the update time of a machine's CPUs falls with the number of machines. Every GPU has a link to host memory of its
+own."""
 
 from __future__ import annotations
 
@@ -24,45 +23,49 @@ SHARED_STORES = {
     "lomo": frozenset({"weights"}),
     "adalomo": frozenset({"weights"}),
 }
-"""Parts of the host's memory that `zero_optimization.stage: 3` divides among the ranks of a machine."""
+"""For each backend, the parts of host memory that the ranks of a machine share under `zero_optimization.stage: 3`."""
 
 _GATHERING = frozenset({"zero-3-gpu-params"})
+"""Methods of DeepSpeed that keep a piece of the weights on each GPU."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """One contender on `gpus` x `nodes` ranks."""
+    """The estimate of one method on `gpus` x `nodes` ranks."""
 
     contender: str
     gpus: int
     nodes: int
     host_nbytes: int
-    """Of each machine, once the blocks that stay on its GPUs are there."""
+    """Host memory of each machine after the first step, when blocks that stay on the GPUs have left host memory."""
     sharded_host_nbytes: int
     """The same at ZeRO stage 3."""
     device_nbytes: int
-    """Of each GPU."""
+    """Memory of each GPU."""
     sharded_device_nbytes: int
-    """The same at ZeRO stage 3 without `offload_param`, for those whose weights then are divided among all GPUs."""
+    """The same at ZeRO stage 3 without `offload_param`. Equal to `device_nbytes` for a method that does not divide its
+    weights among GPUs."""
     wire_nbytes: int
-    """Sent by each rank a step."""
+    """Bytes that each rank sends in a step."""
     sharded_wire_nbytes: int
     """The same at ZeRO stage 3 without `offload_param`."""
     reduce_s: float
+    """Seconds of the reductions in a step."""
     step_s: float
     tokens_per_s: float
-    """Of all ranks."""
+    """Tokens per second of all ranks together."""
     efficiency: float
-    """Of so many GPUs on their own."""
+    """Tokens per second as a share of those of as many separate GPUs."""
     fits: str
-    """Within a GPU's and a machine's memory: "yes", "at stage 3", or "no" and of what there is too little, or that the
-    plan is one of a single rank."""
+    """Whether it fits the memory of a GPU and of a machine: "yes", "at stage 3", or "no: " and the reason: "GPU",
+    "host", or that the method streams on one rank only."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def scale(plan: Plan, *, gpus: int, nodes: int = 1) -> list[Scaled]:
+    """Every estimate of a plan on `gpus` GPUs in each of `nodes` machines."""
     if gpus < 1 or nodes < 1:
         raise ValueError(f"gpus and nodes must be >= 1, got {gpus} and {nodes} (--gpus, --nodes)")
     return [_scaled(plan, estimate, gpus, nodes) for estimate in plan.estimates]
@@ -110,7 +113,7 @@ def _is_of_one_rank(e: Estimate) -> bool:
 
 
 def _fits(limits: Limits, *ways: tuple[int, int]) -> str:
-    """`ways`: (a GPU's, a machine's) bytes as they are, and at stage 3."""
+    """`ways` are two pairs (bytes of a GPU, bytes of a machine): as configured, and at stage 3."""
     lacking = [_lacking(limits, *way) for way in ways]
     return "yes" if lacking[0] is None else "at stage 3" if lacking[1] is None else f"no: {lacking[0]}"
 
@@ -122,7 +125,8 @@ def _lacking(limits: Limits, device_nbytes: int, host_nbytes: int) -> str | None
 
 
 def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
-    """ds_zo's stores are divided within a machine (every machine needs all weights), DeepSpeed's among all ranks."""
+    """Host memory of a machine. ds_zo divides the weights among the ranks of a machine, so that every machine has all
+    of them. DeepSpeed divides its buffers among all ranks."""
     total = 0
     for part, nbytes in e.host.items():
         if part not in e.sharded:
@@ -135,7 +139,8 @@ def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
 
 
 def _sharded_device_nbytes(plan: Plan, e: Estimate, *, ranks: int) -> int:
-    """A GPU's share of the weights, and two blocks gathered: one computing, one arriving."""
+    """Memory of a GPU at stage 3: its share of the weights, and two gathered blocks, of which one is computed while the
+    next is gathered."""
     rest = e.device_nbytes - e.device.get("weights", 0) - e.device.get("slots", 0)
     if e.shards is not None:
         return rest + e.shards.device_nbytes(ranks=ranks)
@@ -152,6 +157,7 @@ def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
 
 
 def render_scaling(scaled: Sequence[Scaled]) -> str:
+    """The scaled estimates as a table for a terminal."""
     first = scaled[0]
     header = [
         "backend",
@@ -181,12 +187,12 @@ def render_scaling(scaled: Sequence[Scaled]) -> str:
         for s in scaled
     ]
     title = (
-        f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel. wire: what a rank sends a step; GPU: of "
-        "each; host: of each machine; stage 3: weights divided, those on GPUs among all of them (lomo without "
-        "offload_param), host stores among a machine's (zo, lomo with it)"
+        f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel. wire: bytes that a rank sends in a step; "
+        "GPU: memory of each GPU; host: memory of each machine; stage 3: the same with weights divided among all GPUs "
+        "(lomo without offload_param), or with host memory divided among the GPUs of a machine (zo and lomo with it)"
     )
     lacking = [f"{s.contender} ({s.fits})" for s in scaled if s.fits != "yes"]
-    notes = ["", f"without room on so many as it is: {', '.join(lacking)}"] if lacking else []
+    notes = ["", f"does not fit as configured: {', '.join(lacking)}"] if lacking else []
     return "\n".join([title, "", *grid(header, rows), *notes])
 
 

@@ -54,7 +54,7 @@ BLOOM = {
 
 SHAPES = (*OPT, *LLAMA, *GPT2, *BLOOM)
 TINY_VOCABULARY = 512
-"""Of the shapes named tiny, which are there to try things out."""
+"""Vocabulary of the shapes named tiny, which are for tests and first trials."""
 RANDOM = "random:"
 
 

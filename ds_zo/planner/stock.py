@@ -1,7 +1,7 @@
-"""What ds_zo is compared with: DeepSpeed's own optimizers on the GPU and offloaded, and low-rank training.
+"""Estimates of the methods that ds_zo is compared with: DeepSpeed's own optimizers and low-rank training.
 
-Bytes a parameter are those of DeepSpeed 0.19's bf16/fp16 optimizers: 16-bit weights and gradients, float32 master,
-gradient and two moments.
+The bytes of a parameter are those of DeepSpeed 0.19's bf16 and fp16 optimizers: a 16-bit weight and gradient, and in
+float32 the master weight, the gradient and two moments.
 """
 
 from __future__ import annotations
@@ -30,28 +30,32 @@ _PERSISTENT_NUMEL = 100_000
 `stage3_param_persistence_threshold`."""
 _NORM_NBYTES = 8
 _NORM_NUMEL = 250_000_000
-"""Gradients are widened to float64 to be measured: at stage 2 each as a whole, at stage 3 so many elements at once."""
+"""DeepSpeed converts gradients to float64 to compute their norm: at stage 2 one gradient at a time, at stage 3
+`_NORM_NUMEL` elements at a time."""
 _ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.0}}
 _PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
 LOW_RANK = 16
 _PARAMETER_LOOP_S = 1.2e-4
-"""Host time that DeepSpeed's bf16 optimizer takes for one parameter, while the device waits."""
+"""Host time of one parameter in DeepSpeed's bf16 optimizer. The device is idle meanwhile."""
 _PAGEABLE_GBPS = 5.7
-"""Weights that go up from memory that is neither pinned nor there yet."""
+"""Rate of uploads from host memory that is not pinned and is touched for the first time."""
 _HOST_PASSES = 14 / 28
-"""Of ZeRO-3's step beside Adam, in bytes of what Adam moves: gradients are unscaled, then weights made narrow."""
+"""Host memory traffic of ZeRO-3's step besides Adam, as a share of Adam's 28 bytes a parameter: 14 bytes, to unscale
+gradients and to convert weights to 16 bits."""
 
 
 def estimate_on_device(
     model: Model, limits: Limits, *, optimizer: str = "adamw", checkpointing: bool = True
 ) -> Estimate:
-    """Everything on the GPU: AdamW (16 bytes of float32 a parameter) or SGD without momentum (8)."""
+    """Estimates DeepSpeed's optimizer with all states on the GPU: AdamW (16 bytes of float32 states a parameter in
+    mixed precision) or SGD without momentum (8 bytes)."""
     trace = model.backward_trace(checkpointing=checkpointing)
     mixed = model.dtype != "fp32"
     moments = 8 if optimizer == "adamw" else 0
     states = (moments + (8 if mixed else 0)) * model.numel
-    # Read gradient, weights and moments, write all but the gradient. In 16 bits also: widen the gradient (6), add it to
-    # the float32 one (12), measure that (4), clear it (4), and make the weights narrow (6).
+    # The update reads gradient, weights and moments, and writes weights and moments. In mixed precision DeepSpeed also
+    # converts the gradient to float32 (6 bytes), adds it to the float32 gradient (12), computes the norm of that (4),
+    # clears it (4), and converts the weights to 16 bits (6).
     swept = (2 * moments + 12 + (32 if mixed else 0)) * model.numel
     update_s = swept / (model.rates.device_memory_gbps * 1e9)
     update_s += _PARAMETER_LOOP_S * sum(1 for _ in model.module.parameters()) if mixed else 0.0
@@ -78,8 +82,8 @@ def estimate_on_device(
 
 
 def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = True) -> Estimate:
-    """torch.optim.AdamW on the 16-bit weights themselves: no master, moments as wide as the weights, and one temporary
-    as large as a moment while it steps."""
+    """Estimates torch.optim.AdamW on the 16-bit weights: no master copy, moments in the dtype of the weights, and one
+    temporary of the size of a moment during the step."""
     trace = model.backward_trace(checkpointing=checkpointing)
     weights = model.weights_nbytes
     in_step = 2 * weights
@@ -107,15 +111,17 @@ def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = 
 def estimate_zero_offload(
     model: Model, limits: Limits, *, checkpointing: bool = True, native_pins: bool = False
 ) -> Estimate:
-    """ZeRO-Offload (stage 2): gradients down, Adam on the CPU, weights up, one after the other. Gradients travel as
-    float32, on the stream that computes. `native_pins`: under DS_PIN_MEMORY_BACKEND=native."""
+    """Estimates ZeRO-Offload (stage 2): the download of gradients, Adam on the CPU and the upload of weights follow one
+    another. Gradients are downloaded in float32 on the compute stream. `native_pins`: DS_PIN_MEMORY_BACKEND=native is
+    set, so that pinned buffers are not rounded up to powers of two."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
     largest = max(p.numel() for p in model.module.parameters()) * itemsize
-    # Two buckets where reducing overlaps, from a pass's first gradient to its end; gradients that do not fit one wait.
+    # With overlap_comm there are two buckets, from the first gradient to the end of the backward pass. A gradient that
+    # is larger than a bucket is kept besides.
     buckets = 2 * _REDUCE_BUCKET_NUMEL * itemsize
     reducing = max(b.alive + itemsize * b.oversize_numel + _NORM_NBYTES * b.largest_numel for b in full_buckets(trace))
-    peak = _Reducing.of(trace, at_all_times=0, from_first_gradient=buckets, reducing=reducing)
+    peak = _ReductionPeak.of(trace, at_all_times=0, from_first_gradient=buckets, reducing=reducing)
     flat = 4 * model.numel
     rates = model.rates
     forward_s, backward_s = trace.forward.seconds, trace.backward.seconds
@@ -140,7 +146,7 @@ def estimate_zero_offload(
             process=PROCESS_NBYTES + BACKWARD_NBYTES,
         ),
         step_s=step_s,
-        starting_nbytes=2 * model.weights_nbytes,  # they are cloned there on the way to the float32 master
+        starting_nbytes=2 * model.weights_nbytes,  # cloned on the device to make the float32 master
         divided_s=step_s - forward_s - backward_s,
         up_nbytes=model.weights_nbytes,
         down_nbytes=flat,
@@ -161,11 +167,13 @@ def estimate_zero3(
     checkpointing: bool = True,
     native_pins: bool = False,
 ) -> Estimate:
-    """ZeRO-3 with Adam on the CPU, and the parameters there too if `offload_param`. Gradients go down as they are, come
-    up again and go down in float32; new weights come up through pageable memory."""
+    """Estimates ZeRO-3 with Adam on the CPU, and with the parameters in host memory too if `offload_param`.
+
+    Gradients are downloaded in 16 bits, uploaded again, and downloaded in float32. New weights are uploaded from
+    pageable memory."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
-    # One bucket at all times, of whose gradients a copy is made to reduce them; each then comes up from the host again.
+    # There is one bucket at all times. DeepSpeed copies its gradients to reduce them; each is then uploaded again.
     bucket = _REDUCE_BUCKET_NUMEL * itemsize
     reducing = max(
         b.alive
@@ -173,10 +181,10 @@ def estimate_zero3(
         + max(_NORM_NBYTES * min(b.largest_numel, _NORM_NUMEL), 4 * b.largest_numel)
         for b in full_buckets(trace)
     )
-    peak = _Reducing.of(trace, at_all_times=bucket, from_first_gradient=0, reducing=reducing)
+    peak = _ReductionPeak.of(trace, at_all_times=bucket, from_first_gradient=0, reducing=reducing)
     flat = 4 * model.numel
     sub_groups = _sub_groups(model)
-    uploads = 3 if checkpointing else 2  # each use of a layer gathers it again once more than fits is in between
+    uploads = 3 if checkpointing else 2  # each use gathers a layer anew, above the limit of live parameters
     there = min(model.numel, _LIVE_NUMEL) * itemsize if offload_param else model.weights_nbytes
     gathers = uploads * model.weights_nbytes if offload_param and model.numel > _LIVE_NUMEL else 0
     rates = model.rates
@@ -189,7 +197,7 @@ def estimate_zero3(
     if offload_param:
         zero["offload_param"] = _PINNED
     pin = int if native_pins else _pinned
-    # Parameters are pinned one by one before they move to one buffer, and PyTorch keeps what it has pinned.
+    # DeepSpeed pins parameters one by one before it copies them to one buffer, and PyTorch never frees pinned memory.
     one_by_one = (p.numel() * itemsize for p in model.module.parameters() if p.numel() > _PERSISTENT_NUMEL)
     kept = sum(map(_pinned, one_by_one)) if offload_param and not native_pins else 0
     return Estimate(
@@ -206,7 +214,7 @@ def estimate_zero3(
             weights=pin(model.weights_nbytes) + kept if offload_param else 0,
             master=flat,
             gradients=sum(pin(4 * numel) for numel in sub_groups),
-            # New weights are made narrow a sub-group at a time, where they don't stay on the host.
+            # Where weights are on the GPU, new ones are converted to 16 bits one sub-group at a time.
             staging=pin(model.weights_nbytes) + (0 if offload_param else itemsize * max(sub_groups)),
             states=2 * flat,
             process=PROCESS_NBYTES + BACKWARD_NBYTES,
@@ -215,7 +223,7 @@ def estimate_zero3(
         divided_s=step_s - trace.forward.seconds - trace.backward.seconds,
         up_nbytes=gathers + (1 if offload_param else 2) * model.weights_nbytes,
         down_nbytes=model.weights_nbytes + flat,
-        reduced_nbytes=3 * model.weights_nbytes // 2,  # gathered twice and reduced once, not summed and sent around
+        reduced_nbytes=3 * model.weights_nbytes // 2,  # two all-gathers and a reduce-scatter, of 1/2 all-reduce each
         sharded=frozenset({"weights", "master", "gradients", "staging", "states"}),
         config=base_config(batch=model.batch, dtype=model.dtype) | {"optimizer": _ADAM, "zero_optimization": zero},
         notes=(
@@ -228,17 +236,20 @@ def estimate_zero3(
 
 @dataclass(frozen=True)
 class FullBucket:
-    """Of gradients, as it is reduced: when the next one has no room in it, and at the end of the pass."""
+    """A bucket of gradients that is about to be reduced: the next gradient does not fit, or the backward pass ends."""
 
     alive: int
+    """Bytes that are alive on the device then, the bucket and the parameters aside."""
     largest_numel: int
+    """Elements of its largest gradient."""
     copied_numel: int
-    """Of several gradients in one: a single one is reduced where it is."""
+    """Elements that are copied to be reduced. 0 for a bucket with one gradient, which is reduced in place."""
     oversize_numel: int
-    """Of one that is larger than the bucket, and waits beside it."""
+    """Elements of a gradient that is larger than the bucket and is kept besides; 0 if there is none."""
 
 
 def full_buckets(trace: Trace) -> Iterator[FullBucket]:
+    """The buckets of a backward pass, in the order in which they are reduced."""
     inside: list[int] = []
     for gradient in (*trace.gradients, None):
         if inside and (gradient is None or sum(inside) + gradient.numel > _REDUCE_BUCKET_NUMEL):
@@ -254,16 +265,17 @@ def full_buckets(trace: Trace) -> Iterator[FullBucket]:
 
 
 @dataclass(frozen=True)
-class _Reducing:
-    """The peak of a pass whose gradients are reduced bucket by bucket, by part."""
+class _ReductionPeak:
+    """Bytes at the peak of a pass whose gradients are reduced bucket by bucket, by kind."""
 
     activations: int
     logits: int
     gradients: int
 
     @classmethod
-    def of(cls, trace: Trace, *, at_all_times: int, from_first_gradient: int, reducing: int) -> _Reducing:
-        """`reducing`: most that is alive while a bucket is, the buckets themselves aside."""
+    def of(cls, trace: Trace, *, at_all_times: int, from_first_gradient: int, reducing: int) -> _ReductionPeak:
+        """`at_all_times` and `from_first_gradient` are bytes of buckets. `reducing` are the most bytes that are alive
+        while a bucket is reduced, the buckets aside."""
         before = trace.peak.total + at_all_times
         after = max(trace.peak_from_first_gradient, reducing) + at_all_times + from_first_gradient
         if before >= after:
@@ -272,7 +284,7 @@ class _Reducing:
 
 
 def _sub_groups(model: Model) -> list[int]:
-    """Elements of each part that stage 3 updates as one."""
+    """Number of elements of each sub-group, which is the unit that stage 3 updates at once."""
     found = [0]
     for p in model.module.parameters():
         if found[-1] >= _SUB_GROUP_NUMEL:
@@ -282,7 +294,8 @@ def _sub_groups(model: Model) -> list[int]:
 
 
 def zero_step_s(model: Model, forward_s: float, backward_s: float) -> float:
-    """Eq. 1: gradients go down beside the backward pass, weights come up beside the CPU's update."""
+    """Seconds of a ZeRO-Offload step by Eq. 1 of the LSP paper, in which the download of gradients overlaps with the
+    backward pass, and the upload of weights with the update on the CPU."""
     rates = model.rates
     down_s = model.weights_nbytes / (rates.link_down_gbps * 1e9)
     up_s = model.weights_nbytes / (rates.link_up_gbps * 1e9)
@@ -292,8 +305,10 @@ def zero_step_s(model: Model, forward_s: float, backward_s: float) -> float:
 def estimate_low_rank(
     model: Model, limits: Limits, *, method: str, rank: int = LOW_RANK, checkpointing: bool = True
 ) -> Estimate:
-    """LoRA or GaLore on the blocks' matrices, by Table 2 of the LSP paper (beta = 3 for Adam, in elements): LoRA holds
-    beta (m + n) r beside the weights, GaLore (m + beta n) r. Adam's share of them is in float32."""
+    """Estimates LoRA or GaLore on the matrices of the blocks, by Table 2 of the LSP paper.
+
+    For an m x n matrix, rank r and beta = 3 for Adam, LoRA stores beta (m + n) r elements besides the weights, and
+    GaLore (m + beta n) r elements. Adam's moments among them are in float32."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
     long = sum(max(shape) for shape in model.matrices) * rank

@@ -10,7 +10,7 @@ from ds_zo.planner.plan import Plan
 
 
 def render(plan: Plan, *, details: bool = False) -> str:
-    """The table, then for each contender (or the only one) its bytes by part and its JSON if `details`."""
+    """The table of all estimates. With `details`, or for a single estimate, its bytes by part and its JSON follow."""
     limits = plan.limits
     lines = [
         f"{plan.model} ({plan.architecture}): {plan.num_parameters:,} parameters in {plan.num_blocks} blocks; "
@@ -30,7 +30,7 @@ def render(plan: Plan, *, details: bool = False) -> str:
 
 
 def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need to be; numbers to the right."""
+    """The lines of a table. Columns are as wide as their widest cell, and numbers are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     last = len(header) - 1
 
@@ -59,9 +59,13 @@ def _row(plan: Plan, e: Estimate) -> list[str]:
 
 
 def _details(e: Estimate) -> list[str]:
-    filling = f", and {e.filling_nbytes / 1e9:.2f} until blocks that stay are on the GPU" if e.filling_nbytes else ""
+    filling = (
+        f", and {e.filling_nbytes / 1e9:.2f} more until the blocks that stay are on the GPU" if e.filling_nbytes else ""
+    )
     starting = (
-        f", and {e.starting_nbytes / 1e9:.2f} in all while it is set up" if e.starting_nbytes > e.device_nbytes else ""
+        f", and {e.starting_nbytes / 1e9:.2f} in total while the engine is made"
+        if e.starting_nbytes > e.device_nbytes
+        else ""
     )
     return [
         f"{e.contender}",

@@ -1,4 +1,4 @@
-"""What a pass of a model comes to: its stretches, one after the other, and what they add up to."""
+"""Memory and time of one pass of a model: its sections one after the other, and their sums."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from enum import Enum
 
 
 @dataclass(frozen=True)
-class Peak:
-    """What was alive, besides the parameters, when most was."""
+class LiveBytes:
+    """Bytes that are alive at one moment of a pass, parameters aside."""
 
     total: int = 0
     logits: int = 0
-    """Tensors as wide as the vocabulary."""
+    """Bytes of tensors whose last dimension is the vocabulary."""
     gradients: int = 0
-    """Of parameters, complete ones that are kept."""
+    """Bytes of complete gradients of parameters that are kept."""
 
     @property
     def activations(self) -> int:
         return self.total - self.logits - self.gradients
 
-    def __add__(self, other: Peak) -> Peak:
-        return Peak(self.total + other.total, self.logits + other.logits, self.gradients + other.gradients)
+    def __add__(self, other: LiveBytes) -> LiveBytes:
+        return LiveBytes(self.total + other.total, self.logits + other.logits, self.gradients + other.gradients)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Work that ran one after the other."""
+    """FLOPs of a part of a pass, seconds of its kernels on the device, and seconds of their launches on the host."""
 
     flops: float = 0.0
     kernel_s: float = 0.0
@@ -35,7 +35,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The device works off what the host launches; the slower of them decides."""
+        """The device runs kernels while the host launches the next ones, so the slower of the two decides."""
         return max(self.kernel_s, self.launch_s)
 
     def __sub__(self, other: Cost) -> Cost:
@@ -52,39 +52,40 @@ class Cost:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's, when it is complete."""
+    """The gradient of one parameter at the moment when it is complete."""
 
     numel: int
     alive: int
-    """Bytes beside the parameters, this gradient's among them, all that were complete before dropped."""
+    """Bytes that are alive then, parameters aside and this gradient included, if all earlier gradients were dropped."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a pass came to."""
+    """Memory and time of a whole pass."""
 
-    peak: Peak
-    """With each parameter's gradient gone as soon as it is complete, as LOMO and LSP have it."""
-    peak_keeping: Peak
-    """With gradients kept to the end of the backward pass."""
-    paused: int
-    """Most that a pass keeps alive while it waits at a block: what each further pass in lockstep adds."""
+    peak: LiveBytes
+    """The peak if each gradient is dropped as soon as it is complete, as LOMO and LSP do."""
+    peak_keeping: LiveBytes
+    """The peak if gradients are kept to the end of the backward pass."""
+    paused_nbytes: int
+    """The most bytes that are alive when a block begins. ZO's passes wait there for one another, so each further pass
+    adds as much."""
     block: tuple[Cost, ...]
-    """Forward of each block."""
-    edge: Cost
-    """Forward of everything else, loss included."""
+    """Cost of the forward pass of each block."""
+    non_blocks: Cost
+    """Cost of the forward pass outside the blocks, loss included."""
     backward: Cost
-    """Recomputation included; nothing for a pass without gradients."""
-    boundary: int
-    """Bytes of one block's input: what is kept of a block that is recomputed."""
+    """Cost of the backward pass, recomputation included; zero for a pass without gradients."""
+    block_input_nbytes: int
+    """Bytes of the largest block input, which is what a recomputed block keeps."""
     gradients: tuple[Gradient, ...] = ()
-    """Of parameters, in the order in which they are complete."""
+    """Gradients of parameters, in the order in which they are complete."""
     peak_from_first_gradient: int = 0
-    """Most that is alive from then on, as `peak` has it."""
+    """The most bytes that are alive after the first gradient is complete, if gradients are dropped as in `peak`."""
 
     @property
     def forward(self) -> Cost:
-        return sum(self.block, self.edge)
+        return sum(self.block, self.non_blocks)
 
 
 class PassPhase(Enum):
@@ -94,49 +95,58 @@ class PassPhase(Enum):
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Of a pass, from one mark to the next. Its bytes, kept gradients among them, are counted from where it began."""
+class PassSection:
+    """A part of a pass, from one hook to the next. Its bytes, kept gradients included, are counted from its begin
+    on."""
 
     phase: PassPhase
     block: int | None
-    """The one it is inside or behind, or whose backward it is; None: no block yet."""
+    """Index of the block that the section is inside of, behind of, or the backward pass of. None: before all blocks."""
     cost: Cost
-    at_end: Peak
-    at_peak: Peak | None
-    """With gradients dropped; None: nothing was allocated."""
-    at_peak_keeping: Peak | None
-    """With gradients kept."""
+    at_end: LiveBytes
+    at_peak: LiveBytes | None
+    """Bytes at the peak if gradients are dropped. None: the section allocated nothing."""
+    at_peak_keeping: LiveBytes | None
+    """Bytes at the peak if gradients are kept. None: the section allocated nothing."""
     gradients: tuple[Gradient, ...] = ()
 
 
-def add_up(stretches: Sequence[Stretch], *, num_blocks: int, boundary: int) -> Trace:
-    now = peak = peak_keeping = Peak()
-    paused = peak_from_first = 0
+def add_up(sections: Sequence[PassSection], *, num_blocks: int, block_input_nbytes: int) -> Trace:
+    now = peak = peak_keeping = LiveBytes()
+    paused_nbytes = peak_from_first = 0
     gradients: list[Gradient] = []
     around = backward = Cost()
     blocks = [Cost()] * num_blocks
-    for stretch in stretches:
-        if stretch.phase is PassPhase.AROUND:
-            around += stretch.cost
-        elif stretch.phase is PassPhase.BACKWARD:
-            backward += stretch.cost
-        elif stretch.block is not None:
-            blocks[stretch.block] += stretch.cost
-            paused = max(paused, now.total)
+    for section in sections:
+        if section.phase is PassPhase.AROUND:
+            around += section.cost
+        elif section.phase is PassPhase.BACKWARD:
+            backward += section.cost
+        elif section.block is not None:
+            blocks[section.block] += section.cost
+            paused_nbytes = max(paused_nbytes, now.total)
         dropping = now.total - now.gradients
-        gradients += [Gradient(g.numel, dropping + g.alive) for g in stretch.gradients]
-        if stretch.at_peak is not None:
-            there = now + stretch.at_peak
-            peak = max(peak, Peak(there.total - there.gradients, there.logits), key=_total)
+        gradients += [Gradient(g.numel, dropping + g.alive) for g in section.gradients]
+        if section.at_peak is not None:
+            there = now + section.at_peak
+            peak = max(peak, LiveBytes(there.total - there.gradients, there.logits), key=_total)
             if gradients:
                 peak_from_first = max(peak_from_first, there.total - there.gradients)
-        if stretch.at_peak_keeping is not None:
-            peak_keeping = max(peak_keeping, now + stretch.at_peak_keeping, key=_total)
-        now += stretch.at_end
+        if section.at_peak_keeping is not None:
+            peak_keeping = max(peak_keeping, now + section.at_peak_keeping, key=_total)
+        now += section.at_end
     return Trace(
-        peak, peak_keeping, paused, tuple(blocks), around, backward, boundary, tuple(gradients), peak_from_first
+        peak,
+        peak_keeping,
+        paused_nbytes,
+        tuple(blocks),
+        around,
+        backward,
+        block_input_nbytes,
+        tuple(gradients),
+        peak_from_first,
     )
 
 
-def _total(peak: Peak) -> int:
+def _total(peak: LiveBytes) -> int:
     return peak.total

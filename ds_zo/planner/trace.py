@@ -1,9 +1,9 @@
-"""One training pass of a model on the meta device, watched: what is alive when, and how long it takes on paper.
+"""Traces one training pass of a model on the meta device: which memory is alive when, and how long the pass takes.
 
-How much memory activations take depends on the architecture, the checkpointing and what autograd saves. So the planner
-runs the model's own forward (and backward) on tensors without memory and counts the storages that are alive, as the
-device's allocator would. Only the attention kernel is replaced: on the meta device it would be the naive one, which
-materialises the scores. No weights are needed, and no formula per model.
+The memory of activations depends on the architecture, on checkpointing and on what autograd saves. The planner
+therefore runs the model's own forward (and backward) on tensors without memory, and counts the storages that are alive,
+as the device's allocator would. It needs no weights and no formula for each architecture. Only the attention kernel is
+replaced: on the meta device torch takes the one that materialises the scores.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_zo.planner import alike
+from ds_zo.planner import repeated_blocks
 from ds_zo.planner.rates import Rates
-from ds_zo.planner.timeline import Cost, Gradient, PassPhase, Peak, Stretch, Trace, add_up
+from ds_zo.planner.timeline import Cost, Gradient, LiveBytes, PassPhase, PassSection, Trace, add_up
 
 
 def trace_pass(
@@ -36,18 +36,22 @@ def trace_pass(
     backward: bool = False,
     whole: bool = False,
 ) -> Trace:
-    """Runs `module(**inputs).loss` on the meta device, and its backward if asked to. `whole`: all blocks are run, also
-    those that are alike ([Note: stand-ins])."""
-    models = alike.models_of(module, blocks)
-    stood_in = set() if whole else alike.stood_in_for(models)
+    """Traces `module(**inputs).loss` on the meta device, and its backward pass if `backward`. `whole`: every block
+    runs, also those that equal another one ([Note: repeated blocks])."""
+    representatives = repeated_blocks.representatives_of(module, blocks)
+    replaced = set() if whole else repeated_blocks.replaceable(representatives)
     run = partial(_run, module, inputs, blocks, rates, vocab_size, backward)
     try:
-        watcher = run(models, stood_in)
-        stretches = alike.with_models(watcher.stretches, models, stood_in) if stood_in else watcher.stretches
-    except alike.UnlikeError:
-        watcher = run(models, set())
-        stretches = watcher.stretches
-    return add_up(stretches, num_blocks=len(blocks), boundary=watcher.boundary)
+        tracer = run(representatives, replaced)
+        sections = (
+            repeated_blocks.with_representatives(tracer.sections, representatives, replaced)
+            if replaced
+            else tracer.sections
+        )
+    except repeated_blocks.BlocksDifferError:
+        tracer = run(representatives, set())
+        sections = tracer.sections
+    return add_up(sections, num_blocks=len(blocks), block_input_nbytes=tracer.block_input_nbytes)
 
 
 def _run(
@@ -57,26 +61,26 @@ def _run(
     rates: Rates,
     vocab_size: int | None,
     backward: bool,
-    models: Sequence[int],
-    stood_in: set[int],
-) -> _Watcher:
-    watcher = _Watcher(rates, vocab_size=vocab_size, known=[*module.parameters(), *module.buffers()])
+    representatives: Sequence[int],
+    replaced: set[int],
+) -> _Tracer:
+    tracer = _Tracer(rates, vocab_size=vocab_size, known=[*module.parameters(), *module.buffers()])
     with ExitStack() as stack:
-        calls = alike.Calls() if stood_in else None
+        calls = repeated_blocks.BlockCalls() if replaced else None
         for i, block in enumerate(blocks):
-            enter, leave = partial(watcher.enter_block, i, calls), partial(watcher.leave_block, i, calls)
+            enter, leave = partial(tracer.enter_block, i, calls), partial(tracer.leave_block, i, calls)
             stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(leave).remove)
-            if calls is not None and i in stood_in:
-                block.forward = calls.stand_in(i, models[i])
+            if calls is not None and i in replaced:
+                block.forward = calls.placeholder(i, representatives[i])
                 stack.callback(vars(block).pop, "forward")
         if backward:
             for p in module.parameters():
                 if p.requires_grad:
-                    stack.callback(p.register_post_accumulate_grad_hook(watcher.complete_gradient).remove)
+                    stack.callback(p.register_post_accumulate_grad_hook(tracer.complete_gradient).remove)
         stack.enter_context(torch.set_grad_enabled(backward))
-        stack.enter_context(watcher)
-        stack.enter_context(_fused_attention(watcher))
+        stack.enter_context(tracer)
+        stack.enter_context(_fused_attention(tracer))
         loss = module(**inputs).loss
         if loss is None:
             raise ValueError(
@@ -84,32 +88,34 @@ def _run(
                 f"{', '.join(inputs)}: name a class with such a loss in architectures of its config.json (--model)"
             )
         if backward:
-            watcher.begin(PassPhase.BACKWARD, None)
+            tracer.begin(PassPhase.BACKWARD, None)
             loss.backward()
-        watcher.end()
-    return watcher
+        tracer.end()
+    return tracer
 
 
 @dataclass
-class _Live:
+class _LiveStorage:
     nbytes: int
     is_logits: bool
     reference: Any = field(repr=False, default=None)
 
 
-class _Watcher(TorchDispatchMode):
-    """Counts storages from their first sight to their end, and prices every operation by a roofline."""
+class _Tracer(TorchDispatchMode):
+    """Counts the bytes of storages from the operation that makes them to their deallocation, and estimates the seconds
+    of every operation by a roofline."""
 
     def __init__(self, rates: Rates, *, vocab_size: int | None, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._rates = rates
         self._vocab_size = vocab_size
-        self._live: dict[int, _Live] = {t.untyped_storage()._cdata: _Live(0, False, t) for t in known}
+        self._live: dict[int, _LiveStorage] = {t.untyped_storage()._cdata: _LiveStorage(0, False, t) for t in known}
         self._kinds: dict[Any, tuple[bool, Any]] = {}
-        """Of operations met so far: whether they only make views, and what counts their FLOPs."""
+        """For each operation met so far: whether it only makes views, and the function that counts its FLOPs or
+        None."""
         self._inside: list[int] = []
-        self.boundary = 0
-        self.stretches: list[Stretch] = []
+        self.block_input_nbytes = 0
+        self.sections: list[PassSection] = []
         self._start(PassPhase.AROUND, None)
 
     def __torch_dispatch__(
@@ -117,13 +123,13 @@ class _Watcher(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # Models ask tensors whether a mask is all ones or a batch unpacked: it is.
+            # Models read from a tensor whether a mask is all ones, or whether a batch is unpacked. The answer is yes.
             return torch.ones((), dtype=args[0].dtype).item()
         out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
         self._price(func, args, kwargs, out, outputs)
         for t in outputs:
-            self._see(t)
+            self._count(t)
         return out
 
     # Stretches
@@ -132,57 +138,61 @@ class _Watcher(TorchDispatchMode):
         self._phase, self._block = phase, block
         self._flops = self._kernel_s = self._launch_s = 0.0
         self._now = self._logits_now = self._kept_gradients = 0
-        self._peak: Peak | None = None
-        self._peak_keeping: Peak | None = None
+        self._peak: LiveBytes | None = None
+        self._peak_keeping: LiveBytes | None = None
         self._gradients: list[Gradient] = []
 
     def end(self) -> None:
         cost = Cost(self._flops, self._kernel_s, self._launch_s)
         peaks = self._peak, self._peak_keeping
-        self.stretches.append(Stretch(self._phase, self._block, cost, self._alive(), *peaks, tuple(self._gradients)))
+        self.sections.append(PassSection(self._phase, self._block, cost, self._alive(), *peaks, tuple(self._gradients)))
 
     def begin(self, phase: PassPhase, block: int | None) -> None:
         self.end()
         self._start(phase, block)
 
-    def _alive(self) -> Peak:
-        return Peak(self._now + self._kept_gradients, self._logits_now, self._kept_gradients)
+    def _alive(self) -> LiveBytes:
+        return LiveBytes(self._now + self._kept_gradients, self._logits_now, self._kept_gradients)
 
-    def enter_block(self, block: int, calls: alike.Calls | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter_block(
+        self, block: int, calls: repeated_blocks.BlockCalls | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         if self._phase is PassPhase.BACKWARD:  # recomputed
             return
-        first = alike.first_tensor((args, kwargs))
-        self.boundary = max(self.boundary, first.numel() * first.element_size())
+        first = repeated_blocks.first_tensor((args, kwargs))
+        self.block_input_nbytes = max(self.block_input_nbytes, first.numel() * first.element_size())
         if calls is not None:
             calls.enter(block, args, kwargs)
         self._inside.append(block)
         self.begin(PassPhase.FORWARD, block)
 
-    def leave_block(self, block: int, calls: alike.Calls | None, module: nn.Module, args: Any, output: Any) -> None:
+    def leave_block(
+        self, block: int, calls: repeated_blocks.BlockCalls | None, module: nn.Module, args: Any, output: Any
+    ) -> None:
         if self._phase is PassPhase.BACKWARD:
             return
         if calls is not None:
             calls.leave(block, output)
         for t in tree_leaves(output):
             if isinstance(t, torch.Tensor) and t.requires_grad:
-                t.register_hook(partial(self._meet_gradient, block))
+                t.register_hook(partial(self._begin_backward, block))
                 break
         self._inside.pop()
         self.begin(*((PassPhase.FORWARD, self._inside[-1]) if self._inside else (PassPhase.AROUND, block)))
 
-    def _meet_gradient(self, block: int, grad: torch.Tensor) -> None:
+    def _begin_backward(self, block: int, grad: torch.Tensor) -> None:
         self.begin(PassPhase.BACKWARD, block)
 
     # Memory
 
-    def _see(self, t: torch.Tensor) -> None:
+    def _count(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
         is_logits = self._vocab_size is not None and t.ndim > 1 and t.shape[-1] == self._vocab_size
-        seen = _Live(storage.nbytes(), is_logits)
-        seen.reference = weakref.ref(storage, partial(self._gone, key))
+        seen = _LiveStorage(storage.nbytes(), is_logits)
+        seen.reference = weakref.ref(storage, partial(self._uncount, key))
         self._live[key] = seen
         self._now += seen.nbytes
         self._logits_now += seen.nbytes * is_logits
@@ -192,14 +202,14 @@ class _Watcher(TorchDispatchMode):
         if self._peak_keeping is None or now.total > self._peak_keeping.total:
             self._peak_keeping = now
 
-    def _gone(self, key: int, _: Any) -> None:
+    def _uncount(self, key: int, _: Any) -> None:
         seen = self._live.pop(key)
         self._now -= seen.nbytes
         self._logits_now -= seen.nbytes * seen.is_logits
 
     def complete_gradient(self, p: torch.Tensor) -> None:
-        """A parameter's hook: dropped, and counted as if it were kept. The first begins a stretch, before which there
-        are no buckets of gradients."""
+        """The hook of a parameter. It drops the gradient, and counts its bytes for the peak that keeps gradients. The
+        first gradient begins a new section, because buckets of gradients exist from then on only."""
         if self._block is None and not self._gradients:
             self.begin(PassPhase.BACKWARD, None)
         self._gradients.append(Gradient(p.numel(), self._now))
@@ -214,7 +224,7 @@ class _Watcher(TorchDispatchMode):
         backward = self._phase is PassPhase.BACKWARD
         launch_s = (self._rates.backward_launch_us if backward else self._rates.launch_us) * 1e-6
         if func not in self._kinds:
-            from torch.utils.flop_counter import flop_registry  # imports Triton, which `import ds_zo` does without
+            from torch.utils.flop_counter import flop_registry  # here, because it imports Triton
 
             is_view = not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
             self._kinds[func] = is_view, flop_registry.get(func._overloadpacket)
@@ -237,7 +247,7 @@ class _Watcher(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """Those of an operation's arguments or results, which nest one level at most."""
+    """The tensors among an operation's arguments or results, which nest one level at most."""
     found: list[torch.Tensor] = []
     for value in values if isinstance(values, (tuple, list)) else ():
         if isinstance(value, torch.Tensor):
@@ -248,9 +258,9 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _fused_attention(watcher: _Watcher) -> Iterator[None]:
-    """Attention as the device's fused kernels do it: output and log-sum-exp are kept, scores never exist. A mode would
-    be the cleaner way in, but autograd recomputes with modes off."""
+def _fused_attention(tracer: _Tracer) -> Iterator[None]:
+    """Inside, attention takes the memory of the device's fused kernels: output and log-sum-exp are kept, and scores are
+    never materialised. The function is replaced, because autograd recomputes with dispatch modes switched off."""
     original = functional.scaled_dot_product_attention
 
     def fused(
@@ -262,7 +272,7 @@ def _fused_attention(watcher: _Watcher) -> Iterator[None]:
         is_causal: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        out: torch.Tensor = _Attention.apply(query, key, value, watcher, is_causal)
+        out: torch.Tensor = _Attention.apply(query, key, value, tracer, is_causal)
         return out
 
     functional.scaled_dot_product_attention = fused  # type: ignore[assignment]
@@ -275,23 +285,23 @@ def _fused_attention(watcher: _Watcher) -> Iterator[None]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, watcher: _Watcher, causal: bool
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tracer: _Tracer, causal: bool
     ) -> torch.Tensor:
         batch, heads, length, _ = q.shape
-        # The kernels write tokens before heads, so the transpose that follows in every model costs nothing.
+        # The kernels write tokens before heads, so that the transpose that follows in every model is a view.
         out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.watcher = watcher
+        ctx.tracer = tracer
         ctx.flops = 2.0 * batch * heads * length * k.shape[-2] * (q.shape[-1] + v.shape[-1]) / (2 if causal else 1)
-        watcher.add(flops=ctx.flops, nbytes=sum(t.numel() * t.element_size() for t in (q, k, v, out)))
+        tracer.add(flops=ctx.flops, nbytes=sum(t.numel() * t.element_size() for t in (q, k, v, out)))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, _, _ = ctx.saved_tensors
-        q_sum = torch.empty_like(q, dtype=torch.float32)  # the kernel sums it up in float32
+        q_sum = torch.empty_like(q, dtype=torch.float32)  # the kernel accumulates it in float32
         found = tuple(torch.empty_like(t) for t in (q, k, v))
-        ctx.watcher.add(flops=2.5 * ctx.flops, nbytes=0)
+        ctx.tracer.add(flops=2.5 * ctx.flops, nbytes=0)
         del q_sum
         return (*found, None, None)

@@ -1,4 +1,4 @@
-"""ZO on paper: the same units, buffers and schedule that the engine makes, on a model without memory."""
+"""The estimate of ZO, from the same units, buffers and schedule that its backend makes, on a model without memory."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
 from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
 from ds_zo.streaming.fold_schedule import turn
-from ds_zo.streaming.placement import Placement, plan_units, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
 from ds_zo.streaming.units import Unit
 
 _VISIT_LAUNCH_S = 2e-4
-"""Host time of a block's hooks, switches and kernels."""
+"""Host time of one block in one step: its hooks, the switches between passes, and the launches of noise kernels."""
 _REPLAY_LAUNCH_S = 5e-5
-"""Host time of such a replay and its copies."""
+"""Host time of one replay of a block's CUDA graph, copies of its inputs and outputs included."""
 _CHUNK_ROW_NBYTES = 32
-"""A kernel's table has one row for each chunk of a parameter."""
+"""Device memory of one row of a kernel's table. A table has one row for each chunk of a parameter."""
 
 
 @dataclass(frozen=True)
 class ZOBufferSizes:
-    """What the engine shares between blocks, as a function of how many stay on the device."""
+    """Sizes of the buffers that blocks share, as a function of the number of blocks that stay on the device."""
 
     stream: StreamConfig
     num_passes: int
     interval: int
     num_blocks: int
     in_pairs: bool
-    """Both signs' copies are made at once though every block streams: stored in fewer bytes than copies take, or slower
-    to compute than to bring."""
+    """Both perturbed copies of a block are made at once although every block streams. True where blocks are stored in
+    fewer bytes than a copy takes, or where computing a block takes longer than its upload."""
 
     def sizes(self, num_resident: int) -> dict[str, Any]:
         return zo_sizes(
@@ -59,7 +59,7 @@ def estimate_zo(
     params: ZOParams | None = None,
     offload: bool | None = None,
 ) -> Estimate:
-    """`offload` None: only where the model does not fit the device as a whole."""
+    """Estimates ZO. `offload` None: blocks stream only where the whole model does not fit the device."""
     stream, params = stream or StreamConfig(), params or ZOParams()
     if offload is None:
         whole = _estimate(model, limits, stream, params, offload=False)
@@ -81,17 +81,21 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
     buffers = ZOBufferSizes(stream, num_passes, fixed or INTERVALS[-1], num_blocks, placement.narrow)
-    recordings = 2 * trace.boundary * _is_recorded(model, placement, num_passes, pairs=True)
-    beside = trace.peak.total + (num_passes - 1) * trace.paused + WORKSPACE_NBYTES + _table_nbytes(placement)
-    beside += recordings
-    num_resident = _num_resident(placement, limits, stream, buffers.sizes, beside=beside) if offload else num_blocks
-    stays = spread(num_blocks, num_resident)
+    recordings = 2 * trace.block_input_nbytes * _is_recorded(model, placement, num_passes, pairs=True)
+    other_nbytes = (
+        trace.peak.total + (num_passes - 1) * trace.paused_nbytes + WORKSPACE_NBYTES + _table_nbytes(placement)
+    )
+    other_nbytes += recordings
+    num_resident = (
+        _num_resident(placement, limits, stream, buffers.sizes, other_nbytes=other_nbytes) if offload else num_blocks
+    )
+    stays = evenly_spaced(num_blocks, num_resident)
     streamed = [i for i in range(num_blocks) if i not in stays]
     if fixed is None:
         buffers = replace(buffers, interval=_best_interval(model, placement, streamed, buffers, params))
-        least = device_bytes(placement, num_resident=num_resident, **buffers.sizes(num_resident)).total + beside
+        least = device_bytes(placement, num_resident=num_resident, **buffers.sizes(num_resident)).total + other_nbytes
         has_room = limits.device_nbytes is None or least + second_copy <= limits.device_nbytes
-        if has_room and streamed and _computing_sets_pace(model, placement, streamed, buffers, params):
+        if has_room and streamed and _is_compute_bound(model, placement, streamed, buffers, params):
             buffers = replace(buffers, in_pairs=True)
     sizes = buffers.sizes(num_resident)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
@@ -119,11 +123,11 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
             else f"all on the device, master {stream.master}"
         ),
         device=parts(
-            weights=there.edges + there.blocks,
+            weights=there.non_blocks + there.blocks,
             slots=there.slots + there.low_slots,
             scratch=placement.scratch_nbytes,
             second_copy=second_copy if sizes["pairs"] else 0,
-            activations=trace.peak.activations + (num_passes - 1) * trace.paused,
+            activations=trace.peak.activations + (num_passes - 1) * trace.paused_nbytes,
             graphs=recordings * sizes["pairs"],
             logits=trace.peak.logits,
             workspace=WORKSPACE_NBYTES + _table_nbytes(placement),
@@ -149,27 +153,28 @@ def _num_resident(
     stream: StreamConfig,
     sizes: Callable[[int], dict[str, Any]],
     *,
-    beside: int,
+    other_nbytes: int,
 ) -> int:
     if stream.resident_blocks is not None:
         return min(stream.resident_blocks, len(placement.blocks))
     if limits.device_nbytes is None:
         return 0
-    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=beside, sizes=sizes)
+    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=other_nbytes, sizes=sizes)
     return max(0, found)
 
 
 def _best_interval(
     model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams
 ) -> int:
-    """The engine measures what is priced here."""
+    """The interval of the shortest estimated step. The backend chooses by measured times instead."""
     if not streamed:
         return 1
     return best_interval(lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params))
 
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:
-    """Recordings read and write in places of their own, shared by blocks of one shape."""
+    """Whether the backend replays blocks as CUDA graphs. The graphs then need input and output buffers of their own,
+    which blocks of one shape share."""
     if not pairs or num_passes != 2:
         return False
     largest = max((sum(p.numel for p in unit.placed) for unit in placement.blocks), default=0)
@@ -194,12 +199,12 @@ def _seconds(
     *,
     step: int | None = None,
 ) -> dict[tuple[int, Kind], float]:
-    """Of each block's copies and computing in a step, or in an average one."""
+    """Seconds of each block's upload, computation and download in step number `step`. None: in an average step."""
     rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
     num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
     pairs = buffers.sizes(num_blocks - len(streamed))["pairs"]
     recorded = _is_recorded(model, placement, num_passes, pairs=pairs)
-    up, down = _rates_together(rates, placement, streamed, interval)
+    up, down = _concurrent_link_rates(rates, placement, streamed, interval)
     seconds: dict[tuple[int, Kind], float] = {}
     for i, unit in enumerate(placement.blocks):
         behind = lags(interval)
@@ -211,14 +216,14 @@ def _seconds(
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
         seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
-    visits = [u for units in placement.entered_by.values() for u in units] + placement.ambient
-    noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in visits)
-    on_host = num_passes * trace.edge.launch_s + len(visits) * _VISIT_LAUNCH_S
-    seconds[pricing.EDGE, Kind.COMPUTE] = max(noise + num_passes * trace.edge.kernel_s, on_host)
+    outside = [u for units in placement.entered_by.values() for u in units] + placement.ambient
+    noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in outside)
+    on_host = num_passes * trace.non_blocks.launch_s + len(outside) * _VISIT_LAUNCH_S
+    seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = max(noise + num_passes * trace.non_blocks.kernel_s, on_host)
     return seconds
 
 
-def _computing_sets_pace(
+def _is_compute_bound(
     model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams
 ) -> bool:
     seconds = _seconds(model, placement, streamed, buffers, params)
@@ -227,8 +232,10 @@ def _computing_sets_pace(
 
 
 def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams) -> float:
-    """An average step: as many as it takes for every block to fold once. In the list that is priced, each step's blocks
-    have numbers of their own, for they lag differently in each."""
+    """Seconds of an average step, over as many steps as it takes for every block to fold once.
+
+    In the list of actions that is priced, the blocks of each step have numbers of their own. The number of updates that
+    a block has to replay differs from step to step."""
     interval, num_blocks = buffers.interval, len(placement.blocks)
     sizes = buffers.sizes(num_blocks - len(streamed))
     seconds: dict[tuple[int, Kind], float] = {}
@@ -238,36 +245,42 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZO
     order = range(num_blocks)
     for step in range(num_steps):
         first = step * num_blocks
-        turns = {i for i in order if (step + turn(i, interval)) % interval == 0}
+        folding = {i for i in order if (step + turn(i, interval)) % interval == 0}
         found, loaded = pricing.pass_over(
             order,
             streamed=set(streamed),
             num_slots=sizes["num_slots"],
-            downloads=turns & set(streamed),
+            downloads=folding & set(streamed),
             loaded=loaded,
             then=order,
         )
         of_step = _seconds(model, placement, streamed, buffers, params, step=step)
-        seconds |= {(b if b == pricing.EDGE else first + b, kind): s for (b, kind), s in of_step.items()}
-        actions += [replace(action, block=first + action.block) for action in found] + [pricing.edge()]
+        seconds |= {(b if b == pricing.NON_BLOCKS else first + b, kind): s for (b, kind), s in of_step.items()}
+        actions += [replace(action, block=first + action.block) for action in found] + [pricing.non_blocks()]
     link_s = _link_s(model.rates, placement, streamed, interval)
     return max(pricing.seconds(actions, seconds) / num_steps, link_s)
 
 
 def _link_s(rates: Rates, placement: Placement, streamed: list[int], interval: int) -> float:
-    both_ways = _traffic(placement, streamed, interval), _rates_together(rates, placement, streamed, interval)
-    return max(nbytes / rate for nbytes, rate in zip(*both_ways, strict=True))
+    sizes_and_rates = (
+        _traffic(placement, streamed, interval),
+        _concurrent_link_rates(rates, placement, streamed, interval),
+    )
+    return max(nbytes / rate for nbytes, rate in zip(*sizes_and_rates, strict=True))
 
 
 def _traffic(placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
-    """Bytes up and down in an average step."""
+    """Bytes that cross the link in an average step: (host to device, device to host)."""
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
     return store + low / interval, (store + low) / interval
 
 
-def _rates_together(rates: Rates, placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
-    """Bytes a second up and down: less than either alone where both together are more than the link carries."""
+def _concurrent_link_rates(
+    rates: Rates, placement: Placement, streamed: list[int], interval: int
+) -> tuple[float, float]:
+    """Bytes per second (host to device, device to host) while both directions are in use. Less than the rate of one
+    direction alone where the sum exceeds what the link carries."""
     up, down = _traffic(placement, streamed, interval)
     alone_s = max(up / rates.link_up_gbps, down / rates.link_down_gbps)
     slower = max(1.0, (up + down) / rates.link_both_gbps / alone_s) if alone_s else 1.0
@@ -277,8 +290,11 @@ def _rates_together(rates: Rates, placement: Placement, streamed: list[int], int
 def _noise_s(
     unit: Unit, rates: Rates, *, pending: float, folds: float, num_passes: int, params: ZOParams, pairs: bool = False
 ) -> float:
-    """Kernels of a visit: replay and first copy in one, then the other passes' copies. In `pairs` a launch makes those
-    of both signs from one draw, and where there is one direction, nothing is stored but folds."""
+    """Seconds of a unit's noise kernels in one step.
+
+    The first launch replays the pending updates and makes the first perturbed copy; later launches make the copies of
+    the other passes. With `pairs` one launch makes the copies of both signs from one draw. With `pairs` and one
+    direction, weights are stored only where the unit folds. `folds` is the share of steps in which it does."""
     numel = sum(p.numel for p in unit.placed if p.trainable)
     num_launches = num_passes // 2 if pairs else num_passes
     draws = params.num_directions * pending + num_launches + FOLD_DRAWS * folds

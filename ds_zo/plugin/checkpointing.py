@@ -73,7 +73,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
 
         self._on_all_ranks(self._finish_last_save)
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             self._on_all_ranks(save)
         return True
 
@@ -175,7 +175,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 aliases = self.backend.aliases()
                 write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
 
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             self._on_all_ranks(save)
         return True
 

@@ -184,7 +184,7 @@ class PluginEngine(CheckpointingEngine):
             lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
             for text in scheduler_warning(self._config._param_dict, lr, at="the script's own"):
                 log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
-        self._backend_class.take_optimizer(self.optimizer, self.resolved)
+        self._backend_class.prepare_optimizer(self.optimizer, self.resolved)
 
     def _check_parameters(self) -> None:
         """Refuses an optimizer that has no parameter of the model, and warns of one that has others too.
@@ -249,8 +249,9 @@ class PluginEngine(CheckpointingEngine):
         if config.ignored:
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
-        if config.backend == "zo" and config.gradient_clipping > 0:
-            text = f"gradient_clipping {config.gradient_clipping:g} does not change ZO: set clip_projected_grad instead"
+        if not config.entry.clips_gradients and config.gradient_clipping > 0:
+            own = ": set clip_projected_grad instead" if config.entry.zeroth_order else ""
+            text = f"gradient_clipping {config.gradient_clipping:g} does not change {config.entry.optimizer_type}{own}"
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
         if config.stream and not find_blocks(self.module, config.section.stream.blocks):
             text = "ds_zo: offload_param has no effect: the model has no list of like modules and stays on the device"
@@ -258,7 +259,7 @@ class PluginEngine(CheckpointingEngine):
             log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
         peak = self._peak_lr()
         is_in_warnings = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR
-        if config.backend == "zo" and peak > largest_zo_lr(trainable) and not is_in_warnings:
+        if config.entry.zeroth_order and peak > largest_zo_lr(trainable) and not is_in_warnings:
             given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
             text = large_zo_lr(peak, at=given if self.lr_scheduler is None else f"{given} and its scheduler")
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
@@ -384,7 +385,7 @@ class PluginEngine(CheckpointingEngine):
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        with interrupts.whole():
+        with interrupts.deferred():
             interrupts.release()
             # First, because DeepSpeed then sets "not applied" for this call, which the last outcome must not overwrite.
             self._count_outcome()
@@ -498,7 +499,7 @@ class PluginEngine(CheckpointingEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole weights on the host, for rank 0; None on other ranks. Accelerate and Trainer call it whenever the
         JSON says stage 3."""
-        with self.backend.readable_alone():
+        with self.backend.readable_on_rank_0():
             if dist.get_rank() != 0:
                 return None
             state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

@@ -58,7 +58,7 @@ class EngineParameters(GatheredParameters):
             if parameter not in state.gathered_copies:
                 own.setdefault(state, []).append(parameter)
         for state, parameters in own.items():
-            state.lend(parameters)
+            state.gather(parameters)
         self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
         return entered
 
@@ -67,7 +67,7 @@ class EngineParameters(GatheredParameters):
         shown = [(p, state) for p, state in self._ds_zo_shown if p in state.gathered_copies]  # empty after destroy()
         # All values are read before the first is stored: storing one binds its whole unit to its stored buffers.
         values = [
-            state.gathered_copies.take_back(p) if id(p) in self._ds_zo_own else state.gathered_copies.shown(p)
+            state.gathered_copies.remove(p) if id(p) in self._ds_zo_own else state.gathered_copies.value_of(p)
             for p, state in shown
         ]
         for (parameter, state), value in zip(shown, values, strict=True):
@@ -77,7 +77,7 @@ class EngineParameters(GatheredParameters):
                     dist.broadcast(value, self._ds_zo_modifier_rank)
                 state.store(parameter, value)
             if id(parameter) in self._ds_zo_own:
-                state.return_home(parameter)
+                state.bind_stored(parameter)
         return super().__exit__(*exception)
 
 

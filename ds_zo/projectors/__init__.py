@@ -1,31 +1,39 @@
-"""Sparse projectors of the LSP backend: drawing, products, fitting. Nothing here knows where gradients come from."""
+"""Sparse projectors of the LSP backend: drawing, products and fitting, independent of models and streaming."""
 
 from __future__ import annotations
 
-from ds_zo.projectors.batches import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
-from ds_zo.projectors.fit import FitReport, captured_share, carry_over, choose_dims, fit, flattened
+from ds_zo.projectors.batches import (
+    Compression,
+    MatrixUpdate,
+    PreparedLaunches,
+    VectorUpdate,
+    apply_all_,
+    compress_all,
+    update_vectors_,
+)
+from ds_zo.projectors.fit import FitReport, captured_share, choose_dims, fit, flatten_spectrum, reproject
 from ds_zo.projectors.products import apply_, compress, relative_bias
-from ds_zo.projectors.recording import GradientRecorder
+from ds_zo.projectors.recording import FitGraphRecorder
 from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 
 __all__ = [
-    "Application",
     "Compression",
+    "FitGraphRecorder",
     "FitReport",
-    "GradientRecorder",
-    "Prepared",
+    "MatrixUpdate",
+    "PreparedLaunches",
     "ProjectorRows",
-    "Shift",
     "SparseProjector",
+    "VectorUpdate",
     "apply_",
     "apply_all_",
     "captured_share",
-    "carry_over",
     "choose_dims",
     "compress",
     "compress_all",
     "fit",
-    "flattened",
+    "flatten_spectrum",
     "relative_bias",
-    "shift_all_",
+    "reproject",
+    "update_vectors_",
 ]

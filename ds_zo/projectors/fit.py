@@ -1,4 +1,4 @@
-"""Fitting projectors to a gradient, measuring what they capture, carrying matrices from one subspace to the next."""
+"""Fits projectors to a gradient, measures what they capture, and projects matrices from one subspace to another."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from typing import Literal
 import torch
 
 from ds_zo.projectors.products import compress, product, relative_bias, transpose_product
-from ds_zo.projectors.recording import GradientRecorder
+from ds_zo.projectors.recording import FitGraphRecorder
 from ds_zo.projectors.sparse import SparseProjector
 
 CHECK_EVERY = 5
-"""Steps of a fit between looks at its bias and the clock, each of which waits for the device."""
+"""Steps of a fit between checks of its bias and of the time. Each check waits for the device."""
 SLAB_COLUMNS = 256
-"""Columns of a projector that its overlap with another makes dense at a time."""
+"""Columns of a projector that `overlap` holds as a dense matrix at a time."""
 TEMPORARY_NUMEL = 1 << 22
+"""Elements of temporary matrices that exist at a time."""
 DENSE_FRACTION = 16
-"""A matrix product makes an entry about this many times as fast as a dot product by elementwise operations."""
+"""A matrix product computes an entry about this many times as fast as elementwise operations compute a dot product."""
 BETAS, EPS = (0.9, 0.99), 1e-12
-FLATTENINGS = 6
-"""Four to twelve were alike on memorising toys; with none, a fit hardly beats a random draw."""
-MOST_RECORDED_NUMEL = 1 << 23
-"""Of what a kernel of the fit writes, above which it takes longer than its launch."""
+"""Of Adam on the projectors' values."""
+NUM_FLATTENINGS = 6
+"""Iterations of `flatten_spectrum`. Four to twelve gave equal results for toy models that memorise data. Without any, a
+fit is hardly better than a random draw."""
+MAX_RECORDED_NUMEL = 1 << 23
+"""Elements that a kernel of the fit writes, above which it takes longer than its launch: then a CUDA graph saves no
+time."""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit did to one matrix's projectors. Biases are relative to the gradient it was fitted on."""
+    """The result of a fit of one matrix's projectors. Biases are relative to the norm of the fitted gradient."""
 
     bias_before: float
     bias_after: float
     steps: int
     seconds: float
     reason: Literal["threshold", "steps", "timeout", "degenerate"]
-    """Why it ended; `degenerate`: the gradient is zero or not finite, and nothing was changed."""
+    """Why the fit ended. `degenerate`: the gradient is zero or not finite, and no value was changed."""
 
 
 @torch.no_grad()
@@ -49,17 +53,18 @@ def fit(
     beta: float = 0.0,
     threshold: float = 0.0,
     timeout_s: float = float("inf"),
-    recorder: GradientRecorder | None = None,
+    recorder: FitGraphRecorder | None = None,
 ) -> FitReport:
-    """Change the values of P and Q (not their positions) to minimise, by Adam,
+    """Changes the values of P and Q (not their positions) to minimise, by Adam,
 
         ||P P^T G Q Q^T - G||_F / ||G||_F  +  beta (||P||_F + ||Q||_F)
 
-    until the first term is at most `threshold`. The best values seen are kept, so the bias never rises. Dividing by
-    ||G|| makes beta mean the same for every matrix. The descent starts at the best common scale of the given values:
-    as drawn they overshoot by (1 + m/d)(1 + n/d), which Adam would need many steps to unlearn. `lr` is a part of the
-    values' size there, which d and r change by a factor of four and more: one rate does for all of them. A
-    `recorder` spares a GPU the launches.
+    until the first term, the bias, is at most `threshold`. P and Q end with the best values seen, so the bias never
+    rises. The division by ||G|| gives beta the same meaning for every matrix. The fit starts at the best common scale
+    of the given values. Drawn values are too large by (1 + m/d)(1 + n/d), which would cost Adam many steps. `lr` is
+    relative to the root mean square of the values at that scale. That depends on d and on the non-zeros of a row by a
+    factor of four and more. So one learning rate serves all of them. With a `recorder`, a GPU replays one CUDA graph
+    for each step.
     """
     begin = time.perf_counter()
     norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
@@ -70,23 +75,26 @@ def fit(
     if before <= threshold or steps == 0:
         reason: Literal["threshold", "steps"] = "threshold" if before <= threshold else "steps"
         return FitReport(before, before, 0, time.perf_counter() - begin, reason)
-    descent = _Descent(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
-    if max(P.num_rows * Q.dim, Q.num_rows * P.dim) > MOST_RECORDED_NUMEL:
+    projector_fit = _ProjectorFit(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
+    if max(P.num_rows * Q.dim, Q.num_rows * P.dim) > MAX_RECORDED_NUMEL:
         recorder = None
-    num_steps, why = descent.run(steps, threshold=threshold, deadline=begin + timeout_s, recorder=recorder)
-    descent.keep_best_()
+    num_steps, reason_ended = projector_fit.run(
+        steps, threshold=threshold, deadline=begin + timeout_s, recorder=recorder
+    )
+    projector_fit.keep_best_()
     after = float(relative_bias(G_mn, P, Q))
-    return FitReport(before, after, num_steps, time.perf_counter() - begin, why)
+    return FitReport(before, after, num_steps, time.perf_counter() - begin, reason_ended)
 
 
 @torch.no_grad()
-def flattened(G_mn: torch.Tensor) -> torch.Tensor:
-    """G with singular values that are nearer to one another, in G's dtype: what projectors for Adam are fitted to.
+def flatten_spectrum(G_mn: torch.Tensor) -> torch.Tensor:
+    """G with singular values that are closer to one another, in G's dtype. Projectors for Adam are fitted to it.
 
-    Adam moves about equally far along a gradient's small and large directions. The norm of what a projection loses
-    counts the few largest alone, and a subspace that was fitted to G as it is has no room for the others. So singular
-    values s, at first of ||G||_F = 1, become s (3 - s^2) / 2, FLATTENINGS times: small ones grow by 1.5 each time, and
-    none beyond 1. In products of the shorter side alone: X = G B, and B <- B (3 - B G^T G B) / 2.
+    Adam moves about equally far along a gradient's small and large singular directions. The Frobenius norm of a
+    projection's error depends almost only on the few largest. So a subspace that is fitted to G itself has no room for
+    the others. Here G is scaled to ||G||_F = 1, and NUM_FLATTENINGS times each singular value s becomes s (3 - s^2) /
+    2. Small values grow by 1.5 each time, and none exceeds 1. The iterations need only square matrices of the shorter
+    side: X = G B, where B <- B (3 - B G^T G B) / 2.
     """
     m, n = G_mn.shape
     side = min(m, n)
@@ -95,7 +103,7 @@ def flattened(G_mn: torch.Tensor) -> torch.Tensor:
     for part in (G_mn if side == n else G_mn.t()).split(max(1, TEMPORARY_NUMEL // side)):
         rows = part.to(torch.float32) / norm
         gram.addmm_(rows.t(), rows)
-    for _ in range(FLATTENINGS):
+    for _ in range(NUM_FLATTENINGS):
         B = 1.5 * B - 0.5 * (B @ (B @ gram @ B))
     B = B.to(G_mn.dtype)
     return (G_mn @ B if side == n else B @ G_mn).div_(norm)
@@ -103,25 +111,27 @@ def flattened(G_mn: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def captured_share(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> float:
-    """The share of ||G||^2 that the best multiple of P P^T G Q Q^T has: it does not depend on the scale of P and Q,
-    which Adam does not see either. NaN for a zero gradient."""
-    S = compress(G_mn, P, Q)
-    KSK = _gram_product(P, S, Q)
+    """The share of ||G||^2 that the best multiple of P P^T G Q Q^T captures; NaN for a zero gradient.
+
+    It does not depend on the scale of P and Q, and neither do Adam's directions."""
+    S_dd = compress(G_mn, P, Q)
+    KSK_dd = _gram_product(P, S_dd, Q)
     norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
-    return float(S.square().sum().square() / ((KSK * S).sum() * norm.square()))
+    return float(S_dd.square().sum().square() / ((KSK_dd * S_dd).sum() * norm.square()))
 
 
-def carry_over(
+def reproject(
     X_dd: torch.Tensor, P0: SparseProjector, Q0: SparseProjector, P: SparseProjector, Q: SparseProjector
 ) -> torch.Tensor:
-    """A matrix of the subspace (P0, Q0) as one of (P, Q): (P^T P0) X (Q0^T Q), computed where the projectors are and
-    returned where X was."""
+    """Projects X, a matrix of the subspace (P0, Q0), to the subspace (P, Q): (P^T P0) X (Q0^T Q).
+
+    The computation runs on the projectors' device. The result is on X's device."""
     left, right = overlap(P, P0), overlap(Q0, Q)
     return (left @ X_dd.to(left.device, torch.float32) @ right).to(X_dd)
 
 
 def overlap(P: SparseProjector, P0: SparseProjector) -> torch.Tensor:
-    """P^T P0 (dim x dim of P0), made a slab of P0's columns at a time."""
+    """P^T P0 (dim of P x dim of P0), computed SLAB_COLUMNS columns of P0 at a time."""
     result = torch.empty(P.dim, P0.dim, device=P.device)
     for first in range(0, P0.dim, SLAB_COLUMNS):
         width = min(SLAB_COLUMNS, P0.dim - first)
@@ -132,15 +142,15 @@ def overlap(P: SparseProjector, P0: SparseProjector) -> torch.Tensor:
 
 
 def choose_dims(m: int, n: int, subspace_dim: int) -> tuple[int, int] | None:
-    """(d_p, d_q) for an m x n weight, or None where d x d is no smaller than the weight: then dense Adam is."""
+    """(d_p, d_q) for an m x n weight; None if d x d is not smaller than the weight, which then trains whole."""
     if m * n <= subspace_dim**2:
         return None
     dim = min(subspace_dim, m, n)
     return dim, dim
 
 
-class _Descent:
-    """Adam on the values of P and Q.
+class _ProjectorFit:
+    """Minimises the bias of P and Q by Adam on their values.
 
     With Y = G Q, Z = G^T P, S = P^T Y, K_P = P^T P, K_Q = Q^T Q and E = K_P S K_Q - S, all of ||G|| = 1:
         bias^2              = <E, S> - <S, S> + 1
@@ -164,19 +174,19 @@ class _Descent:
         self.projectors = P, Q
         self.norm, self.lr, self.beta = norm, lr, beta
         self.rates: list[torch.Tensor] = []
-        """Of P and Q, on the device."""
+        """Learning rates of P and Q, as scalars on the device."""
         self.best_bias = torch.tensor(bias, device=P.device)
         self.best = [p.values.clone() for p in self.projectors]
         self.means = [torch.zeros_like(p.values) for p in self.projectors]
         self.squares = [torch.zeros_like(p.values) for p in self.projectors]
         self.betas = torch.tensor(BETAS, device=P.device)
         self.decays = torch.ones_like(self.betas)
-        """What is left of the moments' first values."""
+        """BETAS to the power of the number of steps, for Adam's bias correction."""
 
     def run(
-        self, steps: int, *, threshold: float, deadline: float, recorder: GradientRecorder | None = None
+        self, steps: int, *, threshold: float, deadline: float, recorder: FitGraphRecorder | None = None
     ) -> tuple[int, Literal["threshold", "steps", "timeout"]]:
-        """(steps taken, why no more). One bias more than steps is evaluated: the last step's result counts too."""
+        """Returns the number of steps taken and why the fit ended. The bias after the last step is evaluated too."""
         self._rescale_()
         self.rates = [self.lr * p.values.square().mean().sqrt() for p in self.projectors]
         take_step = self._take_step
@@ -193,7 +203,8 @@ class _Descent:
         return steps, "threshold" if float(self.best_bias) <= threshold else "steps"
 
     def _take_step(self) -> None:
-        """Waits for nothing, and finds everything where it was the last time."""
+        """Takes one step. It never waits for the device and uses the same memory each time, so that it can be
+        recorded."""
         self._step_(self._evaluate())
 
     def keep_best_(self) -> None:
@@ -201,12 +212,12 @@ class _Descent:
             projector.set_values_(values)
 
     def _rescale_(self) -> None:
-        """The factor c of c P S Q^T nearest to G is <S, S> / <K_P S K_Q, S>; each of the four projectors takes its
-        fourth root."""
+        """Scales P and Q to the best common scale. The factor c for which c P S Q^T is closest to G is
+        <S, S> / <K_P S K_Q, S>. P and Q occur twice each in P P^T G Q Q^T, so each is multiplied by c^(1/4)."""
         P, Q = self.projectors
-        S = transpose_product(P, self._times_Q())
-        KSK = _gram_product(P, S, Q)
-        factor = (S.square().sum() / (KSK * S).sum()).pow(0.25)
+        S_dd = transpose_product(P, self._times_Q())
+        KSK_dd = _gram_product(P, S_dd, Q)
+        factor = (S_dd.square().sum() / (KSK_dd * S_dd).sum()).pow(0.25)
         factor = torch.where(factor.isfinite() & (factor > 0), factor, 1.0)
         for projector in self.projectors:
             projector.set_values_(projector.values * factor)
@@ -218,24 +229,27 @@ class _Descent:
         return _transposed(self.projectors[0], self.G_mn).div_(self.norm)
 
     def _evaluate(self) -> list[torch.Tensor]:
-        """Gradients at the present values, which become the best ones where their bias is the lowest so far."""
+        """Returns the gradients at the present values, which are kept as the best if their bias is the lowest so
+        far."""
         P, Q = self.projectors
-        Y, Z = self._times_Q(), self._times_P()
-        S = transpose_product(P, Y)
-        S_t = S.t().contiguous()
-        PSK = product(P, _times_gram(S, Q))
-        E = transpose_product(P, PSK) - S
-        QSK = product(Q, _times_gram(S_t, P))
-        bias = ((E * S).sum() - S.square().sum() + 1.0).clamp_(min=1e-12).sqrt_()
-        self._note(bias)
+        Y_md, Z_nd = self._times_Q(), self._times_P()
+        S_dd = transpose_product(P, Y_md)
+        S_t_dd = S_dd.t().contiguous()
+        PSK_md = product(P, _times_gram(S_dd, Q))
+        E_dd = transpose_product(P, PSK_md) - S_dd
+        QSK_nd = product(Q, _times_gram(S_t_dd, P))
+        bias = ((E_dd * S_dd).sum() - S_dd.square().sum() + 1.0).clamp_(min=1e-12).sqrt_()
+        self._keep_if_best(bias)
         return [
-            _at_positions(P, (PSK.sub_(Y), S), (Y, E)).div_(bias) + self.beta * P.values / _norm(P.values),
-            _at_positions(Q, (QSK.sub_(Z), S_t), (Z, E.t())).div_(bias) + self.beta * Q.values / _norm(Q.values),
+            _at_positions(P, (PSK_md.sub_(Y_md), S_dd), (Y_md, E_dd)).div_(bias)
+            + self.beta * P.values / _norm(P.values),
+            _at_positions(Q, (QSK_nd.sub_(Z_nd), S_t_dd), (Z_nd, E_dd.t())).div_(bias)
+            + self.beta * Q.values / _norm(Q.values),
         ]
 
-    def _note(self, bias: torch.Tensor) -> None:
-        """On the device: nobody waits to learn whether these values are the best."""
-        better = bias < self.best_bias  # False where the descent diverged to NaN
+    def _keep_if_best(self, bias: torch.Tensor) -> None:
+        """Keeps the present values if they are the best so far. The device compares, so that the host need not wait."""
+        better = bias < self.best_bias  # False if the fit has diverged to NaN
         self.best_bias.copy_(torch.where(better, bias, self.best_bias))
         for best, projector in zip(self.best, self.projectors, strict=True):
             best.copy_(torch.where(better, projector.values, best))
@@ -255,26 +269,27 @@ def _norm(values: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(P: SparseProjector, Y_mk: torch.Tensor) -> torch.Tensor:
-    """Y^T P, contiguous: what P's next product gathers rows of."""
+    """Y^T P, with contiguous rows, which the next product gathers."""
     out_kd = torch.empty(Y_mk.shape[1], P.dim, device=Y_mk.device)
     transpose_product(P, Y_mk, out=out_kd.t())
     return out_kd
 
 
-def _times_gram(S: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
+def _times_gram(S_dd: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
     """S Q^T Q."""
-    return _transposed(Q, product(Q, S.t().contiguous()))
+    return _transposed(Q, product(Q, S_dd.t().contiguous()))
 
 
-def _gram_product(P: SparseProjector, S: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
+def _gram_product(P: SparseProjector, S_dd: torch.Tensor, Q: SparseProjector) -> torch.Tensor:
     """P^T P S Q^T Q."""
-    return transpose_product(P, product(P, _times_gram(S, Q)))
+    return transpose_product(P, product(P, _times_gram(S_dd, Q)))
 
 
 def _at_positions(P: SparseProjector, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Sum over pairs of (left right^T) at P's positions: one dot product each, or all entries where that is cheaper.
+    """The sum over pairs of (left right^T), at P's positions only.
 
-    A few rows at a time: the temporaries of an embedding's fit must not outgrow its gradient.
+    It computes one dot product for each position, or all entries if that is cheaper. It takes a few rows at a time, so
+    that temporary matrices of an embedding's fit do not exceed its gradient.
     """
     right = torch.cat([pair[1] for pair in pairs], dim=1)
     num_rows = max(1, TEMPORARY_NUMEL // right.shape[1])

@@ -1,8 +1,8 @@
-"""Into the subspace and out of it: S = P^T G Q, and W <- round((1 - lr wd) W - lr P D Q^T).
+"""Products with sparse projectors: S = P^T G Q, and W <- round((1 - lr wd) W - lr P D Q^T).
 
-Shapes: G and W are m x n (the weight as stored), P is m x d_p, Q is n x d_q, S and D are d_p x d_q. On the CPU torch
-operations (`reference`), on CUDA Triton kernels (`ops.triton_projectors`, not imported before). Nothing is read by the
-host.
+Shapes: G and W are m x n (the weight as stored), P is m x d_p, Q is n x d_q, S and D are d_p x d_q. On the CPU the
+products are torch operations (`reference`), on CUDA Triton kernels (`ops.triton_projectors`, imported on first use).
+The host reads no value from the device.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
 from ds_zo.projectors.workspace import scratch
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Tests run the kernels without a GPU."""
+"""Triton interprets its kernels on the CPU, for tests without a GPU."""
 RESIDUAL_NUMEL = 1 << 22
-"""Elements of a bias's residual that exist at a time."""
+"""Elements of the residual in `relative_bias` that exist at a time."""
 
 
 def product(P: ProjectorRows, X_dk: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +36,7 @@ def product(P: ProjectorRows, X_dk: torch.Tensor, *, out: torch.Tensor | None = 
 def transpose_product(
     P: SparseProjector, Y_mk: torch.Tensor, *, out: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
-    """P^T Y (dim x k), float32; `out` may have any strides, and is added to if `accumulate`."""
+    """P^T Y (dim x k), float32. `out` may have any strides; with `accumulate` the product is added to it."""
     out = torch.empty(P.dim, Y_mk.shape[1], device=Y_mk.device) if out is None else out
     if not has_kernels(Y_mk):
         result = reference.gather_sum(Y_mk, P.column_rows, P.column_values)
@@ -56,9 +56,9 @@ def compress(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """P^T G Q into float32 `out` (or added to it), accumulated in float32 whatever G is stored in.
+    """Writes P^T G Q to float32 `out`, or adds it with `accumulate`. Sums are in float32 for any dtype of G.
 
-    `out` and `apply_`'s D may have any strides. Held transposed (`out.t()` contiguous) D spares `apply_` a copy.
+    `out` and the D of `apply_` may have any strides. If `D.t()` is contiguous, `apply_` needs no copy.
     """
     check_shape(G_mn, P, Q, "gradient")
     if out is None:
@@ -70,7 +70,7 @@ def compress(
             f"out must be float32 of shape {(P.dim, Q.dim)}, got {out.dtype} of {tuple(out.shape)}: "
             "allocate it from the projectors' dimensions"
         )
-    # The transpose of P^T G is what is stored, so that Q gathers whole rows of it.
+    # P^T G is stored transposed, so that the product with Q gathers whole rows.
     (T_nd,) = scratch((Q.num_rows, P.dim), device=G_mn.device)
     transpose_product(P, G_mn, out=T_nd.t())
     transpose_product(Q, T_nd, out=out.t(), accumulate=accumulate)
@@ -93,7 +93,7 @@ def apply_(
 ) -> None:
     """W <- round((1 - lr weight_decay) W - lr P D Q^T), rounded once, by the dither of (seed, step, offset).
 
-    `offset` is the weight's first element among all of the model's.
+    `offset` is the position of the weight's first element among all elements of the model.
     """
     check_shape(W_mn, P, Q, "weight")
     dither = (seed, step, offset) if rounding == "stochastic" else None
@@ -103,10 +103,11 @@ def apply_(
 
 @torch.no_grad()
 def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) -> torch.Tensor:
-    """||P P^T G Q Q^T - G||_F / ||G||_F as a float32 scalar: the part of a gradient that the projectors lose.
+    """||P P^T G Q Q^T - G||_F / ||G||_F as a float32 scalar: the relative error of the projection; 0 for a zero
+    gradient.
 
-    Above 1 they do more harm than a zero gradient; 0 for a zero gradient. The residual is formed, a few rows at a time,
-    because its norm from the norms of its terms would lose small biases to cancellation.
+    Above 1, the projection is farther from G than zero is. The residual itself is computed, a few rows at a time. Its
+    norm from the norms of its terms would lose small biases to cancellation.
     """
     check_shape(G_mn, P, Q, "gradient")
     U_dn = _expand(compress(G_mn, P, Q), P, Q)
@@ -123,15 +124,16 @@ def relative_bias(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) ->
 
 
 def _expand(D_dd: torch.Tensor, P: ProjectorRows, Q: ProjectorRows) -> torch.Tensor:
-    """D Q^T in this stream's scratch. Q gathers whole rows of D's transpose, which is copied if D is not held so."""
-    U_dn, D_t = scratch((P.dim, Q.num_rows), (Q.dim, P.dim), device=D_dd.device)
-    product(Q, D_dd.t() if D_dd.t().is_contiguous() else D_t.copy_(D_dd.t()), out=U_dn.t())
+    """D Q^T in this stream's scratch memory. The product gathers whole rows of D.t(), which is copied unless
+    contiguous."""
+    U_dn, D_t_dd = scratch((P.dim, Q.num_rows), (Q.dim, P.dim), device=D_dd.device)
+    product(Q, D_dd.t() if D_dd.t().is_contiguous() else D_t_dd.copy_(D_dd.t()), out=U_dn.t())
     return U_dn
 
 
 def _update_(
-    W: torch.Tensor,
-    U: torch.Tensor,
+    W_mn: torch.Tensor,
+    U_dn: torch.Tensor,
     indices: torch.Tensor,
     values: torch.Tensor,
     *,
@@ -139,15 +141,15 @@ def _update_(
     decay: float,
     dither: tuple[int, int, int] | None,
 ) -> None:
-    """W <- round(decay W - lr P U), by rows of P."""
-    if has_kernels(W):
+    """W <- round(decay W - lr P U), with P given by the indices and values of its rows."""
+    if has_kernels(W_mn):
         from ds_zo.ops.triton_projectors import apply_triton
 
-        apply_triton(W, U, indices, values, lr=lr, decay=decay, dither=dither)
+        apply_triton(W_mn, U_dn, indices, values, lr=lr, decay=decay, dither=dither)
         return
-    x = W.float() * decay
-    x.sub_(reference.gather_sum(U, indices.t(), values.t()), alpha=lr)
-    reference.round_into_(W, x, dither)
+    x = W_mn.float() * decay
+    x.sub_(reference.gather_sum(U_dn, indices.t(), values.t()), alpha=lr)
+    reference.round_into_(W_mn, x, dither)
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

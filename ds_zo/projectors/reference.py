@@ -1,4 +1,4 @@
-"""The products in torch, for the CPU: the same gathers in the same order as the kernels."""
+"""The products in torch, for the CPU. They gather in the same order as the Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def gather_sum(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -
     return out
 
 
-def round_into_(W: torch.Tensor, x: torch.Tensor, dither: tuple[int, int, int] | None) -> None:
-    """W <- x, to nearest or stochastically by the fold dither of (seed, step, offset)."""
-    fmt = formats.storage_format(W.dtype)
+def round_into_(weight: torch.Tensor, x: torch.Tensor, dither: tuple[int, int, int] | None) -> None:
+    """weight <- x, rounded to nearest, or stochastically by the rounding bits of `dither`, (seed, step, offset)."""
+    fmt = formats.storage_format(weight.dtype)
     if dither is None or fmt.dropped_bits == 0:
-        W.copy_(x)
+        weight.copy_(x)
         return
     seed, step, offset = dither
-    bits = rng.fold_dither(seed=seed, step=step, offset=offset, numel=W.numel())
+    bits = rng.fold_dither(seed=seed, step=step, offset=offset, numel=weight.numel())
     addend = formats.dither_addend(bits, num_bits=rng.FOLD_DITHER_BITS, dropped_bits=fmt.dropped_bits)
     rounded = formats.round_to(fmt, np.ascontiguousarray(x.numpy()).reshape(-1), addend)
-    W.copy_(torch.from_numpy(rounded).view(W.shape))  # exact: already on W's grid
+    weight.copy_(torch.from_numpy(rounded).view(weight.shape))  # exact: the values are representable in its dtype

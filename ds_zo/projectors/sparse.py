@@ -1,4 +1,4 @@
-"""Sparse projectors: P is num_rows x dim with the same few non-zeros in every row, never stored densely."""
+"""Sparse projectors: P is num_rows x dim with the same small number of non-zeros in every row, never stored densely."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ds_zo.ops import noise, philox4x32
 from ds_zo.ops.philox import split_seed
 
 POSITIONS = 3
-"""Purpose of the words that positions are drawn from: apart from noise and rounding of the same seed."""
+"""Counter word of the random numbers for positions. Noise and rounding bits of the same seed use other words."""
 
 
 class ProjectorRows:
-    """Positions and values of P by row: all that P X reads."""
+    """Positions and values of P by row, which is all that a product P X reads."""
 
     def __init__(self, indices: torch.Tensor, values: torch.Tensor, dim: int) -> None:
         if indices.shape != values.shape or indices.ndim != 2:
@@ -31,7 +31,7 @@ class ProjectorRows:
         self.indices = indices.to(_index_dtype(dim)).contiguous()
         self.values = values.to(torch.float32).contiguous()
         self.row_entries = self.indices.t(), self.values.t()
-        """Views that products ask for often."""
+        """Transposed views, which every product uses."""
         self.row_table = _table(*self.row_entries)
 
 
@@ -39,9 +39,9 @@ class SparseProjector(ProjectorRows):
     """Positions and values of P, by row and by column.
 
     P X gathers rows of X by `indices` and `values`, both (num_rows, nonzeros). P^T Y gathers rows of Y by the same
-    entries sorted by column: `column_rows` and `column_values`, both (depth, dim), where column c's entries stand at
-    [:, c] in order of rows and shorter columns are filled up with value 0 at row 0. Either product is a gather in a
-    fixed order: no atomics, the same bits every time. Drawn positions are balanced, so that little is filled up.
+    entries sorted by column: `column_rows` and `column_values`, both (depth, dim). Column c's entries are at [:, c] in
+    order of rows; shorter columns are padded with value 0 at row 0. Either product gathers in a fixed order, without
+    atomics, and gives the same bits every time. Drawn positions are balanced, so that little padding is needed.
     """
 
     def __init__(self, indices: torch.Tensor, values: torch.Tensor, dim: int) -> None:
@@ -60,8 +60,8 @@ class SparseProjector(ProjectorRows):
     ) -> SparseProjector:
         """Random positions without repetition in a row, normal values of standard deviation 1 / sqrt(nonzeros).
 
-        The same on every device and rank: drawn on the CPU. P and Q of a matrix, and every refit, take streams of
-        their own.
+        They are drawn on the CPU, so that they are the same on every device and rank. P and Q of a matrix, and every
+        refit, must use different streams.
         """
         if not 1 <= nonzeros <= dim:
             raise ValueError(
@@ -83,7 +83,7 @@ class SparseProjector(ProjectorRows):
 
     @property
     def depth(self) -> int:
-        """Entries of the fullest column."""
+        """Number of entries of the fullest column."""
         return self.column_rows.shape[0]
 
     @property
@@ -92,12 +92,12 @@ class SparseProjector(ProjectorRows):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def set_values_(self, values: torch.Tensor) -> None:
-        """Take other values at the same positions."""
+        """Replaces the values; the positions stay."""
         self.values.copy_(values)
         self._refresh_columns()
 
     def dense(self) -> torch.Tensor:
-        """P as a matrix: for tests."""
+        """P as a dense matrix, for tests."""
         dense = torch.zeros(self.num_rows, self.dim, device=self.device)
         return dense.scatter_(1, self.indices.long(), self.values)
 
@@ -106,7 +106,7 @@ class SparseProjector(ProjectorRows):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> SparseProjector:
-        """A copy: it shares no memory with `state`."""
+        """A projector that shares no memory with `state`."""
         return cls(state["indices"].to(device, copy=True), state["values"].to(device, copy=True), state["dim"])
 
     def _refresh_columns(self) -> None:
@@ -115,7 +115,7 @@ class SparseProjector(ProjectorRows):
 
 
 def _table(rows: torch.Tensor, values: torch.Tensor) -> tuple[int, int, int, int, bool]:
-    """Where the entries of a gather stand, and how many: they stay there, so kernels need not ask again."""
+    """Addresses and sizes of a gather's entries. The tensors never move, so this is computed once."""
     return rows.data_ptr(), values.data_ptr(), rows.shape[0], rows.shape[1], rows.dtype is torch.int32
 
 
@@ -124,22 +124,22 @@ def _index_dtype(size: int) -> torch.dtype:
 
 
 def _draw_positions(num_rows: int, dim: int, nonzeros: int, *, seed: int, stream: int) -> NDArray[np.int32]:
-    """Columns dealt like cards: each deck is a permutation of all columns, cut into hands of `nonzeros`, one a row.
+    """Cuts random permutations of all columns into pieces of `nonzeros` columns, one piece for each row.
 
-    So no row has a column twice, and after every deck all columns have been used equally often (but for the few that
-    do not make up a hand).
+    So no row has a column twice. Each permutation uses every column once, except the few columns at its end that do not
+    fill a piece.
     """
-    hands_per_deck = dim // nonzeros
-    num_decks = -(-num_rows // hands_per_deck)
-    num_blocks = -(-num_decks * dim // 4)
+    rows_per_permutation = dim // nonzeros
+    num_permutations = -(-num_rows // rows_per_permutation)
+    num_blocks = -(-num_permutations * dim // 4)
     words = philox4x32((np.arange(num_blocks), 0, stream, POSITIONS), split_seed(seed))
-    keys = np.stack(words, axis=1).reshape(-1)[: num_decks * dim].reshape(num_decks, dim)
-    decks = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
-    return decks[:, : hands_per_deck * nonzeros].reshape(-1, nonzeros)[:num_rows].copy()
+    keys = np.stack(words, axis=1).reshape(-1)[: num_permutations * dim].reshape(num_permutations, dim)
+    permutations = np.argsort(keys, axis=1, kind="stable").astype(np.int32)
+    return permutations[:, : rows_per_permutation * nonzeros].reshape(-1, nonzeros)[:num_rows].copy()
 
 
 def _entries_by_column(indices: NDArray[Any], dim: int) -> NDArray[np.int32]:
-    """(depth, dim): flat positions of each column's entries in order, the total count where a column has no more."""
+    """(depth, dim): flat positions of each column's entries in order, padded with the total number of entries."""
     columns = indices.reshape(-1).astype(np.int64)
     order = np.argsort(columns, kind="stable")
     counts = np.bincount(columns, minlength=dim)

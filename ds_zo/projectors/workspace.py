@@ -1,7 +1,7 @@
-"""Scratch memory of the products: a flat buffer for each thread and CUDA stream, grown to the largest request and kept.
+"""Scratch memory of the products: a flat buffer for each thread and CUDA stream, which grows to the largest request.
 
-Work of one stream runs in the order in which it was launched, so a buffer of its own needs no events. Of each thread
-too: the launches of two threads (the caller's, autograd's) may mingle on one stream.
+Work of one stream runs in the order of its launches, so a buffer of its own needs no events. Each thread has its own
+buffers too, because the launches of two threads (the caller's and autograd's) may interleave on one stream.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _buffers = _Buffers()
 
 
 def scratch(*shapes: tuple[int, int], device: torch.device) -> list[torch.Tensor]:
-    """Uninitialised float32 matrices, valid until this thread's next request on this stream."""
+    """Returns uninitialised float32 matrices, which are valid until this thread's next request on this stream."""
     flat = _buffer(sum(rows * cols for rows, cols in shapes), device)
     found, start = [], 0
     for rows, cols in shapes:
-        found.append(flat.as_strided((rows, cols), (cols, 1), start))  # one call: it is made for every product
+        found.append(flat.as_strided((rows, cols), (cols, 1), start))  # one torch call, as products are frequent
         start += rows * cols
     return found
 
 
 def scratch_addresses(numels: Sequence[int], *, device: torch.device) -> list[int]:
-    """The same memory as addresses, each aligned."""
+    """Returns aligned addresses in the same memory, one for each number of float32 elements."""
     sizes = [-(-numel // _ALIGNED_NUMEL) * _ALIGNED_NUMEL for numel in numels]
     first = _buffer(sum(sizes), device).data_ptr()
     return [first + 4 * start for start in accumulate(sizes[:-1], initial=0)]
 
 
-def scratch_place(device: torch.device) -> tuple[int, int] | None:
-    """Address and length of the scratch that there is already. They differ between threads and streams."""
+def scratch_location(device: torch.device) -> tuple[int, int] | None:
+    """Address and length of the present buffer of this thread and stream; None: there is none, or the device is a
+    CPU."""
     if device.type != "cuda":
         return None
     held = _buffers.by_stream.get(_key(device))
@@ -49,12 +50,12 @@ def scratch_place(device: torch.device) -> tuple[int, int] | None:
 
 
 def release() -> None:
-    """Give this thread's buffers back to the allocator."""
+    """Frees this thread's buffers."""
     _buffers.by_stream.clear()
 
 
 def num_bytes() -> int:
-    """Of this thread's buffers."""
+    """Bytes of this thread's buffers."""
     return sum(b.numel() * b.element_size() for b in _buffers.by_stream.values())
 
 
@@ -63,9 +64,9 @@ def _key(device: torch.device) -> tuple[torch.device, int]:
 
 
 def _buffer(numel: int, device: torch.device) -> torch.Tensor:
-    """Kept on a CPU too, where the interpreter is told addresses."""
+    """The buffer of this thread and stream. A CPU has one too, because Triton's interpreter is passed addresses."""
     buffers, key = _buffers.by_stream, _key(device)
     if key not in buffers or buffers[key].numel() < numel:
-        buffers.pop(key, None)  # before its successor is allocated
+        buffers.pop(key, None)  # frees the old buffer before the new one is allocated
         buffers[key] = torch.empty(numel, device=device)
     return buffers[key]

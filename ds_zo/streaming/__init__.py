@@ -1,1 +1,1 @@
-"""Blocks that live on the host and pass through a few device slots: one core for every backend."""
+"""Streaming: blocks stored on the host pass through a few device slots. One implementation for all backends."""

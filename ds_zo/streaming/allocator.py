@@ -1,7 +1,7 @@
-"""Device memory that PyTorch's allocator holds and nobody can use: pieces between blocks of other sizes.
+"""Settings and statistics of PyTorch's CUDA allocator.
 
-Segments that grow (`expandable_segments`) leave none. They are off by default, and a budget that is filled to the last
-block needs them.
+Fragmentation leaves memory that the allocator has reserved and cannot use. With `expandable_segments` there is none.
+They are off by default, and a memory budget that is filled to the last block needs them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from deepspeed.utils import logger
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The second is the older name, which all versions read."""
+"""Environment variables of the allocator. The second is the older name, which all PyTorch versions read."""
 SETTING = "expandable_segments:True"
 
 
 def segments_expand() -> bool:
-    """As far as the environment says: a setting made in the process is not asked for."""
+    """Whether the environment turns on expandable segments. A setting made inside the process is not seen."""
     return any(SETTING.lower() in os.environ.get(name, "").lower().replace(" ", "") for name in _VARIABLES)
 
 
 def expand_segments() -> None:
-    """For this process, before it allocates."""
+    """Turns on expandable segments for this process. Call it before the first allocation."""
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if setter is None:
         setter = torch.cuda.memory._set_allocator_settings
@@ -31,35 +31,37 @@ def expand_segments() -> None:
 
 
 def num_retries(device: torch.device) -> int:
-    """How often the allocator found no room within the card, or the cap, and waited for the device to give some up."""
+    """How often the allocator failed within the device's memory, or its cap, and retried after freeing cached
+    memory."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
 
 
-class Room:
-    """Whether blocks that were chosen to stay leave a step its memory. One that waits for some goes on doing so: slow,
-    and nothing else tells why."""
+class AllocatorRetryCheck:
+    """Warns if the allocator retried in a step, because the chosen resident blocks leave the step too little memory.
+    Such steps stay slow, and nothing else reports the cause."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._retries: int | None = None
-        """The allocator's count when the step began that is watched."""
+        """The allocator's count of retries at `start`; None: the next `check` does nothing."""
 
-    def watch(self) -> None:
+    def start(self) -> None:
+        """The next step is to be checked."""
         self._retries = num_retries(self._device)
 
-    def watch_afresh(self) -> None:
-        """What making buffers anew has taken is no step's."""
+    def restart(self) -> None:
+        """Excludes retries up to now, such as those of allocating buffers again, from a check that has started."""
         if self._retries is not None:
-            self.watch()
+            self.start()
 
     def check(self) -> None:
-        """After every step; the first since `watch` counts."""
+        """Call it after every step. Warns once, after the first step since `start`, if the allocator retried in it."""
         if self._retries is None:
             return
-        num_waits = num_retries(self._device) - self._retries
+        num_new = num_retries(self._device) - self._retries
         self._retries = None
-        if num_waits:
+        if num_new:
             logger.warning(
-                f"ds_zo: the device's memory is so full that the allocator had to stop {num_waits} times in a step to "
-                "find some: set ds_zo.stream.device_memory_gb, or lower it"
+                f"ds_zo: the device's memory is so full that the allocator had to stop {num_new} times in a step to "
+                "free some: set ds_zo.stream.device_memory_gb, or lower it"
             )

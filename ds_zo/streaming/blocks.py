@@ -1,4 +1,4 @@
-"""Which submodules of a model are its blocks: found from structure, or named by the user."""
+"""Finds the submodules that are a model's blocks, from its structure or from paths given by the user."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 
 def find_blocks(module: nn.Module, paths: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The model's blocks by dotted name, in the order they stand there. Empty: the model is all edge.
+    """The model's blocks by dotted name, in the model's order. Empty if the model has no blocks.
 
-    Found are the outermost lists whose entries are alike, or that hold most of the model's parameters: `model.layers`,
-    `transformer.h`, both stacks of an encoder-decoder. `paths` names the lists instead. An entry without a forward of
-    its own, such as a list in a list, is never called: the modules in it are the blocks. A module that stands in
-    several places is one block.
+    Without `paths`, blocks are the entries of the outermost module lists whose entries have one type, or that hold most
+    of the model's parameters: `model.layers`, `transformer.h`, both stacks of an encoder-decoder. `paths` names the
+    lists instead. An entry without a forward of its own, such as a nested list, is never called: the modules in it are
+    the blocks. A module that occurs in several places is one block.
     """
     if paths is None:
         lists = _outermost_lists(module, "", total=_numel(module))
@@ -30,7 +30,8 @@ def find_blocks(module: nn.Module, paths: str | Sequence[str] | None = None) -> 
 
 
 def reached_elsewhere(module: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
-    """Modules inside a block that stand outside of it too, by id: to use them takes no call of the block."""
+    """Ids of modules inside a block that are also reachable outside it, so that they may run without a call of the
+    block."""
     parents: dict[int, list[int]] = {}
     for m in module.modules():
         for child in m.children():
@@ -45,7 +46,7 @@ def reached_elsewhere(module: nn.Module, blocks: Iterable[nn.Module]) -> set[int
 
 
 def _called(container: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules in a container that have a forward, and parameters."""
+    """The outermost modules in a container that have a forward and parameters, with their paths."""
     for name, child in container.named_children():
         if getattr(child.forward, "__func__", None) is nn.Module.forward:
             yield from _called(child, f"{path}.{name}")
@@ -81,7 +82,7 @@ def _outermost_lists(module: nn.Module, prefix: str, *, total: int) -> dict[str,
 
 
 def _are_blocks(entries: nn.ModuleList | nn.Sequential, *, total: int) -> bool:
-    found = [entry for entry in entries if entry is not None]  # x-transformers leaves places empty
+    found = [entry for entry in entries if entry is not None]  # x-transformers has None among the entries
     if not found or any(next(entry.parameters(), None) is None for entry in found):
         return False
     alike = len({type(entry) for entry in found}) == 1

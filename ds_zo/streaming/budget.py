@@ -1,4 +1,4 @@
-"""How much device memory a placement takes, and how many blocks can stay there."""
+"""How much device memory a placement takes, and how many blocks can be resident."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.streaming.placement import Placement
 
 MARGIN_NBYTES = 256 * 2**20
-"""Left free for the allocator's rounding and the libraries' workspaces."""
+"""Device memory left free for the allocator's rounding and for libraries' workspaces."""
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What stands on the device besides activations, by part."""
+    """Bytes of device memory besides activations: weights outside the blocks, working copies (scratch), slots, low
+    slots, resident blocks."""
 
-    edges: int
+    non_blocks: int
     scratch: int
     slots: int
     low_slots: int
@@ -27,7 +28,7 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        return self.edges + self.scratch + self.slots + self.low_slots + self.blocks
+        return self.non_blocks + self.scratch + self.slots + self.low_slots + self.blocks
 
 
 def device_bytes(
@@ -41,10 +42,14 @@ def device_bytes(
     pairs: bool,
     low_stays: bool = False,
 ) -> DeviceBytes:
-    """Before anything is allocated. `num_replay_slots`: resident blocks that do not fold every step need a working slot
-    more; `pairs`: copies of both signs are made at once; `low_stays`: a resident block's low plane is with it."""
-    edges = sum(u.nbytes + u.low_nbytes for u in (*placement.edges, *placement.ambient))
-    edges += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
+    """Computes the sizes before anything is allocated.
+
+    `num_replay_slots`: slots for resident blocks that do not fold every step, which are replayed into a slot instead.
+    `pairs`: working copies for +z and -z exist at the same time. `low_stays`: a resident block's low plane is on the
+    device too.
+    """
+    non_blocks = sum(u.nbytes + u.low_nbytes for u in (*placement.leaf_units, *placement.ambient))
+    non_blocks += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
     largest = max((u.nbytes for u in placement.blocks), default=0)
     largest_low = max((u.low_nbytes for u in placement.blocks), default=0)
     all_stay = num_resident == len(placement.blocks)
@@ -52,7 +57,7 @@ def device_bytes(
     sizes = sorted((u.nbytes + (u.low_nbytes if low_too else 0) for u in placement.blocks), reverse=True)
     blocks = sum(sizes[:num_resident])
     return DeviceBytes(
-        edges=edges,
+        non_blocks=non_blocks,
         scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,
@@ -70,9 +75,12 @@ def zo_sizes(
     in_pairs: bool,
     shared: bool = False,
 ) -> dict[str, Any]:
-    """Of the buffers that ZO shares between blocks, as `device_bytes` takes them. Copies are made in pairs where blocks
-    stay on the device, for then memory is not what is scarce, and where they are `in_pairs` anyway: stored in fewer
-    bytes than copies take, or slower to compute than to bring. `shared`: ranks keep the host store together."""
+    """Sizes of the buffers that ZO's blocks share, as keyword arguments of `device_bytes`.
+
+    Working copies for +z and -z are made at once where blocks are resident, because device memory is then not scarce.
+    They are also made at once if `in_pairs`: stored blocks take fewer bytes than copies, or compute takes longer than
+    uploads. `shared`: the ranks of a machine share the host store.
+    """
     num_slots = stream.device_slots if stream.overlap else 1
     pairs = num_blocks > 0 and (num_resident > 0 or in_pairs)
     return {
@@ -86,18 +94,20 @@ def zo_sizes(
 
 
 def check_fits(needed: DeviceBytes, *, budget_gb: float | None, remedy: str) -> None:
-    """Refuses a model that can't run within `device_memory_gb` before memory is taken."""
+    """Raises before any allocation if the model cannot run within `device_memory_gb`. Without a budget (None) it never
+    raises."""
     if budget_gb is not None and needed.total > budget_gb * 1e9:
         raise ValueError(
-            f"this model needs at least {needed.total / 1e9:.3g} GB on the device besides activations (edges "
-            f"{needed.edges / 1e9:.3g}, slots {(needed.slots + needed.low_slots) / 1e9:.3g}, scratch "
+            f"this model needs at least {needed.total / 1e9:.3g} GB on the device besides activations (outside blocks "
+            f"{needed.non_blocks / 1e9:.3g}, slots {(needed.slots + needed.low_slots) / 1e9:.3g}, scratch "
             f"{needed.scratch / 1e9:.3g}, resident blocks {needed.blocks / 1e9:.3g}), got {budget_gb:g}: {remedy} "
             "(ds_zo.stream.device_memory_gb)"
         )
 
 
 def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:
-    """The budget that the user gave, or what is free on the device, counting what this process could give back."""
+    """Bytes that this process may use on the device: the user's budget, or else the free memory plus the memory that
+    PyTorch's allocator has reserved for this process."""
     if budget_gb is not None:
         return int(budget_gb * 1e9)
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -106,8 +116,8 @@ def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:
 def most_resident(
     placement: Placement, *, budget_nbytes: int, activations_nbytes: int, sizes: Callable[[int], dict[str, Any]]
 ) -> int:
-    """How many blocks may stay on the device within a budget; -1 where it doesn't even hold a streamed model. `sizes`
-    gives the other arguments of `device_bytes` for a number of resident blocks."""
+    """The largest number of resident blocks within a budget; -1 if the budget does not hold the model even with all
+    blocks streamed. `sizes` returns the other arguments of `device_bytes` for a number of resident blocks."""
     for num_resident in range(len(placement.blocks), -1, -1):
         needed = device_bytes(placement, num_resident=num_resident, **sizes(num_resident)).total
         if needed + activations_nbytes + MARGIN_NBYTES <= budget_nbytes:
@@ -115,27 +125,30 @@ def most_resident(
     return -1
 
 
-def give_back_unused(device: torch.device) -> None:
-    """Before buffers are made that last: one cut from a large segment that a freed tensor left would keep all of it
-    from being given back, and what the allocator holds counts as a step's."""
+def release_cached_memory(device: torch.device) -> None:
+    """Empties the allocator's cache, before long-lived buffers are allocated. A small buffer inside a large cached
+    segment would keep the whole segment reserved, and reserved memory counts as memory that a step needs."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def measure_from_here(device: torch.device) -> None:
-    """The first step's peak is to be its own: neither what loading left nor an earlier engine's. PyTorch keeps one peak
-    for all of a process."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Resets PyTorch's peak memory statistics, so that the first step's peak includes neither loading nor an earlier
+    engine. PyTorch has one peak for the whole process."""
     if device.type == "cuda":
-        give_back_unused(device)
+        release_cached_memory(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def residents_after_a_step(
     placement: Placement, *, device: torch.device, budget_gb: float | None, sizes: Callable[[int], dict[str, Any]]
 ) -> tuple[int, str]:
-    """How many blocks may stay on the device beside what a step with none took, and the figures that say so. What the
-    allocator holds counts, not what tensors fill of it: in a budget filled to the last block it would give up and take
-    back memory all the time, or find no room."""
+    """The number of blocks that may be resident after a first step without resident blocks, and a text with the
+    figures.
+
+    The step's peak is the memory that the allocator had reserved, which is more than its tensors filled. In a budget
+    filled to the last block the allocator would otherwise free and allocate memory all the time, or run out of it.
+    """
     peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device))
     budget = usable_nbytes(device, budget_gb=budget_gb)
     activations = max(0, peak - device_bytes(placement, num_resident=0, **sizes(0)).total)

@@ -1,11 +1,10 @@
-"""Blocks whose weights all ranks keep together in device memory.
+"""Blocks whose weights are sharded over the devices of all ranks.
 
 [Note: device shards] At ZeRO stage 3 without `offload_param`, each rank keeps an equal piece of every block's bytes on
-its device, whatever machine it is on, and a visit gathers the pieces into a slot. Nobody can read another's piece by
-itself, so whatever reads weights (evaluating, `state_dict`, a parameter's value) is made by all ranks alike, as with
-DeepSpeed's own stage 3. Ranks that are at different places would gather pieces of different blocks and go on with
-nonsense; so they tell one another on the host where they are, at the start of a pass and before a gather that no pass
-has announced.
+its device, whichever machine it runs on. Using a block gathers the pieces into a slot. A rank cannot read another
+rank's piece by itself. So everything that reads weights (evaluation, `state_dict`, a parameter's value) is collective,
+as with DeepSpeed's own stage 3. Ranks that make different calls would gather pieces of different blocks and train on
+wrong weights. So ranks compare their calls on the host, at the start of a pass and before every gather outside a pass.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.node import Node, Share, one_may_be_gone
+from ds_zo.streaming.node import Node, RankPartition, explain_lost_rank
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Placed, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What one rank has of one parameter."""
+    """The elements of one parameter that are in one rank's piece."""
 
     rank: int
     begin: int
-    """Its first element's place in the parameter."""
+    """Index of the first of these elements in the parameter."""
     numel: int
     at: int
-    """Bytes: where it stands in the rank's piece."""
+    """Byte offset of these elements in the rank's piece."""
 
     def view(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return piece[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
 
 
-def segments_of(unit: Unit, share: Share) -> dict[int, list[ParameterShard]]:
-    """By the parameter's id."""
-    length = share.piece_nbytes(unit.nbytes)
+def segments_of(unit: Unit, partition: RankPartition) -> dict[int, list[ParameterShard]]:
+    """The shards of each of the unit's parameters, in rank order, by the parameter's id."""
+    length = partition.piece_nbytes(unit.nbytes)
     found: dict[int, list[ParameterShard]] = {}
     for placed, begin, end in unit.spans():
         itemsize = placed.parameter.element_size()
@@ -55,91 +54,93 @@ def segments_of(unit: Unit, share: Share) -> dict[int, list[ParameterShard]]:
 
 
 class DeviceShards(RanksStore):
-    """This rank's pieces. See [Note: device shards]."""
+    """This rank's pieces of the blocks, on its device. See [Note: device shards]."""
 
     def __init__(self, node: Node, *, device: torch.device) -> None:
         super().__init__(node, device, pin=False)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Room for a whole unit, until it is `filled`."""
-        return torch.zeros(self.share.padded_nbytes(nbytes), dtype=torch.uint8, device=self.device)
+        """Returns a zeroed device buffer for a whole unit. `filled` replaces it by this rank's piece."""
+        return torch.zeros(self.partition.padded_nbytes(nbytes), dtype=torch.uint8, device=self.device)
 
     def filled(self, unit: Unit) -> None:
-        piece = unit.store_buffer.chunk(self.share.size)[self.share.index].clone()
-        unit.settle(piece, None, streamed=True, low_streamed=False, is_cut=True)
+        piece = unit.store_buffer.chunk(self.partition.size)[self.partition.index].clone()
+        unit.assign_buffers(piece, None, streamed=True, low_streamed=False, is_sharded=True)
         self.nbytes += piece.numel()
 
-    def own(self, home: torch.Tensor, nbytes: int) -> torch.Tensor:
-        return home
+    def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+        return buffer
 
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
-        return segments_of(unit, self.share)
+        return segments_of(unit, self.partition)
 
-    def write(self, unit: Unit, placed: Placed, value: torch.Tensor) -> None:
-        """This rank's part of a parameter's new value, which all ranks have."""
+    def write(self, unit: Unit, placed: PlacedParameter, value: torch.Tensor) -> None:
+        """Stores this rank's part of a parameter's new value. Every rank calls it with the whole value."""
         if value.shape != placed.parameter.shape:
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         flat = value.detach().reshape(-1)
         for segment in self.segments(unit)[id(placed.parameter)]:
-            if segment.rank == self.share.index:
+            if segment.rank == self.partition.index:
                 part = flat[segment.begin : segment.begin + segment.numel]
                 segment.view(unit.store_buffer, placed.parameter.dtype).copy_(part)
-        if self.device.type == "cuda":  # the next gather, on another stream, waits for it
-            unit.landed = unit.landed or torch.cuda.Event()
-            unit.landed.record(torch.cuda.current_stream(self.device))
+        if self.device.type == "cuda":  # the next gather is on another stream and waits for this event
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            unit.written_back.record(torch.cuda.current_stream(self.device))
 
     def whole(self, unit: Unit) -> list[torch.Tensor]:
-        """Its parameters on the device, in `placed` order. By all ranks."""
-        if unit.landed is not None:
-            torch.cuda.current_stream(self.device).wait_event(unit.landed)
-        buffer = torch.empty(self.share.padded_nbytes(unit.nbytes), dtype=torch.uint8, device=self.device)
+        """Gathers the unit's parameters into new device memory, in `placed` order. Collective."""
+        if unit.written_back is not None:
+            torch.cuda.current_stream(self.device).wait_event(unit.written_back)
+        buffer = torch.empty(self.partition.padded_nbytes(unit.nbytes), dtype=torch.uint8, device=self.device)
         self.gather(buffer, unit)
         return unit.views(unit.planes(buffer), [None] * len(unit.parts))
 
     def gather(self, buffer: torch.Tensor, unit: Unit) -> None:
-        """Into a buffer with room for equal pieces, by the current stream; ranks that are elsewhere are found out."""
-        self.node.agree(unit.index, f"ask for the weights of {unit.name}")
-        buffer.chunk(self.share.size)[self.share.index].copy_(unit.store_buffer)
-        with one_may_be_gone(self.device):
+        """Gathers a unit into a buffer padded to equal pieces, on the current stream. Raises if ranks make different
+        calls. Collective."""
+        self.node.check_same_call(unit.index, f"ask for the weights of {unit.name}")
+        buffer.chunk(self.partition.size)[self.partition.index].copy_(unit.store_buffer)
+        with explain_lost_rank(self.device):
             for work in self.node.gather(buffer):
                 work.wait()
 
 
 class DeviceShardRuntime(ShardedRuntime):
-    """Brings blocks to slots from all ranks' pieces."""
+    """Gathers blocks into slots from the pieces of all ranks."""
 
     _store: DeviceShards
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self._alike = True
-        """Slots hold the same on all ranks, whatever each has visited."""
+        self._slots_agree = True
+        """Whether slots are known to hold the same units on all ranks, whichever blocks each rank's forward has
+        used."""
         super().__init__(*args, **settings)
 
-    def arrive(self, unit: Unit) -> Slot:
-        if not self._together and not self._alike:
-            self.forget()
-            self._alike = True
-        return super().arrive(unit)
+    def acquire(self, unit: Unit) -> Slot:
+        if not self._is_collective and not self._slots_agree:
+            self.invalidate_slots()
+            self._slots_agree = True
+        return super().acquire(unit)
 
     @contextmanager
     def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Inside, the current stream may change this rank's piece: every gather so far has read it, none to come
-        has."""
+        """Inside, the current stream may change this rank's piece: it waits for all gathers issued so far, and later
+        gathers wait for it."""
         if self._up is not None and self._compute is not None:
             self._compute.wait_stream(self._up)
         yield unit.store_buffer
         unit.version += 1
         if self._up is not None:
-            unit.landed = unit.landed or torch.cuda.Event()
-            self._record(unit.landed, self._compute)
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            self._record(unit.written_back, self._compute)
 
-    def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._wait_until_free(slot)
         assert slot.unit is not None
         nbytes = slot.unit.nbytes
-        self._store.gather(slot.buffer[: self._room(nbytes)], slot.unit)
-        self.bytes_wire += self._share.piece_nbytes(nbytes) * (self._share.size - 1)
+        self._store.gather(slot.buffer[: self._slot_nbytes(nbytes)], slot.unit)
+        self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
     def _meet(self, order: Sequence[int]) -> None:
-        self._alike = False
-        self._store.node.agree(-1 - next(iter(order), 0), f"start a pass at block {next(iter(order), None)}")
+        self._slots_agree = False
+        self._store.node.check_same_call(-1 - next(iter(order), 0), f"start a pass at block {next(iter(order), None)}")

@@ -1,7 +1,8 @@
-"""Who folds when: every block has its turn once in `interval` steps, and steps have about as many turns each.
+"""The steps in which each block folds: once in every `interval` steps, with about equally many folds in each step.
 
-Neighbours' turns lie far apart: where blocks are not a multiple of the interval, those that are over would otherwise
-all fold in successive steps, and blocks that lag far behind would follow one another, so that the link waits.
+Neighbouring blocks fold in steps that are far apart. In index order, the blocks beyond a multiple of the interval would
+all fold in successive steps. Blocks with many pending updates would also be neighbours, and uploads would wait for
+them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from functools import cache
 
 FOLD_ORDER = 2
-"""Names the rule, for what was recorded: by another one weights are rounded at other steps. 1 was the block's index."""
+"""Version of this rule, stored with checkpoints and trajectories: another rule rounds weights at other steps. Version 1
+uses the block's index as its turn."""
 _GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, modulo one, fall into the widest gap that earlier ones left."""
+"""The golden ratio's fractional part. Each further multiple of it, modulo 1, falls into the widest gap between the
+earlier ones."""
 
 
 def turn(index: int, interval: int) -> int:
@@ -21,6 +24,6 @@ def turn(index: int, interval: int) -> int:
 
 @cache
 def _turns(interval: int) -> tuple[int, ...]:
-    """A permutation: the ranks of the first multiples."""
+    """A permutation of range(interval): the rank of each of the first multiples of `_GOLDEN` modulo 1."""
     order = sorted(range(interval), key=lambda i: i * _GOLDEN % 1)
     return tuple(sorted(range(interval), key=order.__getitem__))

@@ -1,4 +1,4 @@
-"""Host buffers that the device can copy from at full speed: pinned, of exactly the size asked for."""
+"""Pinned host buffers of exactly the requested size, for streamed units."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MADV_HUGEPAGE = 14
 
 
 class HostStore:
-    """Takes host memory a unit at a time.
+    """Allocates host memory for streamed units and pins it.
 
-    PyTorch's pinned allocator rounds each request up to a power of two, which can double the host memory of a model.
-    Ordinary memory registered with CUDA afterwards has the size it has. Where registering fails (locked-memory limit),
-    the buffer stays pageable: the driver then stages every copy through a small pinned ring of its own, which is right
-    but slower; warned about once.
+    PyTorch's pinned allocator rounds each request up to a power of two, which can double the host memory of a model. So
+    the store allocates ordinary memory and registers it with CUDA. If registering fails (locked-memory limit), the
+    buffer stays pageable: copies are correct but slower, because the driver stages them through a small pinned buffer.
+    The store warns about this once.
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
@@ -31,12 +31,12 @@ class HostStore:
         self._registered: list[torch.Tensor] = []
         self.nbytes = 0
         self.pinned_nbytes = 0
-        # Memory that is freed while CUDA has it for registered fails whoever gets it next. When the process ends, there
-        # is nobody.
+        # Memory must be unregistered before it is freed: its next owner would otherwise get CUDA errors. Not needed at
+        # the process's exit.
         weakref.finalize(self, _unregister_unused, self._registered, device).atexit = False
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """An uninitialised uint8 buffer, page-aligned."""
+        """Allocates a page-aligned uint8 buffer with undefined contents."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
@@ -45,31 +45,31 @@ class HostStore:
         _ask_for_huge_pages(buffer)
         self.nbytes += nbytes
         if self._pin:
-            buffer.zero_()  # on all cores: registering would touch the pages one by one
+            buffer.zero_()  # touches the pages on all cores; registering would touch them one by one
         if self._pin and self._register(buffer):
             self.pinned_nbytes += nbytes
         return buffer
 
     def filled(self, unit: Unit) -> None:
-        """A unit's weights are in the buffer that was taken for it."""
+        """Called when a unit's weights have been stored in its buffer."""
 
     def _register(self, buffer: torch.Tensor) -> bool:
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(error) == 0:
-            self._registered.append(buffer)  # registered memory must not be freed, so it is kept alive from here
+            self._registered.append(buffer)  # keeps the memory alive while it is registered
             return True
         _clear_error(self._device)
         if self._pin:  # once
             self._pin = False
             logger.warning(
-                f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads from "
-                "here on go through pageable memory, several times slower: raise the locked-memory limit (ulimit -l "
-                "unlimited) or the container's memory"
+                f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads of "
+                "further blocks are from pageable memory, several times slower: raise the locked-memory limit (ulimit "
+                "-l unlimited) or the container's memory"
             )
         return False
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """One buffer is no longer needed. Only after its last copy has finished."""
+    def free(self, buffer: torch.Tensor) -> None:
+        """Unpins one buffer. Call it after the buffer's last copy has finished."""
         self.nbytes -= buffer.numel()
         if self._unregister(buffer):
             self.pinned_nbytes -= buffer.numel()
@@ -83,7 +83,7 @@ class HostStore:
         return False
 
     def close(self) -> None:
-        """Unpins. Only after the last copy has finished."""
+        """Unpins all buffers. Call it after the last copy has finished."""
         _unregister(self._registered)
 
 
@@ -93,22 +93,22 @@ def _unregister(buffers: list[torch.Tensor]) -> None:
 
 
 def _unregister_unused(buffers: list[torch.Tensor], device: torch.device) -> None:
-    """Of a store that nobody closed, and whose last copies may be on their way."""
+    """Unpins the buffers of a store that was collected without `close`. Copies may still be under way."""
     if buffers:
-        with torch.cuda.device(device):  # in whatever thread: on the first device this would make a context
+        with torch.cuda.device(device):  # otherwise `synchronize` may create a CUDA context on device 0
             torch.cuda.synchronize()
             _unregister(buffers)
 
 
 def _clear_error(device: torch.device) -> None:
-    """CUDA keeps the error of a call that failed, and the next kernel would be blamed for it."""
+    """Clears CUDA's sticky last error, which the next kernel launch would otherwise report."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """Before the memory is touched: fewer pages to pin, and larger pieces for the copy engine. A wish, so no error if
-    unheard."""
+    """Asks for huge pages, before the memory is touched: fewer pages to pin, and larger pieces for the copy engine. The
+    system may decline; that is no error."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.numel()), _MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""Models that are never whole in memory twice: parameters on the meta device with a source that reads them one by
+"""Loading without a second copy of the model: parameters on the meta device, with a source that reads them one by
 one."""
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ds_zo.streaming.units import Placed
+from ds_zo.streaming.units import PlacedParameter
 
 _SOURCE = "_ds_zo_source"
 Source = Callable[[str], torch.Tensor]
-"""From a parameter's name to its value."""
+"""Returns a parameter's value for its name."""
 
 
 def attach_source(module: nn.Module, source: Source) -> None:
-    """Says where the values of `module`'s meta parameters come from; read when an engine places them."""
+    """Attaches a source of values to a module with parameters on the meta device. An engine reads it when it stores the
+    parameters."""
     object.__setattr__(module, _SOURCE, source)
 
 
 def read_all(module: nn.Module) -> None:
-    """Reads what is on the meta device and has a source into host memory, for an engine that moves a module whole.
-    Parameters stay the same objects."""
+    """Reads the meta parameters of a module with a source into host memory, for an engine that moves the whole module.
+    Parameters stay the same Python objects."""
     source: Source | None = getattr(module, _SOURCE, None)
     if source is None:
         return
@@ -36,17 +37,18 @@ def read_all(module: nn.Module) -> None:
             torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
 
 
-def reader_of(module: nn.Module) -> Callable[[Placed], torch.Tensor]:
-    """How to get each parameter's value: from memory, or from the attached source where it is on the meta device."""
+def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor]:
+    """A function that returns each parameter's value: from memory, or from the attached source if the parameter is on
+    the meta device."""
     source: Source | None = getattr(module, _SOURCE, None)
 
-    def read(placed: Placed) -> torch.Tensor:
+    def read(placed: PlacedParameter) -> torch.Tensor:
         if not placed.parameter.is_meta:
             return placed.parameter.data
         if source is None:
             raise ValueError(
-                f"parameter {placed.name} is on the meta device and no one said where its value is: load the model "
-                "with ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
+                f"parameter {placed.name} is on the meta device and the model has no source of its value: load the "
+                "model with ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
             )
         return source(placed.name)
 
@@ -71,7 +73,7 @@ class SafetensorsSource:
         return set(self._file_of)
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """A tensor's dtype, as safetensors names it, and its shape; nothing else is read."""
+        """A tensor's dtype, as safetensors names it, and its shape, without reading its values."""
         with safe_open(self._file_of[name], framework="pt") as file:
             found = file.get_slice(name)
             return found.get_dtype(), tuple(found.get_shape())
@@ -85,13 +87,13 @@ class SafetensorsSource:
 def load_pretrained(
     auto_class: Any, name_or_path: str, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> nn.Module:
-    """A pretrained model whose weights are read straight into the host store when `deepspeed.initialize` places them.
+    """Loads a pretrained model whose weights `deepspeed.initialize` reads directly into the host store.
 
-    `auto_class` is one of transformers' Auto classes, or a model's own.
+    `auto_class` is one of transformers' Auto classes, or a model's own class.
 
-    For a folder of safetensors whose names are the model's own. Anything else (Hub names not on disk, checkpoints that
-    transformers converts while loading) goes through `from_pretrained`, whose weights are then freed unit by unit as
-    they are placed.
+    This needs a folder of safetensors with the model's own parameter names. All other models (Hub names not on disk,
+    checkpoints that transformers converts while loading) are loaded by `from_pretrained`. `deepspeed.initialize` then
+    frees their weights unit by unit as it stores them.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig

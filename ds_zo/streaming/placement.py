@@ -1,5 +1,4 @@
-"""From a module to units with homes: which parameters form which unit, where its bytes live, how large the shared
-buffers are."""
+"""Divides a module's parameters into units, sizes the buffers that units share, and fills the units' stores."""
 
 from __future__ import annotations
 
@@ -12,43 +11,47 @@ from torch import nn
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.shared_store import SharedStore
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
-ReadParameter = Callable[[Placed], torch.Tensor]
+ReadParameter = Callable[[PlacedParameter], torch.Tensor]
+"""Returns a parameter's initial value."""
 
 
 @dataclass
 class Placement:
-    """The model as units."""
+    """A model divided into units."""
 
     blocks: list[Unit]
-    """In the order the model lists them."""
-    edges: list[Unit]
-    """Entered through the modules that own them; always resident."""
+    """The blocks, in the order in which the model lists them."""
+    leaf_units: list[Unit]
+    """Units of leaf modules (without parameters in submodules) that belong to no block. Always resident; materialised
+    while one of the modules that own them runs."""
     ambient: list[Unit]
-    """Resident parameters of modules that contain other modules: alive through the whole forward, so each twin needs
-    its own copy."""
+    """Resident units that are used through a whole forward, such as parameters of modules that contain other modules.
+    Each perturbed pass of a step needs its own working copy of them."""
     entered_by: dict[nn.Module, list[Unit]]
-    """Edge modules, and the units whose parameters they own (a tied weight is one unit, entered by two modules)."""
+    """Modules that own parameters of `leaf_units`, and these units. A tied weight is one unit of two modules."""
     scratch_nbytes: int
-    """One working copy: of the largest block with the largest edge module inside it, or of the largest edge module."""
+    """Bytes of one working copy: of a block together with the largest leaf module inside it, or of the largest leaf
+    module, whichever is larger."""
     pair_scratch_nbytes: int
-    """The same with copies of both signs of a block at once. Outside blocks the second copy's room is free."""
+    """The same with two working copies of a block, perturbed by +z and by -z. A leaf module outside the blocks may use
+    the second copy's bytes."""
     nested_at: dict[int, int] = field(default_factory=dict)
-    """Where in the scratch an edge module inside a block puts its copy, by `id(module)`."""
+    """Byte offset in the scratch of the working copy of a leaf module inside a block, by `id(module)`."""
 
     @property
     def units(self) -> list[Unit]:
-        return [*self.blocks, *self.edges, *self.ambient]
+        return [*self.blocks, *self.leaf_units, *self.ambient]
 
     @property
     def narrow(self) -> bool:
-        """Whether stored blocks are well below the size of working copies of them (bf12 under bf16 is not)."""
+        """Whether a block's stored bytes are less than two thirds of its working copy's (bf12 for bf16 is not)."""
         return any(3 * u.nbytes < 2 * u.scratch_nbytes for u in self.blocks)
 
     @property
     def block_scratch_nbytes(self) -> int:
-        """A working copy of the largest block."""
+        """Bytes of a working copy of the largest block."""
         return max((u.scratch_nbytes for u in self.blocks), default=0)
 
     @property
@@ -64,14 +67,14 @@ def plan_units(
     wire: torch.dtype | None = None,
     split: bool = True,
 ) -> Placement:
-    """`wire` None stores each parameter in its own dtype. Edges always are: they never cross the link."""
+    """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks (None:
+    each parameter's own dtype). Parameters outside the blocks keep their dtype: they are never streamed."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
     for name, entry in blocks.items():
         for m in entry.modules():
             hosts_of.setdefault(id(m), {})[id(entry)] = name
-    # A module that several blocks contain is brought up by each of them, so it is none's own; nor is one that stands
-    # outside of its block too.
+    # A module that several blocks contain, or that is also reachable outside its block, belongs to no block.
     elsewhere = reached_elsewhere(module, blocks.values())
     block_of = {
         key: next(iter(hosts.values())) for key, hosts in hosts_of.items() if len(hosts) == 1 and key not in elsewhere
@@ -86,87 +89,87 @@ def plan_units(
         for index, group in enumerate(param_groups)
         for p in group["params"]  # type: ignore[attr-defined]
     }
-    in_block: dict[str, list[Placed]] = {name: [] for name in blocks}
-    at_edge: dict[nn.Module, list[Placed]] = {}
+    in_block: dict[str, list[PlacedParameter]] = {name: [] for name in blocks}
+    outside: dict[nn.Module, list[PlacedParameter]] = {}
     offset = 0
     for name, p in module.named_parameters():
         trainable = p.requires_grad and id(p) in group_of
-        placed = Placed(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
+        placed = PlacedParameter(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
         offset += p.numel()
-        homes = {block_of.get(id(m)) for m in owners[id(p)]}
-        block = homes.pop() if len(homes) == 1 else None
+        blocks_of_owners = {block_of.get(id(m)) for m in owners[id(p)]}
+        block = blocks_of_owners.pop() if len(blocks_of_owners) == 1 else None
         if block is None:
-            at_edge.setdefault(owners[id(p)][0], []).append(placed)
+            outside.setdefault(owners[id(p)][0], []).append(placed)
         else:
             in_block[block].append(placed)
     for name, placed_list in in_block.items():
         frozen = [p for p in placed_list if not p.trainable]
-        if (
-            sum(p.numel for p in frozen) > sum(p.numel for p in placed_list) // 2
-        ):  # adapters in a frozen block stay resident
+        # In a mostly frozen block the trainable parameters (adapters) become resident units of their own.
+        if sum(p.numel for p in frozen) > sum(p.numel for p in placed_list) // 2:
             for placed in placed_list:
                 if placed.trainable:
-                    at_edge.setdefault(owners[id(placed.parameter)][0], []).append(placed)
+                    outside.setdefault(owners[id(placed.parameter)][0], []).append(placed)
             in_block[name] = frozen
 
     def make(
-        name: str, m: nn.Module, placed: list[Placed], wire: torch.dtype | None, index: int, is_block: bool
+        name: str, m: nn.Module, placed: list[PlacedParameter], wire: torch.dtype | None, index: int, is_block: bool
     ) -> Unit:
         return Unit(name, m, _parts(placed, wire=wire, split=split), index=index, is_block=is_block)
 
     block_units = [
         make(n, blocks[n], placed, wire, i, True) for i, (n, placed) in enumerate(in_block.items()) if placed
     ]
-    edges: list[Unit] = []
+    leaf_units: list[Unit] = []
     ambient: list[Unit] = []
     unit_of: dict[int, Unit] = {}
-    for m, placed_list in at_edge.items():
+    for m, placed_list in outside.items():
         leaf = all(next(child.parameters(), None) is None for child in m.children())
         unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, None, 0, False)
-        (edges if leaf else ambient).append(unit)
+        (leaf_units if leaf else ambient).append(unit)
         for placed in placed_list:
             unit_of[id(placed.parameter)] = unit
-    edge_set = {id(u) for u in edges}
+    leaf_ids = {id(u) for u in leaf_units}
     entered_by: dict[nn.Module, list[Unit]] = {}
     for m in module.modules():
         mine = {
             id(unit_of[id(p)]): unit_of[id(p)] for p in m._parameters.values() if p is not None and id(p) in unit_of
         }
-        entering = [u for u in mine.values() if id(u) in edge_set]
+        entering = [u for u in mine.values() if id(u) in leaf_ids]
         if entering:
             entered_by[m] = entering
-    largest_edge = 0
+    largest_leaf = 0
     nested_at: dict[int, int] = {}
     block_scratch = {u.name: u.scratch_nbytes for u in block_units}
     pair = in_blocks = max(block_scratch.values(), default=0)
     for m, entering in entered_by.items():
         nbytes = sum(u.scratch_nbytes for u in entering)
-        largest_edge = max(largest_edge, nbytes)
+        largest_leaf = max(largest_leaf, nbytes)
         if id(m) in hosts_of:
             nested_at[id(m)] = max(block_scratch.get(host, 0) for host in hosts_of[id(m)].values())
             in_blocks = max(in_blocks, nested_at[id(m)] + nbytes)
     return Placement(
         block_units,
-        edges,
+        leaf_units,
         ambient,
         entered_by,
-        scratch_nbytes=max(largest_edge, in_blocks),
-        pair_scratch_nbytes=max(largest_edge, in_blocks + pair),
+        scratch_nbytes=max(largest_leaf, in_blocks),
+        pair_scratch_nbytes=max(largest_leaf, in_blocks + pair),
         nested_at=nested_at,
     )
 
 
 def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
-    """The row that has no gradient in any of the modules that own the parameter. A head that is tied to an embedding
-    has one for every row."""
+    """Elements [first, end) of the row that never has a gradient; (0, 0) if there is none. It is an embedding's row
+    `padding_idx`, unless another owner uses that row: a head tied to the embedding has a gradient for every row."""
     rows = {m.padding_idx if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) else None for m in owners}
     row = rows.pop() if len(rows) == 1 else None
     return (0, 0) if row is None else (row * p.shape[-1], (row + 1) * p.shape[-1])
 
 
-def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -> list[Part]:
-    """Trainable floating parameters by dtype, then frozen ones by dtype, which are stored as they are."""
-    by_kind: dict[tuple[bool, torch.dtype], list[Placed]] = {}
+def _parts(placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, split: bool) -> list[Part]:
+    """One part for each dtype of trainable parameters, then one for each dtype of frozen ones, which are stored
+    unchanged."""
+    by_kind: dict[tuple[bool, torch.dtype], list[PlacedParameter]] = {}
     for p in placed:
         by_kind.setdefault((p.trainable, p.parameter.dtype), []).append(p)
     parts = []
@@ -178,7 +181,7 @@ def _parts(placed: Sequence[Placed], *, wire: torch.dtype | None, split: bool) -
     return parts
 
 
-def settle(
+def place_units(
     placement: Placement,
     store: HostStore,
     device: torch.device,
@@ -186,17 +189,18 @@ def settle(
     resident: Callable[[Unit], bool],
     read: ReadParameter,
 ) -> None:
-    """Gives every unit its home and fills it, one unit at a time, so that originals are freed as copies are made.
+    """Allocates and fills the buffers of every unit, one unit at a time, so that the original parameters are freed as
+    they are copied. `read` returns a parameter's initial value.
 
-    A resident block's low plane stays on the host when others stream: it is needed only at folds. (Not in memory that
-    ranks share: bringing it would take a gather of its own.)
+    A resident block's low plane is on the host when other blocks are streamed: only folds need it. In a store that
+    ranks share it is on the device, because uploading it would need a gather of its own.
     """
     shared = store if isinstance(store, SharedStore) else None
-    low_travels = shared is None and any(not resident(unit) for unit in placement.blocks)
+    low_on_host = shared is None and any(not resident(unit) for unit in placement.blocks)
     for number, unit in enumerate(placement.units):
         stays = not unit.is_block or resident(unit)
-        low_stays = stays and not (unit.is_block and low_travels)
-        home = torch.empty(unit.nbytes, dtype=torch.uint8, device=device) if stays else store.take(unit.nbytes)
+        low_stays = stays and not (unit.is_block and low_on_host)
+        buffer = torch.empty(unit.nbytes, dtype=torch.uint8, device=device) if stays else store.take(unit.nbytes)
         low = None
         if unit.low_nbytes:
             low = (
@@ -204,7 +208,7 @@ def settle(
                 if low_stays
                 else store.take(unit.low_nbytes)
             )
-        unit.settle(home, low, streamed=not stays, low_streamed=not low_stays)
+        unit.assign_buffers(buffer, low, streamed=not stays, low_streamed=not low_stays)
         if stays or shared is None or shared.writes(number):
             unit.store(read, via=device)
         unit.leave_meta()
@@ -216,14 +220,14 @@ def settle(
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers never stream."""
+    """Moves the module's buffers to the device: buffers are never streamed."""
     for m in module.modules():
         for name, buffer in m._buffers.items():
             if buffer is not None and buffer.device != device:
                 m._buffers[name] = buffer.to(device)
 
 
-def spread(num_blocks: int, num_resident: int) -> set[int]:
-    """Which blocks stay on the device: spaced evenly, so that the link never idles while a run of residents
-    computes."""
+def evenly_spaced(num_blocks: int, num_resident: int) -> set[int]:
+    """Indices of the blocks that are resident. They are evenly spaced, so that uploads never pause while a run of
+    resident blocks computes."""
     return {(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)}

@@ -1,12 +1,13 @@
-"""Executes schedules on four streams: uploads of blocks and of low planes, compute (the caller's) and downloads.
+"""The runtime executes schedules on four CUDA streams: uploads of blocks, uploads of low planes, compute, downloads.
 
-Order is kept by events named for the hand-off they guard; nothing here waits on the host. On a CPU "device" the same
-code runs in issue order.
+The compute stream is the caller's current stream. Events named for the transfer that they guard order the streams. The
+methods of a pass never block the host. On a CPU device the same code runs in issue order.
 
-[Note: low planes come ahead] A fold needs its unit's low plane, whether the unit streams or stays. Low planes come in
-the order of the folds, each as soon as a slot for them is free, which is when the fold before it has been made: up to a
-whole interval of blocks early. On a stream of their own, for an upload of a block may wait for its slot while the low
-plane is what the computing waits for.
+[Note: low planes are uploaded ahead] A fold applies a unit's pending updates to its stored weights. It needs the unit's
+low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
+a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
+whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
+wait for its slot, and would hold up the low plane that the compute stream needs first.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
 
 WantsLow = Callable[[Unit], bool]
-"""Whether a visit outside a pass will read a unit's low plane."""
+"""Whether a use of the unit outside a pass will read its low plane."""
 
 
 class BeforeOverwrite(Protocol):
-    """Told that a download is about to replace a unit's home, its low plane or both; it may give the unit others."""
+    """Called before a download overwrites a unit's `store_buffer`, its `low_buffer` or both. The callee may first
+    assign the unit other buffers."""
 
-    def __call__(self, unit: Unit, *, home: bool, low: bool) -> None: ...
+    def __call__(self, unit: Unit, *, weights: bool, low: bool) -> None: ...
 
 
 class Runtime:
-    """Brings streamed units to device slots in the order a pass visits them, ahead of time where slots allow.
+    """Uploads streamed units to device slots in the order in which a pass uses them, ahead of time where slots allow.
 
-    A pass is `start`, then for each visit `arrive` .. `depart`, in any order, then `finish`. Visits outside a pass (an
-    evaluation that nobody announced) work too: they follow the standing order.
+    A pass is `start`, then `acquire` and `release` for each use of a unit, in any order, then `finish`. Units can also
+    be used outside a pass, as an evaluation does: uploads ahead then follow the units' own order.
     """
 
     def __init__(
@@ -58,33 +60,36 @@ class Runtime:
         low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
         nbytes = max((u.nbytes for u in streamed), default=0)
         self._overlap = overlap
-        nbytes, low_nbytes = self._room(nbytes), self._room(low_nbytes)
+        nbytes, low_nbytes = self._slot_nbytes(nbytes), self._slot_nbytes(low_nbytes)
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
         self._low_pool = deque(self.low_slots)
-        self._low_of: dict[int, Slot] = {}
-        """Filled ahead, for visits to come."""
-        self._low_used: dict[int, Slot] = {}
-        """What a visit reads and changes."""
+        self._low_ahead: dict[int, Slot] = {}
+        """Low slots filled ahead of their use, by unit number."""
+        self._low_in_use: dict[int, Slot] = {}
+        """Low slots that kernels of the current use read and change, by unit number."""
         self._low_order: deque[int] = deque()
-        """Whose low planes are to come, in the order of their folds."""
+        """Numbers of the units whose low planes are still to be uploaded, in the order of their folds."""
         own = device.type == "cuda" and overlap
         self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
-        self._standing_order = [i for i, unit in enumerate(self.units) if unit.streamed]
+        self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
         self._downloads: set[int] = set()
         self._actions: deque[Action] = deque()
         self._in_pass = False
         self.wants_low: WantsLow | None = None
+        """None: uses outside a pass upload no low planes ahead."""
         self.bytes_up = 0
         self.bytes_down = 0
+        """Bytes that were uploaded and downloaded so far."""
         self.finish()
 
-    def _room(self, nbytes: int) -> int:
-        """What a slot for so many bytes takes."""
+    def _slot_nbytes(self, nbytes: int) -> int:
+        """Bytes of a slot that can hold a unit of `nbytes`."""
         return nbytes
 
-    def join(self, *, ahead: bool) -> None:
-        """The next pass is made by every rank of a host store that is sharded. `ahead`: another like it follows."""
+    def announce_collective_pass(self, *, ahead: bool) -> None:
+        """Declares that all ranks of a sharded store make the next pass. `ahead`: another pass like it follows, whose
+        first blocks are gathered at the end of the next one. No effect where weights are not sharded."""
 
     def start(
         self,
@@ -94,24 +99,27 @@ class Runtime:
         lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
     ) -> None:
-        """Plans a pass over the streamed units of `order` and sets its first uploads going. `downloads` are sent back
-        after their visit. `lows` fold in this pass, then in the next, in this order: see [Note: low planes come ahead].
-        `then` is what the next pass starts with (None: what this one does)."""
+        """Plans a pass over the streamed units of `order` and issues its first uploads.
+
+        Units in `downloads` are downloaded after their use. `lows` are the units that fold in this pass and then in the
+        next, in the order of the folds: see [Note: low planes are uploaded ahead]. `then` are the units that the next
+        pass starts with (None: the next pass starts like this one).
+        """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
         self._downloads = {self._number[id(unit)] for unit in downloads}
         self._in_pass = True
         self._low_order = deque(self._number[id(unit)] for unit in lows if unit.low_streamed and self._overlap)
-        self._take_back_lows(keep=self._low_order)
-        for number in self._low_of:
+        self._reclaim_low_slots(keep=self._low_order)
+        for number in self._low_ahead:
             self._low_order.remove(number)
         self._plan(self._order)
         self._issue_uploads()
         self._upload_lows()
 
-    def arrive(self, unit: Unit) -> Slot:
-        """The slot that holds `unit`; the compute stream waits for its upload. A unit that the plan did not expect next
-        (skipped, repeated or reordered blocks) is fetched at once and the plan made anew from there."""
+    def acquire(self, unit: Unit) -> Slot:
+        """Returns the slot that holds `unit`; the compute stream waits for its upload. A unit that is not next in the
+        plan (skipped, repeated or reordered blocks) is uploaded at once. The rest of the pass is then planned again."""
         number = self._number[id(unit)]
         self._issue_uploads()
         if not self._actions or self._actions[0].block != number or self._actions[0].kind is not Kind.COMPUTE:
@@ -124,94 +132,95 @@ class Runtime:
         self._wait(self._compute, slot.filled)
         return slot
 
-    def arrive_low(self, unit: Unit) -> torch.Tensor | None:
-        """The unit's low plane on the device (None where it has none); uploaded ahead when the plan knew, else now."""
+    def acquire_low(self, unit: Unit) -> torch.Tensor | None:
+        """Returns the unit's low plane on the device (None if the unit has none). It is uploaded now unless the plan
+        has uploaded it ahead."""
         if not unit.low_streamed:
             return unit.low_buffer
         number = self._number[id(unit)]
-        slot = self._low_used.get(number) or self._low_of.pop(number, None) or self._upload_low(unit)
-        self._low_used[number] = slot
+        slot = self._low_in_use.get(number) or self._low_ahead.pop(number, None) or self._upload_low(unit)
+        self._low_in_use[number] = slot
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
     def before_writing(self, slot: Slot) -> None:
-        """A kernel is about to change what a slot holds. A block that never left its slot, as where slots are as many
-        as blocks, may still be on its way home from there."""
+        """Called before a kernel changes a slot's contents: the compute stream waits for a download out of the slot.
+        Such a download is possible where a block stays in its slot, as when there are as many slots as blocks."""
         if slot.is_saving:
             for saved in slot.saved:
                 self._wait(self._compute, saved)
 
-    def written(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
-        """The last kernel that writes to the unit's slots has been issued: what the plan sends back goes, while others
-        may still read it. A resident unit has no slot, but may have a low plane to send back. `send_back` decides where
-        the plan cannot know: a block that is visited again before it is changed."""
+    def written(self, unit: Unit, slot: Slot | None, *, download: bool | None = None) -> None:
+        """Called when the last kernel that writes to the unit's slots has been issued. Issues the planned downloads;
+        later kernels may still read the slots. A resident unit has no slot but may have a low plane to download.
+        `download` overrides the plan (None: follow it), for a block that is used again before it is changed."""
         number = self._number[id(unit)]
-        low = self._low_used.pop(number, None)
+        low = self._low_in_use.pop(number, None)
         for used in (slot, low):
             if used is not None:
                 self._record(used.drained, self._compute)
-        if number in self._downloads if send_back is None else send_back:
-            self._send_back(unit, slot, low)
+        if number in self._downloads if download is None else download:
+            self._download(unit, slot, low)
             self._downloads.discard(number)
-        if low is not None and send_back is False and number in self._downloads:  # it was read before its fold
-            self._low_of[number] = low
+        if low is not None and download is False and number in self._downloads:  # read before its fold: kept for it
+            self._low_ahead[number] = low
         elif low is not None:
             self._low_pool.append(low)
             self._upload_lows()
 
-    def depart(self, unit: Unit, slot: Slot | None, *, send_back: bool | None = None) -> None:
-        """The last kernel that touches the unit's slots has been issued: it is `written`, if that was not said before,
-        and uploads that waited go."""
-        self.written(unit, slot, send_back=send_back)
+    def release(self, unit: Unit, slot: Slot | None, *, download: bool | None = None) -> None:
+        """Called when the last kernel that uses the unit's slots has been issued. Calls `written`, then issues the
+        uploads that waited for the slot."""
+        self.written(unit, slot, download=download)
         if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
             self._actions.popleft()
         if slot is not None and slot.version != unit.version:
-            slot.give_up()
+            slot.invalidate()
         self._issue_uploads()
 
     def abandon(self, slot: Slot) -> None:
-        """A visit broke off: what was issued for it may still be using the slot."""
+        """A use of the slot was interrupted. The next upload waits for the kernels that were issued for it."""
         self._record(slot.drained, self._compute)
 
     def finish(self) -> None:
-        """The pass is over, whole or broken off: back to the standing order. Slots stay valid where they equal their
-        unit's home."""
-        self._order = self._standing_order
+        """Ends a pass, complete or interrupted; uploads ahead follow the units' own order again. Slots stay valid where
+        they equal their unit's `store_buffer`."""
+        self._order = self._default_order
         self._then = None
         self._downloads = set()
         self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
-            if not self._is_good(slot):
-                slot.give_up()
+            if not self._is_current(slot):
+                slot.invalidate()
         self._low_order = deque()
-        self._take_back_lows(keep=self._low_of)
+        self._reclaim_low_slots(keep=self._low_ahead)
 
-    def forget(self) -> None:
-        """Homes were rewritten behind the slots' back: nothing that was brought up counts any more. Copies under way
-        come before whatever the compute stream does next, so that slots may be freed."""
+    def invalidate_slots(self) -> None:
+        """Invalidates all slots, after store buffers were rewritten by other code. The compute stream waits for all
+        copies under way, so that the caller may then free the slots."""
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 self._wait(self._compute, event)
-            slot.give_up()
+            slot.invalidate()
         self.finish()
 
-    def expose(self, unit: Unit) -> None:
-        """A caller is about to write to `unit.store_buffer`. Waits until the unit's last download has arrived, and
-        forgets the unit's copies in slots."""
+    def prepare_host_write(self, unit: Unit) -> None:
+        """Called before the host writes to `unit.store_buffer`. Blocks until the unit's last download is done, and
+        invalidates the slots that hold the unit."""
         self.host_wait(unit)
         held = [slot for slot in self._all_slots() if slot.unit is unit]
         for slot in held:
             if slot.filled is not None:
                 slot.filled.synchronize()
-            slot.give_up()
+            slot.invalidate()
         if held:
-            self._actions = deque()  # the next visit plans anew
-            self._take_back_lows(keep=self._low_of)
+            self._actions = deque()  # the next `acquire` plans again
+            self._reclaim_low_slots(keep=self._low_ahead)
 
-    def let_go(self) -> None:
-        """Frees what slots hold, now: who asks a runtime and whom it asks know each other, and would keep it until
-        Python looks for such rings."""
+    def free_buffers(self) -> None:
+        """Frees the slots' buffers now. The runtime is part of a reference cycle, so its memory would otherwise stay
+        until Python's garbage collector runs."""
         for slot in self._all_slots():
             slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
@@ -219,12 +228,12 @@ class Runtime:
         return [*self.slots, *self.low_slots]
 
     def host_wait(self, unit: Unit) -> None:
-        """Blocks the host until `unit.store_buffer` holds what was sent back. For readers outside the hot path."""
-        if unit.landed is not None:
-            unit.landed.synchronize()
+        """Blocks the host until the unit's last download is in `unit.store_buffer`. Not for use within a step."""
+        if unit.written_back is not None:
+            unit.written_back.synchronize()
 
-    def end_copies(self) -> None:
-        """Blocks the host until none is under way, before memory at either end goes."""
+    def wait_for_copies(self) -> None:
+        """Blocks the host until no copy is under way, before host or device memory is freed."""
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 if event is not None:
@@ -234,7 +243,7 @@ class Runtime:
         loaded = {
             self._number[id(slot.unit)]: i
             for i, slot in enumerate(self.slots)
-            if slot.unit is not None and self._is_good(slot)
+            if slot.unit is not None and self._is_current(slot)
         }
         ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
@@ -247,86 +256,87 @@ class Runtime:
         while self._actions and self._actions[0].kind is Kind.UPLOAD:
             action = self._actions[0]
             self._upload(action.block, self.slots[action.slot])
-            self._actions.popleft()  # not before: one that breaks off is made again
+            self._actions.popleft()  # only now: an interrupted upload is issued again
 
     def _upload(self, number: int, slot: Slot) -> None:
         unit = self.units[number]
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
         wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._low_pool and number not in self._low_of:
-            self._low_of[number] = self._upload_low(unit)
+        if wanted and self._low_pool and number not in self._low_ahead:
+            self._low_ahead[number] = self._upload_low(unit)
 
     def _upload_lows(self) -> None:
-        """As many as there is room for. One that is still to be folded comes again when it has been."""
-        while self._low_pool and self._low_order and self._low_order[0] not in self._low_of:
+        """Uploads as many of the next low planes as there are free low slots. A unit that folds twice has its second
+        upload after its first fold."""
+        while self._low_pool and self._low_order and self._low_order[0] not in self._low_ahead:
             number = self._low_order[0]
-            self._low_of[number] = self._upload_low(self.units[number])
+            self._low_ahead[number] = self._upload_low(self.units[number])
 
     def _upload_low(self, unit: Unit) -> Slot:
         assert unit.low_buffer is not None
         number = self._number[id(unit)]
         if number in self._low_order:
             self._low_order.remove(number)
-        if not self._low_pool:  # all were filled ahead for units that come later: the one that is here goes first
-            self._take_back_lows(keep=list(self._low_of)[:-1])
+        if not self._low_pool:  # all are filled ahead: reclaim the one filled last
+            self._reclaim_low_slots(keep=list(self._low_ahead)[:-1])
         slot = self._low_pool.popleft()
         self._fill(slot, unit, unit.low_buffer, self._up_low)
         self.bytes_up += unit.low_nbytes
         return slot
 
-    def _take_back_lows(self, *, keep: Collection[int]) -> None:
-        """All low planes' slots but those that are filled ahead for `keep`. What was issued for a visit that broke off
-        may still be using its own."""
-        for slot in self._low_used.values():
+    def _reclaim_low_slots(self, *, keep: Collection[int]) -> None:
+        """Returns all low slots to the pool but those filled ahead for the units in `keep`. Kernels of an interrupted
+        use may still read their low slots: `drained` is recorded after them."""
+        for slot in self._low_in_use.values():
             self._record(slot.drained, self._compute)
-        self._low_used = {}
-        self._low_of = {n: slot for n, slot in self._low_of.items() if n in keep and self._is_good(slot)}
-        elsewhere = [*self._low_pool, *self._low_of.values()]
+        self._low_in_use = {}
+        self._low_ahead = {n: slot for n, slot in self._low_ahead.items() if n in keep and self._is_current(slot)}
+        elsewhere = [*self._low_pool, *self._low_ahead.values()]
         self._low_pool.extend(slot for slot in self.low_slots if slot not in elsewhere)
 
-    def _fill(self, slot: Slot, unit: Unit, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        for event in (slot.drained, unit.landed):
+    def _fill(self, slot: Slot, unit: Unit, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        for event in (slot.drained, unit.written_back):
             self._wait(stream, event)
         with self._on(stream):
             slot.take(unit)
-            self._copy_up(slot, home, stream)
+            self._copy_up(slot, source, stream)
         self._record(slot.filled, stream)
         slot.version = unit.version
 
-    def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Piece by piece behind a download that may still be under way; at once where there was none."""
+    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
         if not slot.is_saving:
-            slot.buffer[: home.numel()].copy_(home, non_blocking=True)
+            slot.buffer[: source.numel()].copy_(source, non_blocking=True)
             return
-        pieces = list(slot.pieces(home.numel()))
+        pieces = list(slot.pieces(source.numel()))
         for piece, saved in pieces:
             self._wait(stream, saved)
-            slot.buffer[piece].copy_(home[piece], non_blocking=True)
-        slot.is_saving = len(pieces) < len(slot.saved)  # a larger unit's last ones are still to be awaited
+            slot.buffer[piece].copy_(source[piece], non_blocking=True)
+        slot.is_saving = len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
 
-    def _send_back(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
+    def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:
-            self._before_overwrite(unit, home=slot is not None, low=low is not None)
+            self._before_overwrite(unit, weights=slot is not None, low=low is not None)
         with self._on(self._down):
-            for used, home in ((slot, unit.store_buffer), (low, unit.low_buffer)):
-                if used is None or home is None:
+            for used, target in ((slot, unit.store_buffer), (low, unit.low_buffer)):
+                if used is None or target is None:
                     continue
                 self._wait(self._down, used.drained)
-                for piece, saved in used.pieces(home.numel()):
-                    home[piece].copy_(used.buffer[piece], non_blocking=True)
+                for piece, saved in used.pieces(target.numel()):
+                    target[piece].copy_(used.buffer[piece], non_blocking=True)
                     self._record(saved, self._down)
                 used.is_saving = True
-                self.bytes_down += home.numel()
+                self.bytes_down += target.numel()
         if slot is not None:
             unit.version = slot.version
         if self._down is not None:
-            unit.landed = unit.landed or torch.cuda.Event()
-            unit.landed.record(self._down)
+            unit.written_back = unit.written_back or torch.cuda.Event()
+            unit.written_back.record(self._down)
 
     @staticmethod
-    def _is_good(slot: Slot) -> bool:
-        """It holds, or awaits, what its unit's home holds."""
+    def _is_current(slot: Slot) -> bool:
+        """Whether the slot holds, or will hold once its upload is done, the bytes of its unit's `store_buffer`."""
         return slot.unit is not None and slot.version == slot.unit.version
 
     @property

@@ -1,8 +1,8 @@
-"""A schedule is data: which block is uploaded to which slot, computed there, and sent back, in issue order.
+"""A schedule is data: a list of uploads, computations and downloads of blocks, with their slots, in issue order.
 
-Pure functions over small integers: made, checked and priced without a GPU, executed by `runtime`. Reading one: `0H0 1H1
-0C0 0D0 2H0` uploads (H) block 0 to slot 0 and block 1 to slot 1, computes (C) block 0, downloads (D) it, and uploads
-block 2 into the slot that became free.
+Pure functions make, check and price schedules without a GPU; `runtime` executes them. For example, `0H0 1H1 0C0 0D0
+2H0` uploads (H) block 0 to slot 0 and block 1 to slot 1. It then computes (C) block 0, downloads (D) it, and uploads
+block 2 to the slot that became free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 NUM_PIECES = 4
-"""An upload follows the download out of its slot by one of so many pieces."""
+"""Slots are copied in so many pieces: an upload to a slot starts when the download out of it has copied one piece."""
 
 
 class Kind(Enum):
@@ -40,15 +40,16 @@ def sweep(
     loaded: Mapping[int, int] | None = None,
     then: Sequence[int] = (),
 ) -> list[Action]:
-    """One pass over `order` (forward, reversed, with gaps or repeats: it is only a list of block numbers).
+    """The schedule of one pass over `order`, a list of block numbers that may have gaps and repeats.
 
-    `loaded` says which blocks are in which slots already; `then` is what the next pass starts with, uploaded as
-    slots become free, so that the link is busy while the head computes. One slot is the schedule without overlap.
+    `loaded` maps blocks that are in slots already to their slots. `then` are the first blocks of the next pass: they
+    are uploaded as slots become free, while the rest of the model computes. One slot gives the schedule without
+    overlap.
     """
     if num_slots < 1:
         raise ValueError(f"a sweep needs at least one slot, got {num_slots}")
-    visits = [*order, *then]
-    soon = set(visits[:num_slots])
+    uses = [*order, *then]
+    soon = set(uses[:num_slots])
     slot_of = {block: slot for block, slot in (loaded or {}).items() if block in soon}
     free = deque(slot for slot in range(num_slots) if slot not in slot_of.values())
     actions: list[Action] = []
@@ -57,15 +58,15 @@ def sweep(
 
     def feed() -> None:
         nonlocal next_upload
-        while next_upload < len(visits):
-            block = visits[next_upload]
+        while next_upload < len(uses):
+            block = uses[next_upload]
             if block not in slot_of:
                 if not free:
                     return
                 slot_of[block] = free.popleft()
                 actions.append(Action(block, Kind.UPLOAD, slot_of[block]))
             elif block in claimed and next_upload < len(order):
-                return  # a repeat: the slot is its earlier visit's until that is over
+                return  # a repeat: the slot stays in use until the block's earlier use is over
             claimed.add(block)
             next_upload += 1
 
@@ -81,10 +82,10 @@ def sweep(
 
 
 def validate(actions: Iterable[Action], *, num_slots: int, loaded: Mapping[int, int] | None = None) -> None:
-    """Raises unless every compute finds its block, every download follows its compute, and no upload overwrites a block
-    that was brought in and not computed."""
+    """Raises unless every computation finds its block in its slot and every download follows its block's computation.
+    Raises also if an upload overwrites a block that was uploaded and not yet computed."""
     holds: dict[int, int] = {slot: block for block, slot in (loaded or {}).items()}
-    computed: dict[int, bool] = dict.fromkeys(holds, True)  # overwriting what an earlier pass left behind is fine
+    computed: dict[int, bool] = dict.fromkeys(holds, True)  # blocks that an earlier pass has left may be overwritten
     for action in actions:
         block, slot = action.block, action.slot
         if not 0 <= slot < num_slots:
@@ -99,12 +100,13 @@ def validate(actions: Iterable[Action], *, num_slots: int, loaded: Mapping[int, 
         if action.kind is Kind.COMPUTE:
             computed[slot] = True
         elif not computed[slot]:
-            raise ValueError(f"{action}: sent back before it was computed")
+            raise ValueError(f"{action}: downloaded before it was computed")
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a priced schedule runs, and how busy the three engines are."""
+    """Start and end of each action of a priced schedule, and how long uploads, compute and downloads are busy. All
+    times are in seconds."""
 
     spans: tuple[tuple[Action, float, float], ...]
     total_s: float
@@ -117,10 +119,11 @@ def price(
     seconds: Mapping[Kind, float] | None = None,
     seconds_of: Mapping[tuple[int, Kind], float] | None = None,
 ) -> Timeline:
-    """Runs the schedule on paper: three engines, each first come first served, with the waits that `runtime` issues:
-    a compute waits for its upload, a download for its compute (ZO's for the first kernel alone, which is not priced),
-    an upload for its slot's last compute, following the slot's last download by a piece."""
-    num_pieces = NUM_PIECES if any(action.slot for action in actions) else 1  # one slot: one thing at a time
+    """Simulates the schedule. Uploads, computations and downloads each run one at a time, in issue order, with the
+    waits that `runtime` issues. A computation waits for its upload. A download waits for its computation; ZO's waits
+    only for the first kernel, which is not priced. An upload waits for the slot's last computation, and follows the
+    slot's last download by one piece."""
+    num_pieces = NUM_PIECES if any(action.slot for action in actions) else 1  # one slot: copies do not overlap
     engine_free = dict.fromkeys(Kind, 0.0)
     filled: dict[int, float] = {}
     drained: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Device slots: buffers that units pass through, with the events of their hand-offs."""
+"""Device slots: buffers that streamed units are copied into, with the events that order their use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ds_zo.streaming.units import Unit
 
 
 class Slot:
-    """One buffer on the device. The object that owns the buffer owns its events: `filled` when its upload is done,
-    `drained` when the last kernel has read it, `saved` when each piece of its download is done."""
+    """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
+    used it, `saved[i]` when piece i of its download is done. Events are None without CUDA."""
 
     def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
         self.device = device
@@ -27,34 +27,38 @@ class Slot:
         self.filled: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
-        if self.drained is not None:  # the buffer may be memory that kernels on this stream are still to leave
+        if self.drained is not None:  # kernels on this stream may still use this memory
             self.drained.record(torch.cuda.current_stream(device))
         self.is_saving = False
-        """A download out of it was issued after its last upload, or before one that did not reach all of its pieces."""
+        """Whether a download of the slot may be under way that no upload has waited for. An upload of a smaller unit
+        does not wait for the last pieces."""
         self.unit: Unit | None = None
-        """Whose bytes it holds or awaits."""
+        """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
         self.version = -1
-        """How many updates those bytes include. Differs from `unit.version` once a visit has replayed into it."""
+        """Number of updates that the bytes include; -1 while unknown. It differs from `unit.version` once pending
+        updates have been replayed into the slot."""
 
     def pieces(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
-        """The pieces that the first `nbytes` reach into, the same for every unit, and the events of their downloads."""
+        """The pieces that cover the first `nbytes`, and the events of their downloads. Piece boundaries do not depend
+        on the unit."""
         length = -(-self._nbytes // NUM_PIECES)
         for i, saved in enumerate(self.saved):
             if i * length < nbytes:
                 yield slice(i * length, min((i + 1) * length, nbytes)), saved
 
     def take(self, unit: Unit) -> None:
-        """An upload is about to fill it. Until it is issued whole, nothing is there to go by: it may break off."""
+        """Assigns the slot to `unit`, before its upload. The version stays -1 until the whole upload is issued, because
+        issuing it may be interrupted."""
         self.unit, self.version = unit, -1
         if not self._reuse:
             self._reallocate()
 
-    def give_up(self) -> None:
-        """What it holds is no longer what a unit's home holds."""
+    def invalidate(self) -> None:
+        """Marks the slot's contents as different from any unit's `store_buffer`."""
         self.unit, self.version = None, -1
 
     def _reallocate(self) -> None:
-        """The ablation `reuse_buffers: false`: a real allocation and a real free each visit."""
+        """For the ablation `reuse_buffers: false`: allocates and frees device memory at each use."""
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         if self.device.type != "cuda":
             self.buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
@@ -66,7 +70,7 @@ class Slot:
 
 
 class _RawBuffer:
-    """Memory from cudaMalloc itself, past PyTorch's caching allocator."""
+    """Device memory from cudaMalloc, without PyTorch's caching allocator."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._cudart = _cudart()
@@ -85,7 +89,7 @@ class _RawBuffer:
         }
 
     def free(self) -> None:
-        """Now; else with the last tensor of it."""
+        """Frees the memory now. Otherwise it is freed with the last tensor that uses it."""
         self._free()
 
 

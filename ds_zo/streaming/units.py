@@ -1,9 +1,15 @@
-"""Units: parameters that come and go together, laid out flat.
+"""A unit is a set of parameters that are copied to the device together, stored in one flat buffer.
 
-A block is a unit, and so is each module outside the blocks that owns parameters (the edge). A unit's bytes stand in one
-buffer, its home, on the host (streamed) or on the device (resident): for each storage dtype a flat plane, every
-parameter starting at a multiple of `ALIGN` elements. Between visits a unit's parameters are views of its home, or
-placeholders where the storage cannot be viewed in the parameter's dtype.
+Each block is a unit. So is each module outside the blocks that owns parameters. A unit's stored bytes are in one
+buffer, `store_buffer`: on the host if the unit is streamed, on the device if it is resident. The buffer has one flat
+plane for each pair of dtype and storage format. Every parameter starts at a multiple of `ALIGN` elements of its plane.
+
+A unit is materialised while its parameters are bound to working copies on the device. At other times they are views of
+the `store_buffer`, or placeholders without memory where the stored bytes cannot be viewed in the parameter's dtype.
+
+With split masters ([Note: split masters] in `ops.formats`) a second buffer, `low_buffer`, holds the low plane: the bits
+of the float32 weights that the storage format drops. Only a fold, which applies pending updates to stored weights, and
+exact reads need it.
 """
 
 from __future__ import annotations
@@ -17,27 +23,28 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.ops.formats import FORMATS
-from ds_zo.streaming.watched import unwatch, watch
+from ds_zo.streaming.intercepted import intercept, stop_intercepting
 
 ALIGN = ops.SEGMENT_ALIGNMENT
-"""Elements: a parameter starts 256-byte aligned whatever the dtype, and no scale group spans two parameters."""
+"""In elements. A parameter starts 256-byte aligned for every dtype, and no scale group spans two parameters."""
 
 
 @dataclass
-class Placed:
-    """One parameter and where it stands."""
+class PlacedParameter:
+    """One parameter and its position in its unit's storage."""
 
     name: str
     parameter: nn.Parameter
     offset: int
-    """Of its first element among all the model's parameters: what its noise is a function of."""
+    """Index of the parameter's first element among all elements of the model. Its noise is a function of it."""
     group: int
-    """Its optimizer group (0 for a parameter of none, which is never updated)."""
+    """Index of its optimizer param group (0 for a parameter in no group, which is never updated)."""
     trainable: bool
     still: tuple[int, int] = (0, 0)
-    """Its elements [first, end) get no noise: the row of an embedding at `padding_idx`, which has no gradient."""
+    """Elements [first, end) of the parameter that get no noise: an embedding's row `padding_idx`, which never has a
+    gradient. (0, 0) if there are none."""
     start: int = 0
-    """Of its first element in its plane."""
+    """Index of the parameter's first element in its plane."""
 
     def __post_init__(self) -> None:
         self.numel, self.shape = self.parameter.numel(), self.parameter.shape
@@ -48,7 +55,8 @@ class Placed:
 
 @dataclass
 class Planes:
-    """One part's tensors inside some buffer."""
+    """One part's tensors as views of a buffer: stored elements, group scales (None for formats without scales) and low
+    plane (None without one)."""
 
     storage: torch.Tensor
     exponents: torch.Tensor | None = None
@@ -57,14 +65,15 @@ class Planes:
 
 @dataclass
 class Part:
-    """The parameters of a unit that share a dtype and a way of being stored."""
+    """The parameters of a unit that share a dtype and a storage format. `wire` is the dtype of the stored bytes;
+    `split` tells whether there is a low plane."""
 
-    placed: list[Placed]
+    placed: list[PlacedParameter]
     dtype: torch.dtype
     wire: torch.dtype
     split: bool
     direct: bool
-    """Frozen and stored in their own dtype: a visit uses the stored bytes as they are."""
+    """The parameters are frozen and stored in their own dtype: the forward reads the stored bytes themselves."""
     numel: int = 0
     _tables: dict[torch.device, Any] = field(default_factory=dict)
 
@@ -75,17 +84,17 @@ class Part:
 
     @property
     def _format(self) -> ops.Format | None:
-        """None for bytes that no kernel reads: frozen ones may be of any dtype."""
+        """The storage format; None for frozen parameters, which may have any dtype and which no kernel decodes."""
         return None if self.direct else FORMATS.get(self.wire)
 
-    def scales_of(self, placed: Placed) -> slice:
-        """A parameter's part of the plane of scales."""
+    def scales_of(self, placed: PlacedParameter) -> slice:
+        """The parameter's slice of the plane of scales."""
         assert self._format is not None
         return self._format.scales_of(placed.start, placed.start + placed.numel)
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
-        """Of the plane of scales, where the format has one."""
+        """Dtype of the plane of scales; None if the format has none."""
         return None if self._format is None else self._format.scale_dtype
 
     @property
@@ -94,12 +103,12 @@ class Part:
 
     @property
     def viewable(self) -> bool:
-        """The stored bytes are the parameter's bytes."""
+        """Whether the stored bytes can be viewed as the parameter's values."""
         return self.wire is self.dtype
 
     @property
     def loses_bits(self) -> bool:
-        """A fold rounds, and nothing keeps what it drops."""
+        """Whether a fold rounds the weights and nothing keeps the bits that it drops."""
         return not self.direct and not self.split and self.wire.itemsize < 4
 
     @property
@@ -128,12 +137,12 @@ class Part:
         return self._tables[device]
 
     def forget_tables(self) -> None:
-        """Groups, trainability or still rows changed."""
+        """Drops the cached segment tables, after param groups, trainability or rows without noise have changed."""
         self._tables.clear()
 
 
 class Unit:
-    """See the module's docstring. `home` and `low_buffer` are set by whoever places it."""
+    """A set of parameters stored together; see the module's docstring. `assign_buffers` sets its buffers."""
 
     def __init__(self, name: str, module: nn.Module, parts: Sequence[Part], *, index: int, is_block: bool) -> None:
         self.name = name
@@ -141,7 +150,8 @@ class Unit:
         self.parts = list(parts)
         self._parameters = [placed.parameter for placed in self.placed]
         self.index = index
-        """Its turn in staggered folding."""
+        """Index of the block among the blocks; it determines the steps in which the block folds. 0 outside the
+        blocks."""
         self.is_block = is_block
         self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
         self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
@@ -149,50 +159,54 @@ class Unit:
         self.store_buffer: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self.low_buffer: torch.Tensor | None = None
         self.streamed = False
-        """Its home is on the host, and visits bring it to a slot."""
+        """Whether `store_buffer` is not whole on the device: each use uploads, or gathers, the unit into a slot."""
         self.low_streamed = False
-        """The same for its low plane."""
+        """Whether `low_buffer` is on the host and is uploaded to a low slot for each use."""
         self.version = 0
-        """How many updates the stored bytes include."""
-        self.landed: torch.cuda.Event | None = None
-        """Recorded when the last download to `home` is done."""
-        self.is_cut = False
-        """`home` is this rank's piece alone ([Note: device shards])."""
-        self._home_views: list[torch.Tensor] | None = None
-        self.is_visited = False
-        """Its parameters are working copies now."""
-        self._lent: dict[int, torch.Tensor] = {}
-        """What parameters show between visits instead of what is stored, by id."""
-        self.is_watched = False
-        """Between visits its parameters tell who reads them ([Note: bare reads])."""
-        self.shown_step: int | None = None
-        """Whose weights copies hold that somebody's bare read made the parameters show; None: there are none."""
+        """Number of updates that the stored bytes include."""
+        self.written_back: torch.cuda.Event | None = None
+        """Recorded after the last copy into `store_buffer` and `low_buffer`. None if there was none, or without
+        CUDA."""
+        self.is_sharded = False
+        """Whether `store_buffer` holds only this rank's piece ([Note: device shards])."""
+        self._stored_views: list[torch.Tensor] | None = None
+        self.is_materialised = False
+        """Whether the unit's parameters are bound to working copies on the device."""
+        self._gathered_copies: dict[int, torch.Tensor] = {}
+        """Values of `GatheredParameters` that parameters show while the unit is not materialised, by the parameter's
+        id."""
+        self.is_intercepted = False
+        """Whether access to the parameters is intercepted while the unit is not materialised
+        ([Note: direct access to parameters])."""
+        self.copies_step: int | None = None
+        """Step of the weights in the copies that parameters show after a direct read. None: they show no copies."""
 
     @property
-    def placed(self) -> Iterator[Placed]:
+    def placed(self) -> Iterator[PlacedParameter]:
         return (placed for part in self.parts for placed in part.placed)
 
     @property
     def trainable(self) -> bool:
         return any(placed.trainable for placed in self.placed)
 
-    def settle(
+    def assign_buffers(
         self,
-        home: torch.Tensor,
+        store_buffer: torch.Tensor,
         low_buffer: torch.Tensor | None,
         *,
         streamed: bool,
         low_streamed: bool,
-        is_cut: bool = False,
+        is_sharded: bool = False,
     ) -> None:
-        """Gives the unit its buffers; what they hold is the caller's business."""
-        self.store_buffer, self.low_buffer = home, low_buffer
-        self.is_cut = is_cut
+        """Sets the unit's buffers. The caller fills them."""
+        self.store_buffer, self.low_buffer = store_buffer, low_buffer
+        self.is_sharded = is_sharded
         self.streamed, self.low_streamed = streamed, low_streamed and low_buffer is not None
-        self._home_views = None
+        self._stored_views = None
 
-    def spans(self) -> Iterator[tuple[Placed, int, int]]:
-        """Where each parameter begins and ends in a buffer laid out like `home`, in bytes."""
+    def spans(self) -> Iterator[tuple[PlacedParameter, int, int]]:
+        """Yields each parameter with the first and the end byte of its values in a buffer laid out like
+        `store_buffer`."""
         at = 0
         for part in self.parts:
             for placed in part.placed:
@@ -201,7 +215,7 @@ class Unit:
             at += _padded(part.nbytes)
 
     def planes(self, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
-        """Each part's tensors in a buffer laid out like `home` (and one like `low_buffer`)."""
+        """Each part's tensors as views of a buffer laid out like `store_buffer` and of one like `low_buffer`."""
         found, at, low_at = [], 0, 0
         for part in self.parts:
             nbytes = part.numel * part.wire.itemsize
@@ -217,7 +231,8 @@ class Unit:
         return found
 
     def outs(self, scratch: torch.Tensor) -> list[torch.Tensor | None]:
-        """Each part's plane of values in the parameters' own dtype; None where the stored bytes serve."""
+        """Each part's plane in `scratch` for values in the parameters' dtype; None where the forward reads the stored
+        bytes themselves."""
         found: list[torch.Tensor | None] = []
         at = 0
         for part in self.parts:
@@ -230,7 +245,7 @@ class Unit:
         return found
 
     def views(self, planes: Sequence[Planes], outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """A tensor a parameter, in `placed` order."""
+        """One tensor for each parameter, in `placed` order."""
         return [
             placed.view(planes[i].storage if out is None else out)
             for i, (part, out) in enumerate(zip(self.parts, outs, strict=True))
@@ -238,104 +253,112 @@ class Unit:
         ]
 
     def leave_meta(self) -> None:
-        """Gives parameters on the meta device, which cannot be pointed at real memory, a body that can. They stay the
-        same objects."""
+        """Replaces the tensors behind parameters on the meta device, whose `.data` cannot be set to real memory, by
+        placeholders that allow it. The parameters stay the same Python objects."""
         for placed in self.placed:
             p = placed.parameter
             if p.is_meta:
                 hollow = nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)
-                # torch.utils.swap_tensors without its refusal of weak references, which stay right: the object stays.
+                # torch.utils.swap_tensors without its check for weak references: they stay valid, as the object stays.
                 torch._C._swap_tensor_impl(p, hollow)
 
     def bind(self, views: Iterable[torch.Tensor]) -> None:
-        """Points the parameters at `views` (in `placed` order)."""
-        self._look_after_lent()
-        self.is_visited = True
-        self.shown_step = None
-        if self.is_watched:
-            unwatch(self._parameters)
+        """Sets the parameters' `.data` to `views` (in `placed` order) and marks the unit as materialised."""
+        self._adopt_replaced_copies()
+        self.is_materialised = True
+        self.copies_step = None
+        if self.is_intercepted:
+            stop_intercepting(self._parameters)
         for placed, view in zip(self.placed, views, strict=True):
             placed.parameter.data = view
 
     def bind_stored(self) -> None:
-        """Between visits: views of the stored bytes, or placeholders of the right shape, dtype and no memory; what was
-        lent where something was."""
-        if self._home_views is None:
-            self._home_views = []
-            whole = [None] * len(self.parts) if self.is_cut else self.planes(self.store_buffer)
+        """Ends materialisation. The parameters show views of the stored bytes, or placeholders with shape and dtype but
+        no memory. A parameter with a gathered copy shows that copy."""
+        if self._stored_views is None:
+            self._stored_views = []
+            whole = [None] * len(self.parts) if self.is_sharded else self.planes(self.store_buffer)
             for part, planes in zip(self.parts, whole, strict=True):
                 for placed in part.placed:
                     if part.viewable and planes is not None:
-                        self._home_views.append(placed.view(planes.storage))
+                        self._stored_views.append(placed.view(planes.storage))
                     else:
                         hollow = torch.zeros((), dtype=part.dtype, device=self.store_buffer.device)
-                        self._home_views.append(hollow.expand(placed.parameter.shape))
-        self.bind(self._home_views)
-        self.is_visited = False
-        for placed in self.placed if self._lent else ():
-            if id(placed.parameter) in self._lent:
-                placed.parameter.data = self._lent[id(placed.parameter)]
-        if self.is_watched:
-            self._watch()
+                        self._stored_views.append(hollow.expand(placed.parameter.shape))
+        self.bind(self._stored_views)
+        self.is_materialised = False
+        for placed in self.placed if self._gathered_copies else ():
+            if id(placed.parameter) in self._gathered_copies:
+                placed.parameter.data = self._gathered_copies[id(placed.parameter)]
+        if self.is_intercepted:
+            self._intercept()
 
-    def watch(self) -> None:
-        """Until `unwatch`, whenever no visit has bound them."""
-        self.is_watched = True
-        if not self.is_visited:
-            self._watch()
+    def intercept(self) -> None:
+        """Intercepts access to the parameters whenever the unit is not materialised, until `stop_intercepting`."""
+        self.is_intercepted = True
+        if not self.is_materialised:
+            self._intercept()
 
-    def unwatch(self) -> None:
-        self.is_watched = False
-        unwatch(self._parameters)
+    def stop_intercepting(self) -> None:
+        self.is_intercepted = False
+        stop_intercepting(self._parameters)
 
-    def _watch(self) -> None:
-        watch([p for p in self._parameters if id(p) not in self._lent] if self._lent else self._parameters)
+    def _intercept(self) -> None:
+        intercept(
+            [p for p in self._parameters if id(p) not in self._gathered_copies]
+            if self._gathered_copies
+            else self._parameters
+        )
 
-    def show(self, values: Iterable[torch.Tensor], *, step: int) -> None:
-        """Parameters show copies of the weights of `step` (in `placed` order) until the next visit."""
+    def show_copies(self, values: Iterable[torch.Tensor], *, step: int) -> None:
+        """Makes the parameters show copies of the weights of `step` (in `placed` order) until the unit is materialised
+        again."""
         for placed, value in zip(self.placed, values, strict=True):
-            if id(placed.parameter) not in self._lent:
+            if id(placed.parameter) not in self._gathered_copies:
                 placed.parameter.data = value
-        self.shown_step = step
+        self.copies_step = step
 
-    def lend(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter` shows `value` between visits, or whatever it is pointed at then, until `take_back`."""
-        unwatch([parameter])
-        self._lent[id(parameter)] = parameter.data = value
+    def show_gathered_copy(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Makes `parameter` show `value` while the unit is not materialised, until `drop_gathered_copy`. A tensor that
+        the user assigns to `parameter.data` meanwhile takes the place of `value`."""
+        stop_intercepting([parameter])
+        self._gathered_copies[id(parameter)] = parameter.data = value
 
-    def lent(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._look_after_lent()
-        return self._lent[id(parameter)]
+    def gathered_copy(self, parameter: nn.Parameter) -> torch.Tensor:
+        self._adopt_replaced_copies()
+        return self._gathered_copies[id(parameter)]
 
-    def take_back(self, parameter: nn.Parameter) -> None:
-        del self._lent[id(parameter)]
+    def drop_gathered_copy(self, parameter: nn.Parameter) -> None:
+        del self._gathered_copies[id(parameter)]
 
-    def _look_after_lent(self) -> None:
-        """Somebody may have pointed a parameter elsewhere."""
-        for placed in self.placed if self._lent and not self.is_visited else ():
-            lent = self._lent.get(id(placed.parameter))
-            if lent is not None and lent.data_ptr() != placed.parameter.data_ptr():
-                self._lent[id(placed.parameter)] = placed.parameter.data
+    def _adopt_replaced_copies(self) -> None:
+        """Adopts tensors that the user has assigned to `.data` of parameters with gathered copies."""
+        for placed in self.placed if self._gathered_copies and not self.is_materialised else ():
+            copy = self._gathered_copies.get(id(placed.parameter))
+            if copy is not None and copy.data_ptr() != placed.parameter.data_ptr():
+                self._gathered_copies[id(placed.parameter)] = placed.parameter.data
 
-    def store(self, read: Callable[[Placed], torch.Tensor], *, via: torch.device | None = None) -> None:
-        """Fills `home` from `read(placed)`, one parameter at a time, rounding to nearest, on the device `via` if
-        given."""
+    def store(self, read: Callable[[PlacedParameter], torch.Tensor], *, via: torch.device | None = None) -> None:
+        """Fills the buffers from `read(placed)`, one parameter at a time, rounded to nearest. Encodes on the device
+        `via` (None: where `store_buffer` is)."""
         via = via or self.store_buffer.device
         for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             for placed in part.placed:
                 self._store(part, planes, placed, read(placed), via=via)
 
-    def store_one(self, placed: Placed, value: torch.Tensor) -> None:
+    def store_one(self, placed: PlacedParameter, value: torch.Tensor) -> None:
         for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             if any(p is placed for p in part.placed):
                 self._store(part, planes, placed, value, via=value.device)
 
-    def _store(self, part: Part, planes: Planes, placed: Placed, value: torch.Tensor, *, via: torch.device) -> None:
+    def _store(
+        self, part: Part, planes: Planes, placed: PlacedParameter, value: torch.Tensor, *, via: torch.device
+    ) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
         value = value.detach()
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
-            ops.bring_(placed.view(planes.storage), value)
+            ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:
                 placed.view(planes.low).zero_()
             return

@@ -1,4 +1,4 @@
-"""What a task is: rows, how they become training sequences, how a model is scored on them."""
+"""Base classes of tasks. A task has rows, turns them into training sequences and scores a model on them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["Choice", "ChoiceTask", "LabelledTask", "LanguageTask", "Score", "Tas
 
 
 class Task(ABC):
-    """One instance reads one data source. Subclasses say which fields they read and what they make of a row."""
+    """A task on one data source. Subclasses define the fields of a row and the sequences made from it."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
-    """What every row must have."""
+    """Fields that every row must have."""
     hub: ClassVar[HubName | None] = None
-    """Where `datasets` finds it; None for a task that has no public copy of its own."""
+    """The task's dataset on the Hub; None if it has no public copy."""
 
     def __init__(self, source: DataSource | None = None) -> None:
         self.source = source or DataSource()
@@ -37,18 +37,18 @@ class Task(ABC):
         return read_rows(self.source, split, fields=self.fields, task=self.name, hub=self.hub)
 
     def check(self) -> None:
-        """Read every split once, so that what is wrong with the data is said before a model is loaded."""
+        """Read every split once, so that errors in the data are reported before a model is loaded."""
         for split in SPLITS:
             self.rows(split)
 
     @abstractmethod
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
-        """What to train on; `collate` makes a batch of it."""
+        """The training sequences of a split, from which `collate` makes batches."""
 
     def collate(
         self, sequences: Sequence[Any], *, pad_token_id: int, side: Side = "right", multiple: int = 1
     ) -> dict[str, torch.Tensor]:
-        """A padded batch: what the model is called with, `labels` included."""
+        """A padded batch: the model's keyword arguments, `labels` included."""
         return collate(sequences, pad_token_id=pad_token_id, side=side, multiple=multiple)
 
     @abstractmethod
@@ -61,21 +61,22 @@ class Task(ABC):
         max_length: int,
         num_examples: int | None = None,
     ) -> Score:
-        """This rank's part of the score on the first `num_examples` (None: all) of a split."""
+        """This rank's part of the score on the first `num_examples` rows (None: all) of a split."""
 
 
 class LabelledTask(Task):
-    """Every row has one right label: a number from 0 to `num_labels` - 1, or any number where `num_labels` is 1."""
+    """A task whose rows have one right label each: a number from 0 to `num_labels` - 1, or any number if `num_labels`
+    is 1."""
 
     num_labels: ClassVar[int] = 2
     text_fields: ClassVar[tuple[str, ...]] = ()
-    """What a classification head reads, one or two texts; none: the task makes no sense without a prompt."""
+    """The one or two fields that a classification head reads. Empty: the task needs a prompt, or overrides `texts`."""
     measures: ClassVar[tuple[metrics.Measure, ...]] = (metrics.accuracy,)
-    """What the task is reported by; runs are compared by the first."""
+    """The task's metrics. Runs are compared by the first."""
 
     @abstractmethod
     def label(self, row: Row) -> float:
-        """What is right for a row."""
+        """The right label of a row."""
 
     def texts(self, row: Row) -> tuple[str, ...]:
         return tuple(row[field] for field in self.text_fields)
@@ -95,7 +96,7 @@ class LabelledTask(Task):
     def predict(
         self, evaluator: Evaluator, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int
     ) -> list[float]:
-        """What the model takes for each row's label."""
+        """The label that the model predicts for each row."""
         raise NotImplementedError(f"task {self.name} has no prompt: HeadTask runs it")
 
     def evaluate(
@@ -107,8 +108,8 @@ class LabelledTask(Task):
         max_length: int,
         num_examples: int | None = None,
     ) -> Score:
-        """A vector with zeros for what other ranks predict, so that metrics which are no means (F1 by question,
-        correlations) are taken once over the whole split."""
+        """The score's sums are the predictions of all rows, with zeros for the rows of other ranks. Metrics that are
+        not means (F1 by question, correlations) are thus computed once, over the whole split."""
         rows = list(self.rows(split))[:num_examples]
         share = evaluator.share(len(rows))
         predicted = self.predict(evaluator, [rows[index] for index, _ in share], tokenizer, max_length=max_length)
@@ -118,7 +119,8 @@ class LabelledTask(Task):
         return Score(self.measures[0].__name__, tuple(mine), lambda whole: self.measure(whole, rows))
 
     def answer_index(self, row: Row, values: dict[object, int], *, field: str = "label") -> int:
-        """Which option a label means; `values` maps every spelling that occurs in public copies of the data."""
+        """The index of the option that the row's label denotes. `values` maps every spelling of a label in public
+        copies of the data to its index."""
         label = row[field]
         if not isinstance(label, (str, int)) or label not in values:
             known = ", ".join(repr(value) for value in values)
@@ -128,7 +130,7 @@ class LabelledTask(Task):
 
 @dataclass(frozen=True)
 class Choice:
-    """A prompt and its possible continuations, each complete with the space or newline that joins it."""
+    """A prompt and its possible continuations. Each option begins with the space that joins it, if there is one."""
 
     prompt: str
     options: tuple[str, ...]
@@ -142,11 +144,11 @@ class Choice:
 
 
 class ChoiceTask(LabelledTask):
-    """Options are ranked by their log-likelihood a token; training raises the right one's."""
+    """A task that ranks options by their mean log-likelihood per token. Training raises that of the right option."""
 
     @abstractmethod
     def choice(self, row: Row) -> Choice:
-        """The prompt, the options and which is right."""
+        """The prompt, the options and the index of the right option."""
 
     def label(self, row: Row) -> int:
         return self.choice(row).answer
@@ -175,7 +177,7 @@ class ChoiceTask(LabelledTask):
 
 
 class LanguageTask(Task):
-    """Sequences speak for themselves: trained by the model's own loss, scored by perplexity of the labelled tokens."""
+    """Language modelling: trained by the model's own loss, scored by the perplexity of the labelled tokens."""
 
     def evaluate(
         self,

@@ -1,4 +1,4 @@
-"""Rows of a task: a folder with one JSONL file a split, one file cut into splits, or the Hub's official splits."""
+"""Reads a task's rows: from a folder with a JSONL file for each split, one file cut into splits, or the Hub."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 Row = dict[str, Any]
 
 _CUT_PERIOD = 20
-"""A single file gives two rows in twenty away: one to dev, one to test."""
+"""Of every twenty rows of a single file, one is for dev and one for test."""
 
 
 OFFICIAL_TEST = "validation.jsonl"
-"""In a folder without dev.jsonl: the suites' own splits, from which train, dev and test are drawn."""
+"""A folder with this file and without dev.jsonl has a suite's official splits, from which train, dev and test are
+drawn."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where a task's rows come from; one of the first three is set, or none for a task that makes its own."""
+    """The source of a task's rows. At most one of the first three fields is set; none for a task that makes its own
+    rows."""
 
     folder: Path | None = None
-    """Holds train.jsonl, dev.jsonl and test.jsonl; or the official train.jsonl and validation.jsonl."""
+    """A folder with train.jsonl, dev.jsonl and test.jsonl, or with the official train.jsonl and validation.jsonl."""
     file: Path | None = None
     """One .jsonl file, or plain text, cut into the three splits by `cut`."""
     from_hub: bool = False
-    """The official splits, through `datasets`."""
+    """Whether to read the official splits from the Hub, with `datasets`."""
     draw: Draw | None = None
-    """Which subset; None: `Draw()`, all rows of splits that are ready."""
+    """The subset to use. None: `Draw()` for official splits, all rows of other splits."""
 
     def __post_init__(self) -> None:
         given = [str(place) for place in (self.folder, self.file) if place is not None]
@@ -76,7 +78,7 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def check_fields(rows: Sequence[Row], fields: Sequence[str], *, task: str, place: str) -> None:
-    """Every row must have the task's fields; more are welcome."""
+    """Raises unless every row has the task's fields. Rows may have further fields."""
     for number, row in enumerate(rows, start=1):
         missing = [field for field in fields if field not in row]
         if missing:
@@ -85,12 +87,12 @@ def check_fields(rows: Sequence[Row], fields: Sequence[str], *, task: str, place
                 f"(fields found: {', '.join(map(str, row)) or 'none'})"
             )
         empty = [field for field in fields if row[field] is None]
-        if empty:  # a prompt would say "None"
+        if empty:  # the prompt would contain "None"
             raise TaskError(f"task {task} needs {', '.join(empty)}, which is null in row {number} of {place}: {row}")
 
 
 def cut(rows: Sequence[Row], split: Split, *, place: str) -> list[Row]:
-    """The rows of one split of a file that has no splits of its own; disjoint, and the same in every run."""
+    """The rows of one split of a file without splits. Splits are disjoint, and the same in every run."""
     if len(rows) < _CUT_PERIOD:
         raise TaskError(
             f"one file is cut into train, dev and test, which takes at least {_CUT_PERIOD} rows; {place} has "
@@ -103,7 +105,7 @@ def cut(rows: Sequence[Row], split: Split, *, place: str) -> list[Row]:
 def read_rows(
     source: DataSource, split: Split, *, fields: Sequence[str], task: str, hub: HubName | None = None
 ) -> list[Row]:
-    """One split of a task, its fields checked."""
+    """Reads the rows of one split of a task and checks their fields."""
 
     def read(path: Path) -> list[Row]:
         rows = read_jsonl(path)
@@ -136,7 +138,7 @@ def read_rows(
 
 
 def draw_ready(rows: list[Row], split: Split, *, draw: Draw | None) -> list[Row]:
-    """A subset of a split that is one already."""
+    """The requested subset of a split that was read whole; all rows if `draw` requests no number."""
     asked = None if draw is None else draw.asked(split)
     return rows if draw is None or asked is None else draw.pick(rows, asked)
 

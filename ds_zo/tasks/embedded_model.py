@@ -1,4 +1,4 @@
-"""The small pretrained decoder that travels with the package, and the measure of how well it was pretrained."""
+"""The small pretrained decoder that is part of the package, and the bits-per-byte measure of a language model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).parent / "embedded"
-"""Loads with `from_pretrained`, offline. Made by launch/pretrain_embedded.py; its README.md says from what."""
+"""The model's folder, for `from_pretrained`. launch/pretrain_embedded.py makes it; its README.md names the data."""
 
 
 def folder_of(name: str) -> str:
-    """What `from_pretrained` takes for a `--model`: this one for "embedded", else the folder or Hub name itself."""
+    """The argument of `from_pretrained` for a `--model`: this folder for "embedded", else `name` itself."""
     return str(FOLDER) if name == "embedded" else name
 
 
@@ -27,10 +27,10 @@ def bits_per_byte(
     max_rows: int | None = None,
     batch_size: int = 16,
 ) -> float:
-    """Cross-entropy over fresh windows of `length` tokens, in bits per byte of UTF-8, so tokenizers are comparable.
+    """Cross-entropy over separate windows of `length` tokens, in bits per byte of UTF-8, comparable between tokenizers.
 
-    `max_rows` spreads the windows evenly over the text instead of taking its beginning. The first token of a window
-    is context only; its bytes are not counted.
+    With `max_rows`, at most so many windows are used, evenly spaced over the text. The first token of a window is only
+    context: its bytes are not counted.
     """
     rows: list[list[int]] = []
     for text in texts:

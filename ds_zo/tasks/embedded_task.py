@@ -1,4 +1,5 @@
-"""The embedded task: is a line Python code or English text? Made from modules the embedded model never read."""
+"""The embedded task: is a line Python code or English text? Its lines are from modules held out of the embedded model's
+pretraining."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _STATEMENTS = (ast.Assign, ast.AugAssign, ast.Assert, ast.Expr, ast.Raise, ast.R
 
 
 class CodeOrText(ChoiceTask):
-    """Both labels equally often in every split; the splits share no line."""
+    """Classifies lines as code or text. Every split has equally many lines of both; no line is in two splits."""
 
     name = "code_or_text"
     fields = ("line", "label")
@@ -39,7 +40,8 @@ class CodeOrText(ChoiceTask):
 
 @cache
 def _splits() -> dict[Split, list[Row]]:
-    """Lines picked by their hash, so that the choice does not depend on where in the library a line stands."""
+    """The rows of each split. Lines are chosen by their hash, so the choice does not depend on their position in the
+    library."""
     found: dict[str, set[str]] = {"code": set(), "text": set()}
     for _, source in modules(held_out=True):
         tree = parse(source)
@@ -57,7 +59,7 @@ def _splits() -> dict[Split, list[Row]]:
 
 
 def _statements(source: str, tree: ast.Module) -> Iterator[str]:
-    """Simple statements on one line, without the indentation that would give them away."""
+    """Simple statements on one line, without the indentation, which would reveal the label."""
     lines = source.encode("utf-8").splitlines()
     for node in statements(tree):
         if not isinstance(node, _STATEMENTS) or node.end_lineno != node.lineno:
@@ -70,7 +72,7 @@ def _statements(source: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _sentences(tree: ast.Module) -> Iterator[str]:
-    """Sentences of the docstrings' paragraphs, without examples at the prompt."""
+    """Sentences of docstrings, without paragraphs that have interpreter examples."""
     for text in docstrings(tree):
         for paragraph in re.split(r"\n\s*\n", text):
             if ">>>" in paragraph:

@@ -1,4 +1,4 @@
-"""From text to token ids with labels, and from those to padded batches."""
+"""Encodes texts as token ids with labels, and pads them to batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-"""The label that transformers' losses skip."""
+"""The label that transformers' losses ignore."""
 
 
 Side = Literal["right", "left"]
@@ -19,21 +19,21 @@ Side = Literal["right", "left"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence; `labels` repeats the ids that count and has IGNORED elsewhere."""
+    """One sequence. `labels` has the token's id where the loss counts it, and IGNORED elsewhere."""
 
     input_ids: list[int]
     labels: list[int]
 
 
-@lru_cache(maxsize=2**15)  # every evaluation meets the same texts again
+@lru_cache(maxsize=2**15)  # every evaluation encodes the same texts
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, *, max_length: int, end: bool = False
 ) -> Encoded:
-    """`prompt + answer` with labels on the answer's tokens alone; `end` adds the end-of-sequence token to them.
+    """Encodes `prompt + answer` with labels on the answer's tokens only. `end` appends the end-of-sequence token to the
+    answer.
 
-    Both are tokenized together, as a model would meet them in running text; where a token straddles the border it
-    belongs to the answer. What is too long loses the prompt's beginning (after leading special tokens), then the
-    answer's end.
+    Both are tokenized together, as in running text. A token with characters of both belongs to the answer. A sequence
+    that is too long loses the beginning of the prompt (after leading special tokens), then the end of the answer.
     """
     ids = list(_ids(tokenizer, prompt + answer))
     start = _common_prefix(ids, _ids(tokenizer, prompt))
@@ -48,8 +48,8 @@ def encode_answer(
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length: int) -> list[int]:
-    """Texts on lines of their own; of what is too long the longer one loses its end first, as tokenizers that know
-    pairs have it: a premise must not push its hypothesis out."""
+    """Encodes texts joined by newlines. If they are too long, the end of the longer text is cut first, as tokenizers
+    for text pairs do: a long premise must not remove its hypothesis."""
     ids = list(_ids(tokenizer, "\n".join(texts)))
     special = set(tokenizer.all_special_ids)
     end = next((i for i in range(len(ids), 0, -1) if ids[i - 1] not in special), len(ids))
@@ -59,7 +59,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, ma
     return (ids[:first] + ids[border : min(end, border + room - first)] + ids[end:])[:max_length]
 
 
-@lru_cache(maxsize=16)  # a prompt's options come one after the other, and a passage takes a millisecond
+@lru_cache(maxsize=16)  # a prompt is encoded once for all its options; a long passage takes a millisecond
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, truncation=False)["input_ids"])
 
@@ -69,7 +69,8 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length: int) -> list[Encoded]:
-    """Texts joined by the end-of-sequence token and cut every `max_length` tokens; a stump of one token is dropped."""
+    """Joins texts by the end-of-sequence token and cuts them every `max_length` tokens. A last piece of one token is
+    dropped."""
     ids: list[int] = []
     for text in texts:
         ids.extend(tokenizer(text, truncation=False, add_special_tokens=False)["input_ids"])
@@ -82,8 +83,8 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length
 def collate(
     sequences: Sequence[Encoded], *, pad_token_id: int, side: Side = "right", multiple: int = 1
 ) -> dict[str, torch.Tensor]:
-    """A padded batch for a causal model: padding is masked and carries no label. On the left it shifts positions,
-    which `position_ids` then has to put right for models that count them from the first column."""
+    """A padded batch for a causal model. Padding is masked and has no labels. Padding on the left shifts positions: a
+    model that counts them from the first column then needs `position_ids`."""
     return pad(
         {
             "input_ids": ([s.input_ids for s in sequences], pad_token_id),
@@ -96,8 +97,8 @@ def collate(
 
 
 def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side, multiple: int = 1) -> dict[str, torch.Tensor]:
-    """Tensors from (rows, filler)s whose rows are equally long in all columns; a `multiple` makes for fewer shapes,
-    which what is recorded or compiled by shape is glad of."""
+    """Makes a padded tensor of each column's (rows, filler). A row has the same length in all columns. Lengths are
+    rounded up to a `multiple`, for fewer shapes: CUDA graphs and compiled code are made for each shape."""
     batch = {}
     for name, (rows, filler) in columns.items():
         length = -(-max(map(len, rows)) // multiple) * multiple
@@ -108,20 +109,21 @@ def pad(columns: dict[str, tuple[list[list[int]], int]], *, side: Side, multiple
     return batch
 
 
-def num_answering(labels: torch.Tensor) -> int:
-    """Of a batch's last positions, those among which all are that predict a label: where it is answers that are
-    labelled, few, and the rest needs no logits."""
+def num_label_positions(labels: torch.Tensor) -> int:
+    """The number of last positions of a batch that include all positions which predict a label. Earlier positions need
+    no logits. Where only answers have labels, the number is small."""
     predicts = (labels[:, 1:] != IGNORED).any(dim=0).nonzero()
     return labels.shape[1] - int(predicts[0]) if len(predicts) else 1
 
 
 def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions counted from each row's first real token; any valid one for padding."""
+    """Positions counted from each row's first token that is not padding. Padding gets any valid position."""
     return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any valid id would do, because padding is masked."""
+    """The id for padding: the tokenizer's padding or end-of-sequence token, else 0. Padding is masked, so any valid id
+    serves."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return int(candidate)

@@ -1,7 +1,8 @@
-"""What a user can get wrong about a task: its name, its files, their fields."""
+"""Errors in a task's name, its files or their fields."""
 
 from __future__ import annotations
 
 
 class TaskError(ValueError):
-    """The message says what was looked for, what was found and what to do."""
+    """An error of the user in naming a task or its data. The message names the expected and the found value and the
+    remedy."""

@@ -1,4 +1,5 @@
-"""GLUE. SST-2 has the MeZO paper's prompt; the others, which it runs on masked models only, have prompts of our own."""
+"""GLUE tasks. SST-2 has the MeZO paper's prompt. The paper runs the other tasks on masked models only; their prompts
+are this package's own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ds_zo.tasks.hub import HubName
 GLUE = "nyu-mll/glue"
 NO_YES: dict[object, int] = {0: 0, 1: 1, "0": 0, "1": 1}
 PARAPHRASE = (metrics.accuracy, metrics.f1)
-"""F1 of "they say the same", which is the rarer label."""
+"""F1 is that of label 1, "the sentences have the same meaning", which is the rarer label."""
 
 
 class SST2(ChoiceTask):
@@ -115,6 +116,6 @@ class STSB(LabelledTask):
             found = float(row["label"])
         except (TypeError, ValueError):
             found = float("nan")
-        if not 0 <= found <= 5:  # the suite's own test split has -1 where it keeps labels to itself
+        if not 0 <= found <= 5:  # GLUE's test split has -1 in place of its unpublished labels
             raise TaskError(f"task stsb: label must be a number from 0 to 5, got {row['label']!r} in the row {row}")
         return found

@@ -1,4 +1,5 @@
-"""A labelled task for a model with a classification head: text in, label (or number) out, no prompt and no words."""
+"""Labelled tasks for models with a classification head, which predict a label or a number from text without a
+prompt."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ class Labelled:
 
     input_ids: list[int]
     token_type_ids: list[int] | None
-    """Which of two texts a token belongs to, for the models that are told (BERT's kin)."""
+    """For each token, which of two texts it belongs to; None for models without this input (BERT's family has it)."""
     label: float
 
 
 class HeadTask(LabelledTask):
-    """The same rows, labels and metrics as the task it is made from; models come from
-    `AutoModelForSequenceClassification` with `num_labels` outputs (one: regression by squared error)."""
+    """A task with the rows, labels and metrics of another, for models of `AutoModelForSequenceClassification` with
+    `num_labels` outputs (one: regression by squared error)."""
 
     name = "head"
     fields = ()
@@ -59,7 +60,7 @@ class HeadTask(LabelledTask):
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int) -> Labelled:
         texts = self.task.texts(row)
-        if tokenizer.sep_token_id is None:  # a decoder's tokenizer would put a pair together without a border
+        if tokenizer.sep_token_id is None:  # a decoder's tokenizer would join a pair without a separator
             return Labelled(encode_texts(tokenizer, texts, max_length=max_length), None, self.task.label(row))
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return Labelled(encoded["input_ids"], encoded.get("token_type_ids"), self.task.label(row))

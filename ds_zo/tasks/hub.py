@@ -1,4 +1,4 @@
-"""The Hub: public copies of the tasks, read through `datasets`, and whether a model's name can be read at all."""
+"""Access to the Hub: reads public copies of tasks with `datasets`, and checks that a model's name can be resolved."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from urllib.request import getproxies
 from ds_zo.tasks.errors import TaskError
 
 PARQUET = "refs/convert/parquet"
-"""The Hub's own conversion of datasets that are kept as loading scripts, which `datasets` no longer runs."""
+"""Revision with the Hub's Parquet conversion of a dataset, for datasets that are loading scripts, which new versions of
+`datasets` do not run."""
 
 
 _CONNECT_TIMEOUT_S = 5.0
 
 
 def check_reachable(model: str) -> None:
-    """Raises OSError where a Hub name is not in the cache and there is no way to the Hub. transformers would try again
-    for half a minute. Behind a proxy nothing is said."""
+    """Raises OSError if a Hub name is not in the cache and the Hub cannot be reached. transformers would retry for half
+    a minute. Behind a proxy nothing is checked."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(model).exists() or constants.is_offline_mode() or getproxies():
@@ -41,7 +42,8 @@ class HubName:
     dataset: str
     configuration: str | None = None
     test: str = "validation"
-    """The split with labels that is not for training: the suites keep those of their test splits to themselves."""
+    """Name of the split used for test. Suites do not publish the labels of their test splits, so it is a validation
+    split."""
 
 
 def read_official_split(name: HubName, split: str, *, task: str) -> list[dict[str, Any]]:

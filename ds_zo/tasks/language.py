@@ -31,7 +31,7 @@ class Text(LanguageTask):
 
 
 class Alpaca(LanguageTask):
-    """Instructions with an optional input; the loss is on the answer and the end-of-sequence token after it."""
+    """Instructions with an optional input. The loss is on the answer and its end-of-sequence token."""
 
     name = "alpaca"
     fields = ("instruction", "output")

@@ -1,4 +1,4 @@
-"""The suites' metrics, from predictions and labels of a whole split."""
+"""The metrics of GLUE and SuperGLUE, computed from the predictions and labels of a whole split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Numbers = Sequence[float]
 
 
 class Measure(Protocol):
-    """A metric; its results go by its name."""
+    """A metric function. Its `__name__` names the metric in results."""
 
     __name__: str
 
@@ -24,7 +24,7 @@ def accuracy(predictions: Numbers, labels: Numbers) -> float:
 
 
 def f1(predictions: Numbers, labels: Numbers, *, positive: float = 1) -> float:
-    """Harmonic mean of precision and recall of one label; 0 where it is neither predicted nor present."""
+    """Harmonic mean of precision and recall of one label; 0 if the label is neither predicted nor present."""
     hits, num_wrong = _hits_and_wrong(predictions, labels, positive)
     return 2 * hits / (2 * hits + num_wrong) if hits else 0.0
 
@@ -36,12 +36,13 @@ def macro_f1(predictions: Numbers, labels: Numbers) -> float:
 
 
 def matthews(predictions: Numbers, labels: Numbers) -> float:
-    """The correlation of two binary variables; 0 where one of them is constant."""
+    """The correlation of two binary variables; 0 if one of them is constant."""
     return pearson([float(p == 1) for p in predictions], [float(y == 1) for y in labels])
 
 
 def pearson(predictions: Numbers, labels: Numbers) -> float:
-    """Linear correlation; 0 where one side is constant or not finite, as an untrained or a broken head may be."""
+    """Linear correlation; 0 if one side is constant or not finite, as predictions of an untrained or diverged head may
+    be."""
     x, y = np.asarray(predictions, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     x, y = x - x.mean(), y - y.mean()
     scale = math.sqrt(float(x @ x) * float(y @ y))
@@ -49,14 +50,14 @@ def pearson(predictions: Numbers, labels: Numbers) -> float:
 
 
 def spearman(predictions: Numbers, labels: Numbers) -> float:
-    """The linear correlation of ranks; equal values share the mean of theirs."""
+    """The linear correlation of ranks. Equal values have the mean of their ranks."""
     return pearson(_ranks(predictions), _ranks(labels))
 
 
 def grouped_f1(predictions: Numbers, labels: Numbers, groups: Sequence[Hashable]) -> tuple[float, float]:
-    """(mean of each group's f1, share of groups that are right throughout).
+    """(mean of the groups' F1, fraction of groups whose predictions are all right).
 
-    A group without a positive label in which none is predicted is right, and counts as 1.
+    A group with neither a positive label nor a positive prediction has F1 = 1.
     """
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""The order in which examples are visited, as a pure function of the seed and the position."""
+"""The order of training examples, as a pure function of the seed and the position."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Sequence
 import torch
 
 SPAN = 16
-"""Batches among which examples are sorted by length: enough that little is padding, few enough to stay random."""
+"""Number of batches whose examples are sorted by length together: enough for little padding, few enough for a random
+order."""
 
 
 class SeededOrder:
-    """Example `position` of an endless stream of shuffled epochs: resuming means going on from a position."""
+    """An endless sequence of shuffled epochs: `order[position]` is the index of an example. A resumed run continues
+    from its position."""
 
     def __init__(self, num_examples: int, *, seed: int) -> None:
         if num_examples < 1:
             raise ValueError(f"an order needs at least one example, got {num_examples}")
         self.num_examples = num_examples
-        """Of an epoch."""
+        """Number of examples in an epoch."""
         self.seed = seed
         self._epoch = -1
         self._permutation: list[int] = []
@@ -34,13 +36,13 @@ class SeededOrder:
         return torch.randperm(self.num_examples, generator=generator).tolist()
 
     def batch(self, position: int, size: int) -> list[int]:
-        """The `size` examples from `position` on."""
+        """The indices of the `size` examples from `position` on."""
         return [self[position + i] for i in range(size)]
 
 
 class GroupedOrder(SeededOrder):
-    """Like lengths share a batch, batches come in random order. An epoch leaves out what does not fill its last batch,
-    other examples each time."""
+    """An order whose batches have examples of similar lengths. Batches are in random order. Each epoch leaves out the
+    examples that do not fill a last batch, different ones in each epoch."""
 
     def __init__(self, lengths: Sequence[int], *, batch_size: int, seed: int) -> None:
         if not 1 <= batch_size <= len(lengths):

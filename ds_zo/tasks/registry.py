@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""The registry of tasks by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def register(task: T) -> T:
-    """Makes a task of the user's own known by its name; a class decorator."""
+    """A class decorator that adds a user's task to the registry under its `name`."""
     if TASKS.get(task.name, task).__qualname__ != task.__qualname__:
         raise TaskError(f"there is a task named {task.name!r} already: {TASKS[task.name].__qualname__}")
     TASKS[task.name] = task

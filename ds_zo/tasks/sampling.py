@@ -13,16 +13,16 @@ from ds_zo.tasks.errors import TaskError
 T = TypeVar("T")
 
 NUM_TRAIN, NUM_DEV, NUM_TEST = 1000, 500, 1000
-"""The paper's, of a suite's own splits."""
+"""The paper's numbers of rows, for official splits."""
 SMALL_TRAIN = 1000
-"""A training split of fewer rows gives `SMALL_DEV` to dev at most: COPA, CB, WSC."""
+"""A training split with fewer rows gives at most `SMALL_DEV` rows to dev: COPA, CB, WSC."""
 SMALL_DEV = 100
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How many rows of each split (None: the paper's number of a suite's own splits, all of one that is ready), and the
-    seed of the permutation that picks them."""
+    """The number of rows of each split, and the seed of the permutation that picks them. None: the paper's number for
+    official splits, all rows of other splits."""
 
     num_train: int | None = None
     num_dev: int | None = None
@@ -41,11 +41,11 @@ class Draw:
         return {"train": self.num_train, "dev": self.num_dev, "test": self.num_test}[split]
 
     def pick(self, rows: Sequence[T], num: int) -> list[T]:
-        """The first `num` of the permutation, or all rows in that order where there are fewer."""
+        """The first `num` rows of the permutation; all rows, in that order, if there are fewer."""
         return [rows[i] for i in self._order(len(rows))[:num]]
 
     def cut_train(self, rows: Sequence[T]) -> tuple[list[T], list[T]]:
-        """(train, dev) from an official training split: dev follows train in one permutation, so they are disjoint."""
+        """(train, dev) from an official training split. Both are from one permutation, so they are disjoint."""
         if len(rows) < 2:
             raise TaskError(f"a training split that is cut into train and dev has at least two rows, got {len(rows)}")
         most = NUM_DEV if self.num_dev is None else self.num_dev

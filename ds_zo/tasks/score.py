@@ -1,4 +1,4 @@
-"""A task's score, whole or one rank's part of it."""
+"""A task's score, of the whole split or of one rank's part."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ LOWER_IS_BETTER = frozenset({"perplexity"})
 
 
 def sign_of(metric: str) -> float:
-    """By which scores are multiplied to compare them: the larger is then the better."""
+    """The factor, 1 or -1, by which scores are multiplied so that larger is better."""
     return -1.0 if metric in LOWER_IS_BETTER else 1.0
 
 
 @dataclass(frozen=True)
 class Score:
-    """Numbers that add up over ranks, and what is made of their sum."""
+    """Numbers that are summed over ranks, and the function that computes the metrics from their sums."""
 
     metric: str
-    """The one by which runs are compared; others may stand beside it in `values`."""
+    """The metric by which runs are compared. `values` may have further metrics."""
     sums: tuple[float, ...]
     finish: Callable[[Sequence[float]], dict[str, float]]
+    """Computes all metrics from the sums."""
 
     @staticmethod
     def mean(metric: str, total: float, count: float) -> Score:
-        """A mean of `total` over `count`; of a perplexity, `total` is in nats and `count` in tokens."""
+        """The score `total / count`. For a perplexity, `total` is in nats and `count` in tokens."""
         return Score(metric, (total, count), _exp_mean(metric) if metric in LOWER_IS_BETTER else _mean(metric))
 
     def with_sums(self, sums: Sequence[float]) -> Score:
-        """The whole, from the sums over all ranks."""
+        """The score of the whole split, given the sums over all ranks."""
         return replace(self, sums=tuple(sums))
 
     @property
@@ -43,7 +44,7 @@ class Score:
     def is_better_than(self, value: float | None) -> bool:
         if value is None:
             return True
-        if math.isnan(value):  # nothing compares with it, and a run that began with it would keep it for good
+        if math.isnan(value):  # every comparison with NaN is false: a first NaN would stay the best score
             return not math.isnan(self.value)
         return self.value < value if self.metric in LOWER_IS_BETTER else self.value > value
 

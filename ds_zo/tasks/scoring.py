@@ -1,4 +1,5 @@
-"""How a model answers: log-likelihoods of labelled tokens, or a head's outputs; batched, on one rank or several."""
+"""Runs a model for evaluation: log-likelihoods of labelled tokens, or a head's outputs, in batches, on one rank or
+several."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, num_answering, position_ids
+from ds_zo.tasks.encoding import IGNORED, Encoded, Side, collate, num_label_positions, position_ids
 
 Model = Callable[..., Any]
 """A model or an engine around one: called with a batch's tensors, returns an object with `.logits`."""
@@ -18,7 +19,8 @@ Model = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """What is needed to run a model on sequences; `rank` of `world_size` takes every `world_size`-th item."""
+    """A model and the settings for running it on sequences. Rank `rank` of `world_size` evaluates every `world_size`-th
+    item."""
 
     model: Model
     device: torch.device
@@ -30,7 +32,7 @@ class Evaluator:
 
     def share(self, num_items: int) -> list[tuple[int, int]]:
         """(index, weight) of this rank's items. All ranks get equally many, because a partitioned model needs every
-        rank in every forward: the surplus repeats the last item with weight 0."""
+        rank in every forward. Additional items repeat the last one with weight 0."""
         per_rank = -(-num_items // self.world_size)
         indices = (self.rank + i * self.world_size for i in range(per_rank))
         return [(index, 1) if index < num_items else (num_items - 1, 0) for index in indices]
@@ -46,10 +48,10 @@ class Evaluator:
             )
             labels = batch.pop("labels")
             options: dict[str, Any] = {"use_cache": False}
-            if takes(self.model, "logits_to_keep"):
-                options["logits_to_keep"] = num_answering(labels)
+            if accepts_argument(self.model, "logits_to_keep"):
+                options["logits_to_keep"] = num_label_positions(labels)
                 labels = labels[:, -options["logits_to_keep"] :]
-            log_probabilities = at_labels(self.logits(batch, **options), labels.to(self.device))
+            log_probabilities = log_probabilities_at_labels(self.logits(batch, **options), labels.to(self.device))
             owners: list[int] = []
             positions: list[int] = []
             targets: list[int] = []
@@ -68,8 +70,9 @@ class Evaluator:
         return results
 
     def alike(self, sequences: Sequence[Encoded]) -> list[list[int]]:
-        """Indices of sequences that one forward scores: they differ in their last token alone, which alone is labelled,
-        as a prompt's one-word answers do. Among several ranks each goes alone, so that all make as many forwards."""
+        """Groups of indices of sequences that one forward scores. Sequences of a group differ only in their last token,
+        the only one with a label, as one-token answers to a prompt do. With several ranks each sequence is a group of
+        its own, so that all ranks make equally many forwards."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, sequence in enumerate(sequences):
             one_word = self.world_size == 1 and all(label == IGNORED for label in sequence.labels[:-1])
@@ -78,43 +81,44 @@ class Evaluator:
         return list(groups.values())
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Indices of like lengths together, so that little is padding; the longest first, so that memory that does not
-        suffice is found out at once."""
+        """Batches of indices of similar lengths, for little padding. The longest are first, so that a lack of memory
+        shows at once."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         return (order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size))
 
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        if self.padding_side == "left" and is_told_positions(self.model):
+        if self.padding_side == "left" and needs_position_ids(self.model):
             inputs["position_ids"] = position_ids(inputs["attention_mask"])
         found: torch.Tensor = self.model(**inputs, **options).logits
         return found
 
 
-def is_told_positions(model: Model) -> bool:
-    """Where padding comes first. Some models have no `position_ids` or count them from the mask (OPT, BLOOM), some from
-    the ids, after positions that they reserve."""
-    return takes(model, "position_ids") and not num_reserved_positions(model)
+def needs_position_ids(model: Model) -> bool:
+    """Whether a model needs `position_ids` for sequences with padding on the left. Some models have no such argument or
+    compute positions from the mask (OPT, BLOOM). Others compute them from the token ids, after reserved positions."""
+    return accepts_argument(model, "position_ids") and not num_reserved_positions(model)
 
 
 def num_reserved_positions(model: Model) -> int:
-    """Before the first token's, where the table of positions has an entry for padding, as RoBERTa's has."""
+    """The number of positions before the first token's. It is not 0 if the table of positions has an entry for padding,
+    as RoBERTa's has."""
     inner = getattr(model, "module", model)
     modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
     tables = [m for name, m in modules if name.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
     return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
-def takes(model: Model, argument: str) -> bool:
-    """Whether a model has it by name."""
-    inner: Any = getattr(model, "module", model)  # an engine's
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT's
+def accepts_argument(model: Model, argument: str) -> bool:
+    """Whether the model's forward has a parameter of this name."""
+    inner: Any = getattr(model, "module", model)  # the model of an engine
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # the model in a PEFT wrapper
     return argument in inspect.signature(getattr(inner, "forward", inner)).parameters
 
 
-def at_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of all tokens in float32 where a label stands, row by row: over all positions they would double
-    the logits' memory."""
+def log_probabilities_at_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of all tokens, in float32, at the positions that predict a label, row by row. At all positions
+    they would need more memory than the logits."""
     found: torch.Tensor = torch.log_softmax(logits[:, :-1][labels[:, 1:] != IGNORED].float(), dim=-1)
     return found

@@ -1,7 +1,7 @@
-"""Text that every Python installation carries: the sources of the standard library and pydoc's topics.
+"""Text of every Python installation: the sources of the standard library and pydoc's topics.
 
-The embedded model was pretrained on the modules for which `is_held_out` is false; the embedded task and the
-bits-per-byte measurement use the rest, so that neither repeats what the model has read.
+The embedded model is pretrained on the modules for which `is_held_out` is false. The embedded task and the
+bits-per-byte measurement use the other modules, which the model has not seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "lib2to3"}
 )
-"""Third-party code, test suites, lookup tables, and packages that not every distribution ships."""
+"""Folders with third-party code, tests, lookup tables, or packages that not every distribution has."""
 
 
 def stable_hash(text: str) -> int:
@@ -26,7 +26,8 @@ def stable_hash(text: str) -> int:
 
 
 def is_held_out(module: str) -> bool:
-    """One module in six is kept from pretraining, by its relative path, so the choice survives Python versions."""
+    """Whether a module is held out of pretraining: one in six, chosen by its relative path, so the choice is the same
+    in all Python versions."""
     return stable_hash(module) % 6 == 0
 
 
@@ -40,7 +41,8 @@ def modules(*, held_out: bool) -> Iterator[tuple[str, str]]:
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
-    """Skipped folders are never entered: site-packages alone can hold a hundred times more files than the library."""
+    """The Python files below a folder. Skipped folders are not read: site-packages can have a hundred times as many
+    files as the library."""
     for entry in folder.iterdir():
         if entry.suffix == ".py":
             yield entry
@@ -49,9 +51,9 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def parse(source: str) -> ast.Module | None:
-    """None where the library carries a file that this Python cannot parse (templates, bad-syntax fixtures)."""
+    """The syntax tree of a source; None for a file that this Python cannot parse (templates, bad-syntax fixtures)."""
     collects = gc.isenabled()
-    gc.disable()  # a tree is many objects and no garbage: half the time goes to looking for some
+    gc.disable()  # a tree has many objects and no garbage: garbage collection would take half the time
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -62,8 +64,8 @@ def parse(source: str) -> ast.Module | None:
 
 
 def statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """A module, its statements and what holds them, in the order of `ast.walk`, which takes five times as long: most of
-    a tree is expressions, and they hold no statements."""
+    """A module, its statements and the nodes that contain statements, in the order of `ast.walk`. `ast.walk` takes five
+    times as long, because most nodes of a tree are expressions, which contain no statements."""
     nodes: deque[ast.AST] = deque([tree])
     while nodes:
         node = nodes.popleft()
@@ -82,7 +84,7 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def documents(*, held_out: bool) -> Iterator[str]:
-    """Each module twice, as source and as its docstrings alone, and (for pretraining) pydoc's topics."""
+    """Each module twice, as source and as its docstrings alone. For pretraining, pydoc's topics too."""
     for _, source in modules(held_out=held_out):
         yield source
         tree = parse(source)

@@ -1,4 +1,4 @@
-"""SuperGLUE, with the prompts and answer words of the MeZO paper's appendix."""
+"""SuperGLUE tasks, with the prompts and answer words of the MeZO paper's appendix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ds_zo.tasks.hub import HubName
 
 SUPERGLUE = "aps/super_glue"
 FALSE_TRUE: dict[object, int] = {False: 0, True: 1, "0": 0, "1": 1, "False": 0, "True": 1, "false": 0, "true": 1}
-"""The loaders give 0 and 1 (which are equal to False and True), the suites' own files JSON's false and true."""
+"""Labels of public copies. `datasets` has 0 and 1, which equal False and True; SuperGLUE's own files have JSON's false
+and true."""
 
 
 class RTE(ChoiceTask):
@@ -45,7 +46,7 @@ class CB(ChoiceTask):
 
 
 class BoolQ(ChoiceTask):
-    """A yes/no question about a passage; SuperGLUE's "Title -- " before the passage is dropped."""
+    """A yes/no question about a passage. SuperGLUE's "Title -- " before the passage is removed."""
 
     name = "boolq"
     fields = ("question", "passage", "label")
@@ -61,7 +62,7 @@ class BoolQ(ChoiceTask):
 
 
 class WSC(ChoiceTask):
-    """Does a pronoun stand for a certain noun?"""
+    """Does a pronoun refer to a certain noun?"""
 
     name = "wsc"
     fields = ("text", "span1_text", "span2_text", "label")
@@ -93,7 +94,8 @@ class WiC(ChoiceTask):
 
 
 class MultiRC(ChoiceTask):
-    """Is this one of the right answers to a question about a paragraph? Scored over answers, and by question."""
+    """Is this one of the right answers to a question about a paragraph? Metrics are over all answers and by
+    question."""
 
     name = "multirc"
     fields = ("paragraph", "question", "answer", "label")
@@ -130,7 +132,7 @@ class COPA(ChoiceTask):
 
 
 def _continuation(sentence: str) -> str:
-    """A sentence as the second half of another: no capital, unless it is the pronoun."""
+    """A sentence as the second half of another: it begins in lower case, unless its first word is "I"."""
     sentence = sentence.strip()
     first = sentence.split(" ", 1)[0]
     return " " + (sentence if first in ("I", "I'm", "I'd", "I've", "I'll") else sentence[:1].lower() + sentence[1:])

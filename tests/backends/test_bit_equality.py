@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_equal, batches, config_for, start, streamed, train
-from lsp_runs import lsp_json, settled, small
+from lsp_runs import current_weights, lsp_json, small
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -70,7 +70,7 @@ def threads(number: int) -> Iterator[None]:
 def run(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     engine = start(config, small())
     losses = train(engine, batches("llama", 4))
-    found = losses, settled(engine)
+    found = losses, current_weights(engine)
     engine.destroy()
     return found
 

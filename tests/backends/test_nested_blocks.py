@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from lomo_runs import assert_close, start, streamed
-from lsp_runs import CPU, lsp_json, settled
+from lsp_runs import CPU, current_weights, lsp_json
 from mezo_reference import PlainMeZO
 from torch import nn
 from torch.nn import functional
@@ -165,7 +165,7 @@ def trained(kind: type[nn.Module], config: dict[str, Any], *, num_streamed: int 
     for batch in batches(model):
         engine.backward(engine(**batch))
         engine.step()
-    found = settled(engine)
+    found = current_weights(engine)
     engine.destroy()
     return found
 

@@ -313,5 +313,5 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
                 with torch.no_grad():
                     model(**batch)
                 model.state_dict()
-        backend.settle()  # Adam's clock stops with the test, and the collector would wait for it
+        backend.apply_pending_updates()  # Adam's clock stops with the test, and the collector would wait for it
     assert races.num_writes and not races.found

@@ -56,7 +56,7 @@ def deterministic() -> Iterator[None]:
 def delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads and computing are held up at random: a writer that does not wait reads old bytes, and a fold that does
     not mind the writer overwrites what it reads."""
-    send_back, arrive = Runtime._send_back, Runtime.arrive
+    send_back, arrive = Runtime._download, Runtime.acquire
     rng = random.Random(0)
 
     def late(self: Runtime, *args: Any) -> None:
@@ -69,8 +69,8 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda._sleep(rng.choice([0, 0, 4_000_000]))
         return slot
 
-    monkeypatch.setattr(Runtime, "_send_back", late)
-    monkeypatch.setattr(Runtime, "arrive", slow)
+    monkeypatch.setattr(Runtime, "_download", late)
+    monkeypatch.setattr(Runtime, "acquire", slow)
 
 
 def model() -> nn.Module:
@@ -109,7 +109,7 @@ def test_zo_resumes_and_is_not_disturbed_by_asynchronous_saves(storage: str, tmp
     with zo_engine(model(), config_of(storage)) as resumed:
         resumed.load_checkpoint(str(tmp_path), tag="global_step3")
         assert resumed.backend.block_store.interval == interval  # an automatic one is taken over, not measured again
-        assert not resumed.backend.block_store.measures
+        assert not resumed.backend.block_store.must_choose_interval
         train(resumed, 3, 4)
         resumed.save_checkpoint(str(tmp_path / "sync"))
         assert_same_weights_files(tmp_path / "global_step4", tmp_path / "sync" / "global_step4")
@@ -179,10 +179,10 @@ def test_an_automatic_choice_is_recorded_and_taken_over(tmp_path: Path) -> None:
     """The saving run chose its interval by measurement; one that is started elsewhere takes it from the checkpoint."""
     storage = "bf16, all automatic"
     with zo_engine(model(), config_of(storage)) as first:
-        assert first.backend.block_store.measures and first.backend.block_store.may_fill_device
+        assert first.backend.block_store.must_choose_interval and first.backend.block_store.may_fill_device
         train(first, 0, 3)
         block_store = first.backend.block_store
-        assert not block_store.measures and not block_store.may_fill_device
+        assert not block_store.must_choose_interval and not block_store.may_fill_device
         assert not any(unit.streamed for unit in block_store.placement.blocks)  # all fit on this device
         first.save_checkpoint(str(tmp_path))
         train(first, 3, 6)

@@ -52,7 +52,7 @@ def test_ranks_make_the_run_of_one(num_ranks: int, found: dict[int, list[Any]]) 
 
 def test_one_bucket_is_filled_while_one_is_on_its_way(found: dict[int, list[Any]]) -> None:
     for case, mine in found[2][0].items():
-        assert mine["most_alive"] == 2 if "streamed" not in case else mine["most_alive"] <= 2, case
+        assert mine["max_live_buckets"] == 2 if "streamed" not in case else mine["max_live_buckets"] <= 2, case
         if "streamed" not in case and case != "poisoned":
             assert_overlapped(mine["events"])
 

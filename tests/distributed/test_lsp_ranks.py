@@ -72,7 +72,7 @@ def test_each_layers_states_are_on_one_rank(results: Results) -> None:
 def test_work_begins_inside_the_backward_and_a_rank_reads_alone() -> None:
     for mine in run_job(overlap, 2):
         assert isinstance(mine, dict), mine
-        assert mine["moments"] == {"UPDATING"} and mine["due"] == {"DUE"}
+        assert mine["after_backward"] == {"UPDATING"} and mine["after_step"] == {"UPDATE_PENDING"}
         if mine["alone"]:
             equal({name: mine["alone"][name] for name in mine["weights"]}, mine["weights"])
 

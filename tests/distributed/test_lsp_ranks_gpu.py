@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 def compare_on_gpu(rank: int, folder: Path) -> dict[str, Any]:
     """Every rank has the same batch, so two make the steps of one; each schedule and number of ranks the same bits."""
     from lomo_runs import start
-    from lsp_runs import settled
+    from lsp_runs import current_weights
     from zoo import Wandering, plain_batch, seeded
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -42,7 +42,7 @@ def compare_on_gpu(rank: int, folder: Path) -> dict[str, Any]:
                 engine.step()
             if name == "owned":
                 engine.save_checkpoint(str(folder / schedule))
-            found[f"{name}, {schedule}"] = settled(engine)
+            found[f"{name}, {schedule}"] = current_weights(engine)
             engine.destroy()
     return found
 

@@ -39,7 +39,7 @@ for batch in toy_batches(3, size=2):
 found |= {f"zo {name}": value.clone() for name, value in zo.module.state_dict().items()}
 config = {**config_for(clipping=0.5), "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 lomo = deepspeed.initialize(model=lively("llama", seed=rank), config=config)[0]
-assert lomo.backend._block_store.shards.share.size == 2
+assert lomo.backend._block_store.shards.partition.size == 2
 for step in range(2):
     batch = tiny_batch("llama", seed=step, batch_size=2, length=8)
     lomo.backward(lomo(**{name: value[rank : rank + 1] for name, value in batch.items()}).loss)

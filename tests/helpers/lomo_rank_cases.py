@@ -60,7 +60,7 @@ def stored_nbytes(engine: Any) -> dict[str, int]:
     block_store = engine.backend._block_store
     if block_store is None:
         return {"kept": 0, "blocks": 0}
-    cut = [p for block in block_store.placement.blocks if block.is_cut for p in block.module.parameters()]
+    cut = [p for block in block_store.placement.blocks if block.is_sharded for p in block.module.parameters()]
     assert all(p.untyped_storage().nbytes() <= 8 for p in cut), "parameters take memory beside the pieces"
     return {
         "kept": block_store.store.nbytes,
@@ -73,7 +73,7 @@ def watch(backend: Any) -> list[tuple[str, int]]:
     reducer, events = backend._reducer, []
     if reducer is None:
         return events
-    bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.slots}
+    bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.states}
     add, launch, consume, consume_pieces = reducer.add, reducer._launch, backend.consume, backend.consume_pieces
 
     def watched_add(slot: Any, grad: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ def watch(backend: Any) -> list[tuple[str, int]]:
         add(slot, grad)
 
     def watched_launch(bucket: Any) -> None:
-        events.append(("sent", bucket_of[id(bucket.slots[0])]))
+        events.append(("sent", bucket_of[id(bucket.states[0])]))
         launch(bucket)
 
     def watched_consume(gradients: Any, **guard: Any) -> None:
@@ -131,7 +131,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
-            "most_alive": None if reducer is None else reducer.most_alive,
+            "max_live_buckets": None if reducer is None else reducer.max_live_buckets,
             "events": events,
             **stored_nbytes(engine),
         }

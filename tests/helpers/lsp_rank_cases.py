@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lomo_runs import start, train
-from lsp_runs import lsp_json, settled, small
+from lsp_runs import current_weights, lsp_json, small
 from tiny_models import tiny_batch
 from torch import nn
 
@@ -76,7 +76,7 @@ def compare(rank: int) -> dict[str, Any]:
                 engine.zero_grad()
                 engine.backward(engine(**batch_of(rank, step, world_size)).loss)
             engine.step()
-            weights = settled(engine)
+            weights = current_weights(engine)
         results[name] = {
             "weights": weights,
             "norm": engine.get_global_grad_norm(),
@@ -110,7 +110,7 @@ def choose(rank: int, stage: int) -> dict[str, Any]:
     for projector in ("random", "learned"):
         case: dict[str, Any] = {"stage": stage, "params": {"projector": projector, "check_interval": 2}}
         engine = start(json_of(case, world_size), Choosy())
-        before = settled(engine)
+        before = current_weights(engine)
         for step in range(3):
             losses = []
             for one in range(2) if world_size == 1 else [rank]:
@@ -119,7 +119,7 @@ def choose(rank: int, stage: int) -> dict[str, Any]:
                 losses.append(engine(x, uses))
             engine.backward(torch.stack(losses).mean())
             engine.step()
-        after = settled(engine)
+        after = current_weights(engine)
         moved = [any(not torch.equal(after[n], before[n]) for n in after if f"layers.{i}." in n) for i in range(4)]
         results[projector] = {"weights": after, "moved": moved}
         engine.destroy()
@@ -131,17 +131,17 @@ def overlap(rank: int) -> dict[str, Any]:
     engine = start(json_of({"stage": 2}, 2), small())
     train(engine, [batch_of(rank, 0, 2)])
     engine.backward(engine(**batch_of(rank, 1, 2)).loss)
-    moments = {group.moment.name for group in engine.backend._host_groups}
+    after_backward = {group.phase.name for group in engine.backend._host_groups}
     engine.step()
-    due = {group.moment.name for group in engine.backend._host_groups}
+    after_step = {group.phase.name for group in engine.backend._host_groups}
     alone: dict[str, torch.Tensor] = {}
     if rank == 1:
         time.sleep(0.2)
     else:
         alone = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    weights = settled(engine)
+    weights = current_weights(engine)
     engine.destroy()
-    return {"moments": moments, "due": due, "alone": alone, "weights": weights}
+    return {"after_backward": after_backward, "after_step": after_step, "alone": alone, "weights": weights}
 
 
 def death(rank: int, folder: Path) -> Any:
@@ -149,14 +149,14 @@ def death(rank: int, folder: Path) -> Any:
     engine = start(json_of({"stage": 2}, 2), small())
     short = {name: value[:, : 8 - 3 * rank] for name, value in batch_of(rank, 0, 2).items()}
     train(engine, [batch_of(rank, 0, 2), short])
-    weights = settled(engine)
+    weights = current_weights(engine)
     if rank == 1:
         torch.save(weights, folder / "weights.pt")
         os._exit(9)
     began = time.monotonic()
     try:
         train(engine, [batch_of(rank, 1, 2)])
-        settled(engine)
+        current_weights(engine)
     except RuntimeError as error:
         return weights, str(error), time.monotonic() - began
     return weights, "went on", 0.0
@@ -188,7 +188,7 @@ def _ended(engine: Any, *, first: int) -> dict[str, torch.Tensor]:
     for step in range(first, NUM_RESUMED):
         train(engine, [batch_of(0, step, GLOBAL_BATCH)])
         norms.append(engine.get_global_grad_norm())
-    return {**settled(engine), "norms": torch.tensor(norms)}
+    return {**current_weights(engine), "norms": torch.tensor(norms)}
 
 
 def resume(rank: int, folders: list[Path]) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def adopt_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lsp_calibration, "MIN_GAIN", -1.0)  # of at most 1
 
 
-def settled(engine: Any) -> dict[str, torch.Tensor]:
-    """By `state_dict`, which waits for what is still on its way home: a streamed block's own bytes may be half new."""
+def current_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of the weights of the last step. `state_dict` applies pending updates and waits for copies to the host; a
+    streamed block's own memory may be partly updated."""
     state = engine.module.state_dict()
     return {name: state[name].detach().to("cpu", copy=True) for name, _ in engine.module.named_parameters()}

@@ -18,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo import ops
-from ds_zo.backends.lsp import host_group as lsp_jobs
+from ds_zo.backends.lsp import host_group as lsp_host_group
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job
-from ds_zo.streaming.node import Share
+from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -109,8 +109,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _streams[-1])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
     monkeypatch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
-    landing: Any = lsp_jobs.Landing
-    monkeypatch.setattr(lsp_jobs, "Landing", lambda buffer: landing(buffer, filled=Event(), drained=Event()))
+    make: Any = lsp_host_group.UploadBuffer
+    monkeypatch.setattr(lsp_host_group, "UploadBuffer", lambda buffer: make(buffer, filled=Event(), drained=Event()))
 
 
 def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -182,11 +182,13 @@ class _OneRank(SharedStore):
     """A store that is shared with nobody: its only piece is all of it, but comes by the same way."""
 
     def __init__(self) -> None:
-        self.share = Share(0, 1)
-        self.node: Any = SimpleNamespace(streams=[], meet=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
+        self.partition = RankPartition(0, 1)
+        self.node: Any = SimpleNamespace(
+            streams=[], stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)]
+        )
         self._pieces = {}
 
-    def landed(self, number: int) -> None:
+    def mark_written_back(self, number: int) -> None:
         pass
 
     def wait(self, number: int) -> None:
@@ -201,7 +203,7 @@ class ClockedShardedRuntime(ClockedRuntime, ShardedRuntime):
         self._met = Event()  # type: ignore[assignment]
 
     def _upload_low(self, unit: Unit) -> Slot:
-        assert not self._together, "other ranks may be writing it back: it is gathered with them"
+        assert not self._is_collective, "other ranks may be writing it back: it is gathered with them"
         return super()._upload_low(unit)
 
 
@@ -252,20 +254,24 @@ _kept: list[Any] = []
 
 
 def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[Buffer]]:
-    """LSP's trips as they are on CUDA. Returns what they use."""
-    landings = [group.h_up.numel() for group in groups.on_host]
-    groups.links = links = lsp_jobs.Links(torch.device("cpu"), landing_bytes=max(landings))
+    """Makes LSP's groups copy through streams, as on CUDA. Returns the buffers that they use."""
+    sizes = [group.directions_host.numel() for group in groups.on_host]
+    groups.streams = streams = lsp_host_group.TransferStreams(torch.device("cpu"), buffer_bytes=max(sizes))
     for group in groups.on_host:
-        group.links, group._queue = links, adam  # type: ignore[assignment]
+        group.streams, group._queue = streams, adam  # type: ignore[assignment]
 
     def buffers() -> Iterator[Buffer]:
-        for landing in links._landings:
-            yield "landing", landing.buffer, True
+        for upload_buffer in streams._upload_buffers:
+            yield "upload buffer", upload_buffer.buffer, True
         for group in groups.on_host:
-            yield f"sums of {group.name}", group._sums.view(torch.uint8), True
-            if group.sent.data_ptr() != group._sums.data_ptr():
-                yield f"payload of {group.name}", group.sent, True
-            on_host = {"gradients": group.h_down, "directions": group.h_up, "norms": group._h_norms}
+            yield f"sums of {group.name}", group._sums_device.view(torch.uint8), True
+            if group.payload_device.data_ptr() != group._sums_device.data_ptr():
+                yield f"payload of {group.name}", group.payload_device, True
+            on_host = {
+                "gradients": group.gradients_host,
+                "directions": group.directions_host,
+                "norms": group._whole_norms_host,
+            }
             for what, buffer in on_host.items():
                 yield f"{what} of {group.name}", buffer, False
             for moments in group.moments:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ds_zo.config.optimizers import PARAMS
+from ds_zo.config.registry import entry_of
 from ds_zo.plugin.engine import PluginEngine
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
@@ -63,7 +63,7 @@ def config_for(backend: str, *, accumulation: int = 1, stream: bool = False, **e
     """A JSON that names the backend in `optimizer.type`."""
     zero = zero_for(backend, stage=0, stream=stream)
     params: dict[str, Any] = {"lr": LEARNING_RATE[backend], "weight_decay": 0.0}
-    if "accumulation" in PARAMS[backend].model_fields and accumulation > 1:
+    if "accumulation" in entry_of(backend).params.model_fields and accumulation > 1:
         params["accumulation"] = "sequential"
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,

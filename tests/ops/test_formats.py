@@ -193,5 +193,5 @@ def test_fp8_all_zero_group_waits_for_its_first_update() -> None:
 def test_wrong_storage_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stored as one of float32, bfloat16.*got torch\.float64"):
         ops.encode_(torch.empty(4, dtype=torch.float64), torch.zeros(4))
-    with pytest.raises(ValueError, match="float8_e4m3fn storage goes with exponents"):
+    with pytest.raises(ValueError, match="float8_e4m3fn storage needs exponents"):
         ops.decode(torch.empty(4, dtype=FP8))

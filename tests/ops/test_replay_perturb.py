@@ -355,14 +355,14 @@ def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None
         ({"out": torch.zeros(100)}, "out must have at least 256 elements"),
         ({"out": torch.zeros(256, dtype=torch.float64)}, "out must be float32, bfloat16 or float16"),
         ({"low_out": torch.zeros(256, dtype=torch.int16)}, "pass dst with it"),
-        ({"num_entries": 1}, "no log to read them from"),
+        ({"num_entries": 1}, "no log was passed"),
         ({"num_entries": 3, "log": torch.zeros(2, 3)}, r"num_entries must be in \[0, 2\]"),
         (
             {"num_entries": 1, "log": torch.zeros(2, 5), "num_directions": 2},
             "pass the log's own num_directions",
         ),
         ({"num_entries": 1, "log": torch.zeros(2, 4)}, "a log row must have"),
-        ({"exponents_in": torch.zeros(1, dtype=torch.int8)}, "exponents_in goes with float8"),
+        ({"exponents_in": torch.zeros(1, dtype=torch.int8)}, "exponents_in must be passed with float8"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:

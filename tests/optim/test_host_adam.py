@@ -113,21 +113,21 @@ def test_vectors_side_by_side_are_one_by_one() -> None:
         norms = clip_(expected_grads, 2.0)
         expected = [torch.empty(shape) for shape in shapes]
         directions_(expected, expected_grads, reference, norms=norms, **ADAM)
-        assert vectors.are_alike()
+        assert vectors.have_equal_steps()
         found = vectors.step_(grads, max_norm=2.0, **ADAM)
         assert torch.equal(found, norms)
         assert all(torch.equal(a, b) for a, b in zip(vectors.outs, expected, strict=True))
         for a, b in zip(vectors.moments.parts, reference, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
     vectors.moments.parts[1].reset()
-    assert not vectors.are_alike()
+    assert not vectors.have_equal_steps()
     for one, other in zip(vectors.moments.parts, reference, strict=True):
         one.load_state_dict(other.state_dict())
-    assert vectors.are_alike() and [float(m.num_steps) for m in vectors.moments.parts] == [3, 3, 3]
+    assert vectors.have_equal_steps() and [float(m.num_steps) for m in vectors.moments.parts] == [3, 3, 3]
 
 
 def test_the_bits_of_an_element_do_not_depend_on_its_place() -> None:
-    """Neither on how many elements stand before or behind it; see [Note: whole vectors]."""
+    """Neither on how many elements stand before or behind it; see [Note: full SIMD vectors]."""
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     numel = 997

@@ -69,13 +69,13 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
     plan = zo_plan(name, num_directions=num_directions, **stream)
     engine = start(name, "ZO", {"num_directions": num_directions}, dtype="bf16", **streams(stream))
     block_store = engine.backend.block_store
-    units, runtime, visits = block_store.placement.units, block_store.runtime, block_store.materialiser
+    units, runtime, materialiser = block_store.placement.units, block_store.runtime, block_store.materialiser
     assert plan.host_nbytes - PROCESS_NBYTES == block_store.store.nbytes
     slots = [*runtime.slots, *runtime.low_slots]
     assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
-    assert plan.device["scratch"] + plan.device.get("second_copy", 0) == visits.scratch_nbytes
+    assert plan.device["scratch"] + plan.device.get("second_copy", 0) == materialiser.scratch_nbytes
     weights = sum(u.nbytes * (not u.streamed) + u.low_nbytes * (not u.low_streamed) for u in units)
-    assert plan.device["weights"] == weights + visits._bench.buffer.numel()
+    assert plan.device["weights"] == weights + materialiser._replay_slot.buffer.numel()
 
 
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
@@ -128,7 +128,7 @@ def test_lsp_takes_the_planned_bytes_on_the_host(payload: Any, edge: Any) -> Non
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)  # which aligns every matrix
     moments = sum(m.num_bytes for group in backend._host_groups for m in group.moments)
     assert plan.host["states"] == moments + sum(group.payload_bytes["host"] for group in backend._host_groups)
-    projectors = [s.subspace for s in backend._slots if s.subspace is not None]
+    projectors = [s.subspace for s in backend._matrices if s.subspace is not None]
     taken = sum(pair.num_bytes for pair in projectors)
     assert plan.device["projectors"] == pytest.approx(taken, rel=0.25)  # columns are filled up to the fullest
 

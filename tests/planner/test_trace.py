@@ -39,7 +39,7 @@ def trace_chain(*, backward: bool) -> Any:
 def test_a_chain_without_gradients_holds_an_input_and_an_output() -> None:
     trace = trace_chain(backward=False)
     assert trace.peak.total == 2 * TENSOR
-    assert trace.paused == TENSOR
+    assert trace.paused_nbytes == TENSOR
     assert trace.forward.flops == DEPTH * 2 * ROWS * WIDTH * WIDTH
 
 
@@ -77,7 +77,7 @@ def test_tensors_without_memory_count_like_real_ones(name: str, backward: bool) 
 
 def test_checkpointing_keeps_one_input_a_block() -> None:
     peaks = [planned("llama", num_hidden_layers=depth, seq=32).backward_trace(checkpointing=True) for depth in (5, 6)]
-    assert peaks[1].peak.total - peaks[0].peak.total == peaks[0].boundary == 4 * 2 * 32 * 16
+    assert peaks[1].peak.total - peaks[0].peak.total == peaks[0].block_input_nbytes == 4 * 2 * 32 * 16
     whole = planned("llama", num_hidden_layers=6, seq=32).backward_trace(checkpointing=False)
     assert whole.peak.total > 1.5 * peaks[1].peak.total
     assert whole.backward.flops < peaks[1].backward.flops

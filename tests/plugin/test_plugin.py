@@ -14,6 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -30,9 +31,8 @@ from tiny_models import tiny_batch, tiny_model
 import ds_zo
 from ds_zo import checkpoint, planner
 from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
-from ds_zo.backends.common import backend as base
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.config import ConfigError
+from ds_zo.config import ConfigError, registry
 from ds_zo.plugin import engine as plugin
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -70,7 +70,7 @@ class SGDBackend(Backend):
 
 @pytest.fixture
 def sgd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base._WHERE, "lomo", (__name__, "SGDBackend"))
+    monkeypatch.setitem(registry._entries, "lomo", replace(registry.entry_of("lomo"), backend=SGDBackend))
 
 
 def sgd_config(*, ours: bool = True, accumulation: int = 1, **extra: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 from projector_cases import matrix, pair
 
 from ds_zo.projectors import (
-    Application,
     Compression,
+    MatrixUpdate,
     ProjectorRows,
     SparseProjector,
     apply_,
@@ -119,24 +119,24 @@ def check_batches_are_the_same_bits(device: str) -> None:
                 calls.append(Compression(G, P, Q, out, accumulate=i % 3 == 0))
             if first:
                 for one in calls:
-                    compress(one.G, one.P, one.Q, out=one.out, accumulate=one.accumulate)
+                    compress(one.G_mn, one.P, one.Q, out=one.out, accumulate=one.accumulate)
             else:
                 compress_all(calls)
             options = [(0.03, 0.1, "stochastic"), (0.03, 0.1, "nearest"), (0.02, 0.0, "stochastic")]
             rows = [ProjectorRows(one.Q.indices, (1 + i % 2) * one.Q.values, one.Q.dim) for i, one in enumerate(calls)]
             updates = [
-                Application(one.G, one.out, one.P, Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
+                MatrixUpdate(one.G_mn, one.out, one.P, Q, *options[i % 3], offset=1024 * i + i // 6)  # type: ignore[arg-type]
                 for i, (one, Q) in enumerate(zip(calls, rows, strict=True))
             ]
             if first:
                 for u in updates:
                     given: dict[str, Any] = {"lr": u.lr, "weight_decay": u.weight_decay, "rounding": u.rounding}
-                    apply_(u.W, u.D, u.P, u.Q, seed=3, step=5, offset=u.offset, **given)
+                    apply_(u.W_mn, u.D_dd, u.P, u.Q, seed=3, step=5, offset=u.offset, **given)
             else:
-                versions = [u.W._version for u in updates]
+                versions = [u.W_mn._version for u in updates]
                 apply_all_(updates, seed=3, step=5)
-                assert all(u.W._version > version for u, version in zip(updates, versions, strict=True))
-            (one_by_one if first else together).extend([x for one in calls for x in (one.out, one.G)])
+                assert all(u.W_mn._version > version for u, version in zip(updates, versions, strict=True))
+            (one_by_one if first else together).extend([x for one in calls for x in (one.out, one.G_mn)])
     finally:
         triton_projector_batches.MAX_BATCH = largest
     for expected, found in zip(one_by_one, together, strict=True):

@@ -8,8 +8,16 @@ import pytest
 import torch
 from projector_cases import gradient, matrix, pair
 
-from ds_zo.projectors import SparseProjector, captured_share, carry_over, choose_dims, fit, flattened, relative_bias
-from ds_zo.projectors.fit import FLATTENINGS, _Descent
+from ds_zo.projectors import (
+    SparseProjector,
+    captured_share,
+    choose_dims,
+    fit,
+    flatten_spectrum,
+    relative_bias,
+    reproject,
+)
+from ds_zo.projectors.fit import NUM_FLATTENINGS, _ProjectorFit
 
 BETA = 0.01
 
@@ -23,13 +31,13 @@ def test_gradient_equals_autograd(nonzeros: int, monkeypatch: pytest.MonkeyPatch
     p, q = (x.dense().double().requires_grad_() for x in (P, Q))
     objective = (p @ p.t() @ G @ q @ q.t() - G).norm() / G.norm() + BETA * (p.norm() + q.norm())
     objective.backward()
-    descent = _Descent(G.float(), P, Q, norm=G.norm().float(), lr=0.1, beta=BETA, bias=1e9)
-    for found, dense, projector in zip(descent._evaluate(), (p, q), (P, Q), strict=True):
+    projector_fit = _ProjectorFit(G.float(), P, Q, norm=G.norm().float(), lr=0.1, beta=BETA, bias=1e9)
+    for found, dense, projector in zip(projector_fit._evaluate(), (p, q), (P, Q), strict=True):
         assert dense.grad is not None
         expected = dense.grad.gather(1, projector.indices.long()).float()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     bias = float((objective - BETA * (p.norm() + q.norm())).detach())
-    assert float(descent.best_bias) == pytest.approx(bias, rel=1e-5)
+    assert float(projector_fit.best_bias) == pytest.approx(bias, rel=1e-5)
 
 
 def test_fit_lowers_the_bias_on_a_held_out_gradient_too() -> None:
@@ -104,13 +112,13 @@ def test_what_is_carried_over_equals_the_dense_formula() -> None:
     P, Q = pair(40, 56, 16, 4, seed=1)
     X = matrix(12, 12, seed=1)
     left, right = P.dense().t() @ P0.dense(), Q0.dense().t() @ Q.dense()
-    torch.testing.assert_close(carry_over(X, P0, Q0, P, Q), left @ X @ right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reproject(X, P0, Q0, P, Q), left @ X @ right, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_carried_over_survives_an_unchanged_identity() -> None:
     eye = SparseProjector.identity(300)  # wider than one slab of the overlap
     X = matrix(300, 300, seed=1)
-    assert torch.equal(carry_over(X, eye, eye, eye, eye), X)
+    assert torch.equal(reproject(X, eye, eye, eye, eye), X)
 
 
 def test_the_captured_share_is_that_of_the_best_multiple() -> None:
@@ -127,12 +135,12 @@ def test_flattening_leaves_directions_and_brings_singular_values_together(shape:
     U, _, Vh = torch.linalg.svd(gradient(*shape, batch=1), full_matrices=False)
     s = 1e-3 * 0.7 ** torch.arange(24)
     expected = s / s.norm()
-    for _ in range(FLATTENINGS):
+    for _ in range(NUM_FLATTENINGS):
         expected = 1.5 * expected - 0.5 * expected**3
-    torch.testing.assert_close(flattened(U * s @ Vh), U * expected @ Vh, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(flatten_spectrum(U * s @ Vh), U * expected @ Vh, rtol=1e-3, atol=1e-4)
     assert float(s[0] / s[8]) > 15.0 and float(expected[0] / expected[8]) < 3.0
-    assert torch.equal(flattened(torch.zeros(shape)), torch.zeros(shape))
-    assert flattened(torch.full(shape, float("nan"))).isnan().all()
+    assert torch.equal(flatten_spectrum(torch.zeros(shape)), torch.zeros(shape))
+    assert flatten_spectrum(torch.full(shape, float("nan"))).isnan().all()
 
 
 def test_dims_are_clamped_and_small_matrices_stay_dense() -> None:

@@ -11,15 +11,15 @@ from projector_cases import gradient, matrix, pair
 from projector_checks import CHECKS, compare_rounded, moved, updated
 
 from ds_zo.projectors import (
-    Application,
     Compression,
-    GradientRecorder,
+    FitGraphRecorder,
+    MatrixUpdate,
     apply_all_,
     batches,
-    carry_over,
     compress,
     compress_all,
     fit,
+    reproject,
     workspace,
 )
 from ds_zo.projectors.sparse import SparseProjector
@@ -68,7 +68,7 @@ def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypa
     grads = [matrix(*shape, torch.bfloat16, seed=i).cuda() for i, shape in enumerate(shapes)]
     outs = [torch.zeros(128, 128, device="cuda").t() for _ in shapes]
     prepared = compress_all([Compression(G, P, Q, out) for G, (P, Q), out in zip(grads, pairs, outs, strict=True)])
-    assert prepared is not None and prepared.holds()
+    assert prepared is not None and prepared.is_valid()
     others = [torch.full((numel,), 7.0, device="cuda") for numel in (1 << 15, 1 << 16, 1 << 19, 1 << 20) * 4]
     for out in outs:
         out.zero_()
@@ -94,7 +94,7 @@ def test_a_layers_products_together_are_the_same_bits() -> None:
     ]
     prepared = apply_all_(
         [
-            Application(W, out, P, Q, 0.1, 0.1, offset=1024 * i)
+            MatrixUpdate(W, out, P, Q, 0.1, 0.1, offset=1024 * i)
             for i, (W, out, (P, Q)) in enumerate(zip(weights, outs, pairs, strict=True))
         ],
         step=3,
@@ -146,7 +146,7 @@ def test_fit_and_what_is_carried_over_agree_with_the_cpu() -> None:
         P0, Q0 = (SparseProjector.from_state(x.state_dict(), device) for x in (P, Q))
         reports.append(fit(G.to(device), P, Q, steps=20, lr=0.1))
         P1, Q1 = (moved(x, device) for x in pair(512, 256, 96, 4, seed=1))
-        carried.append(carry_over(matrix(96, 96), P0, Q0, P1, Q1))
+        carried.append(reproject(matrix(96, 96), P0, Q0, P1, Q1))
     assert reports[1].bias_after == pytest.approx(reports[0].bias_after, abs=5e-3)
     assert carried[1].device.type == "cpu"
     torch.testing.assert_close(carried[1], carried[0], rtol=1e-3, atol=1e-3)
@@ -155,7 +155,7 @@ def test_fit_and_what_is_carried_over_agree_with_the_cpu() -> None:
 @pytest.mark.parametrize("nonzeros", [4, 64])
 def test_recorded_steps_of_a_fit_are_the_same_bits(nonzeros: int) -> None:
     """One recorder for several matrices, as in a backward pass, and its memory goes back."""
-    recorder = GradientRecorder()
+    recorder = FitGraphRecorder()
     for m, n in [(1536, 576), (576, 1536), (1536, 576)]:
         G = gradient(m, n, batch=1).to("cuda")
         found = []
@@ -172,7 +172,7 @@ def test_recorded_steps_of_a_fit_are_the_same_bits(nonzeros: int) -> None:
 
 def test_recordings_share_their_memory() -> None:
     G, (P, Q) = gradient(1536, 576, batch=1).to("cuda"), pair(1536, 576, 512, 4)
-    recorder, reserved = GradientRecorder(), []
+    recorder, reserved = FitGraphRecorder(), []
     for _ in range(5):
         fit(G, moved(P, "cuda"), moved(Q, "cuda"), steps=3, lr=0.3, recorder=recorder)
         reserved.append(torch.cuda.memory_reserved())
@@ -187,7 +187,7 @@ def test_a_recording_finds_room_where_freed_memory_fills_the_cap() -> None:
     held = [torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(8)]
     total = torch.cuda.get_device_properties("cuda").total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
-    recorder = GradientRecorder()
+    recorder = FitGraphRecorder()
     try:
         del held
         fit(G, P, Q, steps=3, lr=0.3, recorder=recorder)
@@ -205,7 +205,7 @@ def test_nothing_is_collected_while_a_step_is_recorded() -> None:
         x.add_(1)
 
     work()
-    replay = GradientRecorder().record(work, x.device)
+    replay = FitGraphRecorder().record(work, x.device)
     replay()
     replay()
     assert seen == [True, False] and gc.isenabled() and x.tolist() == [3.0] * 4
@@ -219,7 +219,7 @@ def test_all_goes_on_after_a_recording_that_failed() -> None:
         x.add_(1).sum().item()
 
     work()
-    recorder = GradientRecorder()
+    recorder = FitGraphRecorder()
     assert recorder.record(work, x.device) is work and recorder._gave_up
     lent = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
     lent.record_stream(aside)
@@ -229,6 +229,6 @@ def test_all_goes_on_after_a_recording_that_failed() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_stats()["active_bytes.all.current"] <= before - 64 * 2**20
     assert torch.nn.functional.dropout(torch.ones(4096, device="cuda")).count_nonzero() < 4096
-    replay = GradientRecorder().record(lambda: x.add_(1), x.device)
+    replay = FitGraphRecorder().record(lambda: x.add_(1), x.device)
     replay()
     assert replay is not work and x.tolist() == [2.0] * 4

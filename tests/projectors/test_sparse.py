@@ -44,7 +44,7 @@ def test_draws_are_a_pure_function_of_seed_and_stream() -> None:
 
 
 def test_both_views_hold_the_same_matrix() -> None:
-    P = SparseProjector.draw(90, 13, 3, seed=2, stream=0)  # 13 = 4 hands of 3 and one column over
+    P = SparseProjector.draw(90, 13, 3, seed=2, stream=0)  # 13 = 4 pieces of 3 columns and one column over
     dense = torch.zeros(90, 13)
     for rows, values in zip(P.column_rows.long(), P.column_values, strict=True):
         dense[rows, torch.arange(13)] += values

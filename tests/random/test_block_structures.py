@@ -12,7 +12,7 @@ import pytest
 import torch
 from generated_models import NUM_TURNS, Generated, batches
 from lomo_runs import start, streamed
-from lsp_runs import CPU, identity_projectors, lsp_json, settled
+from lsp_runs import CPU, current_weights, identity_projectors, lsp_json
 from mezo_reference import PlainMeZO
 from sizes import first_seed, num_cases
 from torch import nn
@@ -41,7 +41,7 @@ def trained(config: dict[str, Any], seed: int) -> tuple[Weights, float]:
         engine.eval()
         with torch.no_grad():
             evaluated = engine(**next(batches(seed + 1, 1))).item()
-        return settled(engine), evaluated
+        return current_weights(engine), evaluated
     finally:
         engine.destroy()
 

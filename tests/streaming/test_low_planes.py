@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
 NUMEL = 1024
@@ -28,10 +28,12 @@ def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
     store = HostStore(CPU, pin=False)
     units = []
     for i in range(num_units):
-        placed = Placed(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
+        placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
         part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
-        unit.settle(store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True)
+        unit.assign_buffers(
+            store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True
+        )
         unit.store_buffer.fill_(i)
         low_of(unit).fill_(i)
         units.append(unit)
@@ -129,13 +131,13 @@ def test_folds_wait_for_no_low_plane(
             now, then = folding(units, step, interval), folding(units, step + 1, interval)
             runtime.start(units, downloads=now, lows=[*now, *then])
             for unit in units:
-                slot = runtime.arrive(unit) if unit.streamed else None
+                slot = runtime.acquire(unit) if unit.streamed else None
                 if unit in now:
-                    runtime.arrive_low(unit)
+                    runtime.acquire_low(unit)
                     runtime.written(unit, slot)
                 runtime.computing.now_s += COMPUTE_S
                 if slot is not None:
-                    runtime.depart(unit, slot)
+                    runtime.release(unit, slot)
             runtime.computing.now_s += EDGE_S
             runtime.finish()
             seconds.append(runtime.computing.now_s - begin)
@@ -158,23 +160,23 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
     folded: list[int] = []
 
     def ahead() -> list[int]:
-        return list(runtime._low_of)
+        return list(runtime._low_ahead)
 
     for step in range(6):
         now, then = folding(units, step, 3), folding(units, step + 1, 3)
         due = [u.index for u in (*now, *then)]
         runtime.start(units, downloads=now, lows=[*now, *then])
         for unit in units:
-            slot = runtime.arrive(unit) if unit.streamed else None
+            slot = runtime.acquire(unit) if unit.streamed else None
             if unit in now:
                 assert ahead() == due[:num_low_slots], "before their visits"
-                low = runtime.arrive_low(unit)
+                low = runtime.acquire_low(unit)
                 assert low is not None and low[: unit.low_nbytes].tolist() == low_of(unit).tolist()
                 runtime.written(unit, slot)
                 folded.append(due.pop(0))
                 assert ahead() == due[:num_low_slots], "as soon as there is room"
             if slot is not None:
-                runtime.depart(unit, slot)
+                runtime.release(unit, slot)
         runtime.finish()
         assert came == [*folded, *ahead()] and len(ahead()) == num_low_slots
 
@@ -196,10 +198,10 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
             guessed = [u for u in units if rng.random() < 0.3]
             runtime.start(units, downloads=due, lows=[*(u for u in due if rng.random() < 0.9), *guessed])
         for unit in rng.choice([units, units[::-1], rng.sample(units, 4)]):
-            slot = runtime.arrive(unit) if unit.streamed else None
+            slot = runtime.acquire(unit) if unit.streamed else None
             folds = in_pass and unit in due
             if folds or rng.random() < 0.3:
-                low = runtime.arrive_low(unit)
+                low = runtime.acquire_low(unit)
                 assert low is not None and set(low[: unit.low_nbytes].tolist()) == {value[unit.index]}
                 if folds:
                     low[: unit.low_nbytes] = new = rng.randint(0, 255)
@@ -215,15 +217,15 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                     num_folds += 1
                 elif rng.random() < 0.2:
                     break
-            runtime.depart(unit, slot)
+            runtime.release(unit, slot)
         if in_pass:
             runtime.finish()
         if rng.random() < 0.05:
             for unit in units:
                 low_of(unit).fill_(rng.randint(0, 255))
                 value[unit.index] = int(low_of(unit)[0])
-            runtime.forget()
-        held = [*runtime._low_pool, *runtime._low_of.values(), *runtime._low_used.values()]
+            runtime.invalidate_slots()
+        held = [*runtime._low_pool, *runtime._low_ahead.values(), *runtime._low_in_use.values()]
         assert sorted(map(id, held)) == sorted(map(id, runtime.low_slots))
     assert num_folds > 100
     assert [set(low_of(u).tolist()) for u in units] == [{v} for v in value]

@@ -11,7 +11,7 @@ from torch import nn
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slots import Slot
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
 
@@ -21,11 +21,11 @@ def make_units(num_units: int, *, wire: torch.dtype = torch.float32, resident: t
     store = HostStore(CPU, pin=False)
     units = []
     for i in range(num_units):
-        placed = Placed(f"p{i}", nn.Parameter(torch.zeros(300 + 100 * i, dtype=wire)), 0, 0, True)
+        placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(300 + 100 * i, dtype=wire)), 0, 0, True)
         part = Part([placed], wire, wire, split=wire.itemsize < 4, direct=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         low = store.take(unit.low_nbytes) if unit.low_nbytes else None
-        unit.settle(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)
+        unit.assign_buffers(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)
         unit.store_buffer.fill_(i)
         if low is not None:
             low.fill_(i)
@@ -43,12 +43,12 @@ def assert_holds(slot: Slot, unit: Unit) -> None:
 
 
 def visit(runtime: Runtime, unit: Unit, *, update: bool = False) -> None:
-    slot = runtime.arrive(unit)
+    slot = runtime.acquire(unit)
     assert_holds(slot, unit)
     if update:
         slot.buffer[: unit.nbytes] += 1
         slot.version += 1
-    runtime.depart(unit, slot)
+    runtime.release(unit, slot)
 
 
 @pytest.mark.parametrize("reuse_buffers", [True, False])
@@ -126,7 +126,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
             runtime.start(rng.choice([units, units[::-1], units[1:4]]), downloads=downloads)
         for unit in rng.choices(units, k=rng.randint(0, 8)):
             sent_back = unit in downloads
-            slot = runtime.arrive(unit)
+            slot = runtime.acquire(unit)
             assert_holds(slot, unit)
             assert int(slot.buffer[0]) == value[id(unit)] == int(slot.buffer[unit.nbytes - 1])
             if sent_back or rng.random() < 0.5:
@@ -135,7 +135,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
                 if sent_back:
                     value[id(unit)] = new
                     downloads.remove(unit)
-            runtime.depart(unit, slot)
+            runtime.release(unit, slot)
         if announced or rng.random() < 0.5:
             runtime.finish()
     assert [int(u.store_buffer[0]) for u in units] == [value[id(u)] for u in units]
@@ -160,7 +160,7 @@ def test_rewritten_homes_are_brought_up_again_once_forgotten() -> None:
         visit(runtime, unit)
     runtime.finish()
     units[0].store_buffer.fill_(77)
-    runtime.forget()
+    runtime.invalidate_slots()
     runtime.start(units)
     visit(runtime, units[0])
 
@@ -169,7 +169,7 @@ def test_a_pass_that_breaks_off_leaves_a_runtime_that_works() -> None:
     units = make_units(4)
     runtime = make_runtime(units)
     runtime.start(units, downloads=units)
-    runtime.arrive(units[0])
+    runtime.acquire(units[0])
     runtime.finish()
     runtime.start(units, downloads=units)
     for unit in units:
@@ -189,12 +189,12 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
         lows=[u for u in units if id(u) in folding],
     )
     for i, unit in enumerate(units):
-        slot = runtime.arrive(unit) if unit.streamed else None
+        slot = runtime.acquire(unit) if unit.streamed else None
         if id(unit) in folding:
-            low = runtime.arrive_low(unit)
+            low = runtime.acquire_low(unit)
             assert low is not None and bool((low[: unit.low_nbytes] == i).all())
             low[: unit.low_nbytes] += 10
-        runtime.depart(unit, slot)
+        runtime.release(unit, slot)
     runtime.finish()
     found = [int(u.low_buffer[0]) for u in units if u.low_buffer is not None]
     assert found == [0, 11, 12, 3, 14]

@@ -97,7 +97,7 @@ def test_every_sweep_is_valid_and_runs_to_its_end() -> None:
         ("0H0 1C0", "holds 0"),
         ("0H0 0C1", "holds None"),
         ("0H0 1H0 0C0", "before it was computed"),
-        ("0H0 0D0 0C0", "sent back before"),
+        ("0H0 0D0 0C0", "downloaded before"),
         ("0H0 0C0 1H0 0D0", "holds 1"),
         ("0H2", "2 slots"),
     ],

@@ -9,8 +9,8 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.streaming.host_store import PAGE, HostStore
-from ds_zo.streaming.placement import Placement, plan_units, settle, spread
-from ds_zo.streaming.units import Part, Placed, Unit
+from ds_zo.streaming.placement import Placement, evenly_spaced, place_units, plan_units
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")
 ALIGNMENT_NBYTES = 256
@@ -24,7 +24,7 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
     placed, offset = [], 0
     for i, value in enumerate(values):
         parameter = nn.Parameter(torch.zeros(value.shape, dtype=dtype), requires_grad=i % 3 != 2)
-        placed.append(Placed(f"p{i}", parameter, offset, 0, parameter.requires_grad))
+        placed.append(PlacedParameter(f"p{i}", parameter, offset, 0, parameter.requires_grad))
         offset += value.numel()
     parts = [
         Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, direct=False),
@@ -32,7 +32,7 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
     ]
     unit = Unit("u", nn.Module(), parts, index=0, is_block=True)
     low = torch.empty(unit.low_nbytes, dtype=torch.uint8) if unit.low_nbytes else None
-    unit.settle(HostStore(CPU, pin=False).take(unit.nbytes), low, streamed=True, low_streamed=True)
+    unit.assign_buffers(HostStore(CPU, pin=False).take(unit.nbytes), low, streamed=True, low_streamed=True)
     unit.store(lambda p: values[int(p.name[1:])])
     return unit, [values[int(p.name[1:])] for p in unit.placed]
 
@@ -159,7 +159,7 @@ def test_offsets_count_every_parameter_once_in_the_models_order(tied: bool) -> N
 def test_a_tied_weight_is_one_unit_that_two_modules_enter() -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     placement = planned(model)
-    (unit,) = (u for u in placement.edges if any(p.name == "model.embed_tokens.weight" for p in u.placed))
+    (unit,) = (u for u in placement.leaf_units if any(p.name == "model.embed_tokens.weight" for p in u.placed))
     assert placement.entered_by[model.model.embed_tokens] == placement.entered_by[model.lm_head] == [unit]
 
 
@@ -169,7 +169,7 @@ def test_adapters_in_a_frozen_block_stay_on_the_device() -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.requires_grad_(True)
     placement = planned(model)
-    resident = {p.name for unit in (*placement.edges, *placement.ambient) for p in unit.placed}
+    resident = {p.name for unit in (*placement.leaf_units, *placement.ambient) for p in unit.placed}
     adapters = {n for n, p in model.named_parameters() if p.requires_grad}
     assert adapters <= resident
     assert all(not p.trainable for unit in placement.blocks for p in unit.placed)
@@ -188,13 +188,13 @@ def test_a_parameter_of_a_module_with_children_is_ambient() -> None:
 
     placement = planned(Root())
     assert [[p.name for p in u.placed] for u in placement.ambient] == [["scale"]]
-    assert [[p.name for p in u.placed] for u in placement.edges] == [["inner.weight", "inner.bias"]]
+    assert [[p.name for p in u.placed] for u in placement.leaf_units] == [["inner.weight", "inner.bias"]]
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 24])
 def test_residents_are_spread_evenly(num_blocks: int) -> None:
     for num_resident in range(num_blocks + 1):
-        chosen = sorted(spread(num_blocks, num_resident))
+        chosen = sorted(evenly_spaced(num_blocks, num_resident))
         assert len(chosen) == num_resident and all(0 <= i < num_blocks for i in chosen)
         runs = [b - a for a, b in zip([-1, *chosen], [*chosen, num_blocks], strict=True)]
         assert not num_resident or max(runs) <= -(-num_blocks // num_resident) + 1
@@ -206,7 +206,9 @@ def test_settling_keeps_every_value_and_frees_the_originals() -> None:
     placement = planned(model)
     store = HostStore(CPU, pin=True)
     stays = {id(placement.blocks[1])}
-    settle(placement, store, CPU, resident=lambda unit: id(unit) in stays, read=lambda placed: placed.parameter.data)
+    place_units(
+        placement, store, CPU, resident=lambda unit: id(unit) in stays, read=lambda placed: placed.parameter.data
+    )
     assert [u.streamed for u in placement.blocks] == [True, False, True]
     assert store.nbytes == placement.blocks[0].nbytes + placement.blocks[2].nbytes
     for name, p in model.named_parameters():

@@ -17,7 +17,7 @@ from transformers import (
 from ds_zo.tasks import ChoiceTask, Evaluator, make_task
 from ds_zo.tasks.base import Choice
 from ds_zo.tasks.embedded_model import FOLDER
-from ds_zo.tasks.encoding import Side, collate, encode_answer, num_answering
+from ds_zo.tasks.encoding import Side, collate, encode_answer, num_label_positions
 
 CHOICES = [
     Choice("The cup fell so", (" it broke.", " a man who was walking by picked all of it up."), 1),
@@ -160,7 +160,7 @@ def test_logits_where_answers_are_make_the_same_loss(
 ) -> None:
     sequences = [encode_answer(tokenizer, c.prompt, c.options[0], max_length=64) for c in CHOICES[0:3:2]]
     batch = collate(sequences, pad_token_id=0, side=side)
-    kept = num_answering(batch["labels"])
+    kept = num_label_positions(batch["labels"])
     first = [next(i for i, label in enumerate(row) if label >= 0) for row in batch["labels"].tolist()]
     assert kept == batch["labels"].shape[1] - min(first) + 1 < batch["labels"].shape[1]
     with torch.no_grad():

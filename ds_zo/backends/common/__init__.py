@@ -1,1 +1,1 @@
-"""What the backends share: their interface, the module's state, and helpers."""
+"""Code that all backends share: their interface, access to a module's weights, and helpers."""

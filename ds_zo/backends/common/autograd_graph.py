@@ -1,4 +1,4 @@
-"""Walks through autograd's graph."""
+"""Traversal of autograd's graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 
 def nodes_before(starts: Iterable[Any], *, ends: Iterable[Any] = ()) -> Iterator[Any]:
-    """Nodes of a graph that a backward pass from `starts` reaches, up to `ends`, which are left out."""
+    """The autograd nodes that a backward pass from the nodes `starts` reaches. The pass stops at the nodes `ends`,
+    which are not returned. Both may contain None."""
     due, seen = list(starts), {None, *ends}
     while due:
         node = due.pop()

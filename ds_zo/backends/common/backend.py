@@ -1,7 +1,12 @@
-"""What the plugin's engine asks of a backend, and what every backend shares.
+"""The interface between the plugin's engine and a backend.
 
-The engine keeps DeepSpeed's promises (accumulation, schedulers, monitors, checkpoints); a backend keeps the
-mathematics and the memory. Nothing here knows DeepSpeed.
+The engine implements DeepSpeed's interface: gradient accumulation, learning-rate schedulers, monitors, checkpoint
+folders. A backend implements the update rule and decides where weights and states are stored. This module does not
+import DeepSpeed.
+
+To write a backend, subclass `Backend`, implement `step`, override the methods whose defaults do not fit, and add the
+class to `_BACKENDS`. The defaults fit a backend that keeps the whole module on the device, leaves gradients in
+`parameter.grad` and has no state of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
@@ -24,35 +30,33 @@ from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.snapshot import Snapshot, host_copy, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
-
-_WHERE: dict[str, tuple[str, str]] = {
-    "zo": ("ds_zo.backends.zo.backend", "ZOBackend"),
-    "lomo": ("ds_zo.backends.lomo.backend", "LOMOBackend"),
-    "adalomo": ("ds_zo.backends.lomo.adalomo", "AdaLOMOBackend"),
-    "lsp": ("ds_zo.backends.lsp.backend", "LSPBackend"),
-}
-"""Module and class of each backend. Imported on first use: one's kernels cost the others nothing."""
+from ds_zo.config.registry import entry_of
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one boundary step did."""
+    """The result of one optimizer step, which the engine reports.
+
+    A backend gives a `DeferredScalar` for a number that is still on the device. The engine reads it at its next step,
+    or earlier when a caller asks for it.
+    """
 
     applied: bool | DeferredScalar
-    """False when the step was skipped (overflow, NaN): the engine counts it in `skipped_steps`."""
+    """False or zero: the step was skipped, because of an overflow or a NaN. The engine counts it in `skipped_steps`."""
 
     grad_norm: float | DeferredScalar | None = None
-    """What `engine.get_global_grad_norm()` returns."""
+    """The return value of `engine.get_global_grad_norm()`. None: the backend has not computed a norm."""
 
     advance_schedule: bool = True
-    """Whether the lr scheduler moves on. A skipped step of ours still consumed a batch, so it does by default."""
+    """Whether the engine steps the learning-rate scheduler. The default is True also for a skipped step, because that
+    step has consumed a batch."""
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Parameter groups for schedulers to drive; the update itself is `Backend.step`.
+    """A `torch.optim.Optimizer` that holds parameter groups only; `Backend.step` makes the update.
 
-    Schedulers, Accelerate and Trainer insist on a real `torch.optim.Optimizer`, and read and write `lr` and
-    `weight_decay` through its groups. It never creates state.
+    Schedulers, Accelerate and Trainer require an instance of `torch.optim.Optimizer`. They read and write `lr` and
+    `weight_decay` in its groups. The instance has no optimizer state.
     """
 
     def __init__(self, params: Any, *, lr: float, weight_decay: float = 0.0, **defaults: Any) -> None:
@@ -60,24 +64,35 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         raise RuntimeError(
-            "this optimizer only carries parameter groups: call step() on the engine deepspeed.initialize returned"
+            "this optimizer only holds parameter groups: call step() on the engine that deepspeed.initialize returned"
         )
 
 
 class Backend(ABC):
-    """One way to update parameters, driven by the engine: forward, backward, and step at accumulation boundaries.
+    """A training method: it computes the loss, takes the gradients and updates the weights.
 
-    The constructor is where a backend places parameters; by then the configuration has been validated, the
-    module has the JSON's dtype, and `optimizer` is final, so `__init__` may allocate.
+    The engine calls a backend in this order:
+
+    1. `places_parameters`, `make_optimizer` and `prepare_optimizer`, which are class methods, in
+       `deepspeed.initialize`;
+    2. the constructor, once the configuration is validated, the module has the dtype of the JSON and `optimizer` is
+       final, so that the constructor may allocate;
+    3. for each micro-batch `forward` and `backward`, and at each accumulation boundary `step`;
+    4. the methods for checkpoints and weights between these calls, never inside one;
+    5. `close`.
+
+    Every rank calls every method in the same order, except where a docstring says otherwise.
     """
 
-    name: ClassVar[str]
     recorder: TrajectoryRecorder | None = None
-    """Where `ds_zo.checkpoint.trajectory` asks for it, on the rank that writes."""
+    """Writes the trajectory that `ds_zo.checkpoint.trajectory` asks for. None where the configuration asks for none,
+    and on ranks that do not write checkpoints."""
     accumulates: ClassVar[bool] = True
-    """Whether what `backward` adds waits for `step`, so that `zero_grad` can drop it."""
+    """True: `backward` accumulates gradients for `step`, so that `zero_grad` can drop them. False: `backward` updates
+    the weights itself."""
     is_last_micro_batch: bool = False
-    """Whether the engine expects `step` after the `backward` that it is calling. It may be wrong: two losses a step."""
+    """Set by the engine before each `backward`: True if it expects `step` next. It is wrong where a user calls
+    `backward` for several losses before one step."""
 
     def __init__(
         self,
@@ -91,123 +106,178 @@ class Backend(ABC):
         self.module = module
         self.config = config
         self.optimizer = optimizer
-        """Its `param_groups` carry the lr and weight decay of the moment; its own `step()` is not the update."""
+        """Its `param_groups` hold the current learning rates and weight decays. A backend does not call its
+        `step()`."""
         self.device = device
         self.process_group = process_group
-        """The data-parallel ranks whose batches count as one (None: the default group, or no distributed run)."""
+        """The data-parallel ranks, whose batches form one global batch. None: the default group, or a run without
+        torch.distributed."""
 
     @classmethod
     def places_parameters(cls, config: Resolved) -> bool:
-        """True: the engine leaves the module where it is and `__init__` moves what it wants to `device`.
-        False: the whole module is on `device` before `__init__` runs."""
+        """Whether the backend decides where parameters are stored. The engine asks before it moves the module.
+
+        True: the engine leaves the module where it is, and `__init__` places parameters and buffers. False: the engine
+        moves the whole module to `device` before `__init__`.
+        """
         return config.stream
 
     @classmethod
     def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
-        """Groups for a model whose optimizer is named in the JSON. `params` are parameters or group dicts,
-        frozen ones included: they may be thawed later."""
+        """Returns the optimizer of an engine whose JSON names this backend's optimizer. Not called where the user
+        passes an optimizer to `deepspeed.initialize`.
+
+        `params` are parameters or param-group dicts. Frozen parameters are among them, because a user may unfreeze them
+        later.
+        """
         return GroupedOptimizer(params, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
 
     @classmethod  # noqa: B027
-    def take_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
-        """The JSON's or the user's own, before a scheduler of the JSON's changes its rates."""
+    def prepare_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
+        """Prepares the optimizer, whether the JSON names it or the user passed it. The engine calls this method before
+        a scheduler of the JSON changes the learning rates. The default does nothing."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups. A scheduler or a user may replace a group or its list between steps."""
         return self.optimizer.param_groups
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Every call of the engine, in training and in evaluation: the backend tells them apart by
-        `self.module.training and torch.is_grad_enabled()`."""
+        """Runs the module and returns its output. The engine calls it for every call of the engine, in training and in
+        evaluation. It is a training forward if `self.module.training and torch.is_grad_enabled()`."""
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """`loss` is already divided by the accumulation steps."""
+        """Computes and accumulates gradients. `engine.backward(loss)` calls it once per micro-batch.
+
+        `loss` is a scalar with a graph. The engine has divided it by `gradient_accumulation_steps`. A backend for which
+        `accumulates` is False updates the weights here.
+        """
         loss.backward(retain_graph=retain_graph)
+
+    def average_gradients(self) -> None:
+        """Replaces `grad` of every trainable parameter by its mean over the data-parallel ranks. A `step` that reads
+        `grad` calls it first. A parameter without a gradient on some ranks counts as zero there."""
+        if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.process_group)
+            parameter.grad.div_(dist.get_world_size(self.process_group))
 
     @abstractmethod
     def step(self) -> StepOutcome:
-        """Applies what `backward` accumulated since the last step. Called at accumulation boundaries only."""
+        """Updates the weights by the gradients accumulated since the last step, and drops these gradients. The engine
+        calls it at accumulation boundaries only. Averages over ranks and clipping are the backend's."""
 
     def zero_grad(self) -> None:
-        """Forgets what `backward` accumulated; the engine calls it where DeepSpeed's own `zero_grad` is asked for."""
+        """Drops the accumulated gradients. The engine calls it when a user calls `zero_grad` of the engine, of the
+        optimizer or of the module, not after `step`."""
         self.module.zero_grad(set_to_none=True)
 
     def describe(self) -> str:
-        """Lines for the start-up log: what automatic values became, bytes planned. Empty: nothing to add."""
+        """Returns lines for the start-up log: the values chosen for automatic settings, and the bytes planned. An empty
+        string adds no line. The engine calls it once, after the constructor."""
         return ""
 
+    # State for a checkpoint
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the module's weights and the parameter groups."""
+        """Returns the state that a resumed run needs besides weights and param groups: counters, moments. It is equal
+        on all ranks. `snapshot` calls it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:  # noqa: B027
-        """`load_optimizer_states=False` asks for the weights only: counters and moments start afresh."""
+        """Loads a `state_dict`. `restore` calls it after the weights are written.
+
+        With `load_optimizer_states=False` the caller has asked for weights only: counters and moments are reset to
+        their initial values, and `state` is not used.
+        """
 
     def check_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Raises where `load_state_dict` could not take it; called before anything is changed."""
+        """Raises if `load_state_dict` cannot load `state`. `restore` calls it before it changes any weight."""
 
     def module_state_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The weights of the current step, whatever is still pending; keywords are those of `nn.Module.state_dict`."""
+        """Returns the module's `state_dict` with the weights of the current step, also where the backend has updates
+        pending. The keywords are those of `nn.Module.state_dict`. `engine.module_state_dict` calls it."""
         return self.module.state_dict(**kwargs)
 
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Loads a `state_dict` of the module. The engine calls it for a checkpoint that stock DeepSpeed has written. It
+        raises before it changes a weight if a dtype or a shape differs."""
         here = dict(self.module.named_parameters(remove_duplicate=False))
         forms = {name: (v.dtype, tuple(v.shape)) for name, v in state.items() if isinstance(v, torch.Tensor)}
-        check_forms(forms, here, of="the state dict")  # torch raises after it has copied what fits
+        check_forms(forms, here, of="the state dict")  # torch raises only after it has copied the tensors that fit
         self.module.load_state_dict(state, strict=strict)
 
+    # Access to stored weights
+
     def stored(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers by the names of `state_dict`, as they are stored: to write to them is to change the
-        model, if `stored_changed` follows."""
+        """Returns the storage of weights and buffers, by the names of `state_dict`. A caller that writes to a tensor
+        changes the model, and must call `stored_changed` afterwards. `snapshot`, `restore`, `weights` and
+        `load_weights` call it."""
         return {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        """By every rank: `target` is what `stored` returned for `name`."""
+        """Writes `value` to the weight or buffer `name`. `target` is the tensor that `stored` returned for `name`.
+        Every rank calls it, for the same names in the same order."""
         target.copy_(value)
 
     @contextmanager
-    def readable_alone(self) -> Iterator[None]:
-        """Entered by every rank; inside, the first reads weights without the others."""
+    def readable_on_rank_0(self) -> Iterator[None]:
+        """Context in which rank 0 can read all weights while the other ranks do nothing. Every rank enters it. The
+        engine uses it to save. A backend that shards weights over ranks gathers them here."""
         yield
 
     @property
-    def stored_is_held(self) -> bool:
-        """What `stored` returns now are copies that training does not change."""
+    def stored_are_copies(self) -> bool:
+        """Whether `stored` now returns copies, which training does not change. `snapshot` then copies no weight."""
         return False
 
     def stored_changed(self) -> None:  # noqa: B027
-        """Somebody wrote to what `stored` returned."""
+        """Called on every rank after a caller has written to the tensors that `stored` returned. A backend drops
+        whatever it has derived from the old weights. The default does nothing."""
+
+    # Checkpoints and weights as a whole
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        """What a checkpoint holds of this moment. `hold`: it stays so while training goes on, as copies in host memory
-        of all of it: weights and state."""
+        """Returns the weights and the state that a checkpoint of the current step contains. Only the rank that writes
+        calls it, inside `readable_on_rank_0`.
+
+        `hold`: the checkpoint is written while training continues, so the snapshot holds copies of weights and state in
+        host memory. `omit_frozen`: leaves out parameters that do not require gradients.
+        """
         tensors, aliases = without_aliases(self.stored())
         frozen = {name for name, p in self.module.named_parameters() if omit_frozen and not p.requires_grad}
         tensors = {name: value for name, value in tensors.items() if name not in frozen}
         own = self.state_dict()
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the writer's threads have streams of their own
+            torch.cuda.current_stream(self.device).synchronize()  # the writer's threads read on other streams
         state = {"state": host_copy(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
-        return Snapshot(module_pieces(tensors, hold=hold and not self.stored_is_held), lambda: state)
+        return Snapshot(module_pieces(tensors, hold=hold and not self.stored_are_copies), lambda: state)
 
     @torch.no_grad()
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
-        """Goes on from a checkpoint; `resume` False takes its weights only. Checks before it changes anything."""
+        """Loads a checkpoint of this backend. `engine.load_checkpoint` calls it. It raises before it changes anything
+        if the checkpoint does not fit.
+
+        `resume` False loads weights only. `strict` False loads the tensors that the checkpoint and the model share.
+        """
         here = self.stored()
         with reading_content(saved.folder, "its state"):
             names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
-            frozen = set(saved.backend_state.get("omitted", ()))  # left out when it was saved: they stay as they are
+            frozen = set(saved.backend_state.get("omitted", ()))  # not in the checkpoint: the model keeps its values
             if not set(names.values()) <= saved.names() | frozen:
-                raise KeyError("an alias of a tensor that is not there")
+                raise KeyError("an alias of a tensor that is not in the checkpoint")
         omitted = frozen | {name for name, of in names.items() if of in frozen}
         names = {name: of for name, of in names.items() if name not in omitted}
         here = {name: value for name, value in here.items() if name not in omitted}
         if strict and names.keys() != here.keys():
             only = sorted(names.keys() ^ here.keys())
             raise CheckpointError(
-                f"checkpoint {saved.folder} is of another model: {len(only)} tensors are only in one of them, such as "
-                f"{only[0]}; load_module_strict=False takes what they share"
+                f"checkpoint {saved.folder} is of another model: {len(only)} tensors are only in one of the two, such "
+                f"as {only[0]}; load_module_strict=False loads the tensors that both have"
             )
         shared = names.keys() & here.keys()
         check_forms({name: saved.form(names[name]) for name in shared}, here, of=f"checkpoint {saved.folder}")
@@ -220,13 +290,14 @@ class Backend(ABC):
         self.load_state_dict(saved.backend_state["state"], load_optimizer_states=resume)
 
     def aliases(self) -> dict[str, str]:
-        """The other names of tied parameters, and the name that each is saved under."""
+        """Returns, for each further name of a tied parameter, the name under which the parameter is saved."""
         first = {id(p): name for name, p in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
         return {name: first[id(p)] for name, p in every if name != first[id(p)]}
 
     def weights(self, *, omitted: Collection[str] = ()) -> Stream:
-        """The weights of the current step in host memory, one after the other, tied ones once."""
+        """Returns the specs of all weights of the current step, and an iterator of names and tensors in host memory. A
+        tied weight occurs once. `omitted`: names to leave out. `engine.save_16bit_model` calls it on rank 0."""
         tensors, _ = without_aliases(self.stored())
         chosen = {name: value for name, value in tensors.items() if name not in omitted}
         specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in chosen.items()]
@@ -234,7 +305,9 @@ class Backend(ABC):
 
     @torch.no_grad()
     def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
-        """Replaces weights by name, reading one at a time; an alias does for a tied parameter."""
+        """Replaces the weights by `weights`, which maps names to tensors and reads one tensor at a time. A tied
+        parameter may have any of its names there. `engine.load_checkpoint` calls it for weights of another backend or
+        of a safetensors folder."""
         here = self.stored()
         check_weights(weights, here, self.aliases(), strict=strict)
         for name, value in here.items():
@@ -243,24 +316,44 @@ class Backend(ABC):
         self.stored_changed()
 
     def replay_steps(self, rows: torch.Tensor) -> None:
-        """Makes steps again that a trajectory recorded after the state that was restored."""
-        raise NotImplementedError(f"backend {self.name} records no trajectory")
+        """Repeats the steps that a trajectory recorded after the restored checkpoint, one row of `rows` per step. The
+        engine calls it on every rank after `restore`, where `ds_zo.checkpoint.trajectory` is set."""
+        raise NotImplementedError(f"backend {self.config.backend} records no trajectory")
+
+    # State of one rank
 
     def rank_state(self) -> dict[str, Any]:
-        """What differs from rank to rank: sums of an accumulation window that is not over."""
-        return {}
+        """Returns the state that differs between ranks: the sums of an unfinished accumulation window. The engine calls
+        it on every rank and saves it beside `state_dict`. By default: `grad` of the parameters that have one."""
+        return {name: p.grad.cpu() for name, p in self.module.named_parameters() if p.grad is not None}
 
-    def check_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Raises where `load_rank_state` could not take it."""
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Raises if `load_rank_state` cannot load `state`. The engine calls it before it changes anything."""
+        parameters = dict(self.module.named_parameters())
+        if any(parameters[name].shape != grad.shape for name, grad in state.items()):
+            raise ValueError("a gradient has another shape than its parameter")
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Its counterpart."""
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Loads this rank's `rank_state`, after `restore`. Not called if the number of ranks has changed: the sums of
+        an unfinished window are then dropped."""
+        for name, parameter in self.module.named_parameters():
+            grad = state.get(name)
+            parameter.grad = None if grad is None else grad.to(parameter.device, parameter.dtype, copy=True)
 
     def close(self) -> None:  # noqa: B027
-        """Gives back buffers and hooks when the engine is destroyed. Safe to call twice."""
+        """Frees buffers and removes hooks when the engine is destroyed. It may be called twice. A user may go on using
+        the module."""
 
 
 def backend_class(name: str) -> type[Backend]:
-    module_name, class_name = _WHERE[name]
-    found: type[Backend] = getattr(importlib.import_module(module_name), class_name)
+    """The class of a registered backend, imported if its entry gives its place."""
+    found: Any = entry_of(name).backend
+    if isinstance(found, str):
+        module_name, _, class_name = found.partition(":")
+        found = getattr(importlib.import_module(module_name), class_name)
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise TypeError(
+            f"a registered backend must be a subclass of ds_zo.backends.Backend, got {found!r} for {name}; correct the "
+            "call of register_backend"
+        )
     return found

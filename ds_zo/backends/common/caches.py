@@ -1,4 +1,4 @@
-"""Key-value caches, which no training step reads."""
+"""Switches off the key-value caches of transformers, which a training step does not use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import nn
 
 
 class Caches:
-    """Those that transformers' models fill unless their configs say otherwise. Passes side by side would keep one each,
-    a block that is computed again would fill one twice, and no two compiled blocks would be alike."""
+    """The key-value caches of a model's parts. transformers fills them unless `config.use_cache` is False.
+
+    Interleaved forward passes would keep one cache each. A recomputed block would fill its cache twice. Compiled blocks
+    could not share one graph, because a block's use of the cache depends on its index.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         found = (getattr(m, "config", None) for m in module.modules())
@@ -19,6 +22,7 @@ class Caches:
 
     @contextmanager
     def off(self) -> Iterator[None]:
+        """Context in which `use_cache` is False in all configs of the model."""
         with ExitStack() as stack:
             for config in self._configs:
                 if getattr(config, "use_cache", False) is True:

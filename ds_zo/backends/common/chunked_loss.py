@@ -1,8 +1,8 @@
-"""The causal language-modelling loss in token chunks.
+"""The causal language-modelling loss, computed in chunks of tokens.
 
-A training pass without gradients needs float32 logits only while it sums them up. Upcasting a whole sequence at once
-takes more memory than a block. With gradients the same holds twice: the backward makes each chunk's float32 logits
-again, by the operations that `cross_entropy` would have kept them for, so gradients have the same bits.
+The loss needs logits in float32, and a conversion of all logits at once takes more memory than a block. In chunks, only
+one chunk's float32 logits exist at a time. With gradients, the backward converts each chunk again instead of saving
+float32 tensors. It runs the same operations as the backward of `cross_entropy`, so gradients have the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, pad
 from ds_zo.planner import choices
 
 _SUM = 2
-"""`reduction="sum"`, as the operator below takes it."""
+"""The number of `reduction="sum"` in `aten.nll_loss_backward`."""
 
 
 def chunked_causal_lm_loss(
@@ -32,7 +32,8 @@ def chunked_causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **unused: Any,
 ) -> torch.Tensor:
-    """What transformers' `ForCausalLMLoss` returns, summed in float32 a few hundred tokens at a time."""
+    """Replaces transformers' `ForCausalLMLoss`, with the same arguments. The loss is summed in float32, over chunks of
+    a few hundred tokens."""
     if shift_labels is None:
         assert labels is not None
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -55,6 +56,7 @@ def chunked_causal_lm_loss(
 
 
 def _sum(rows: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, num_rows: int) -> torch.Tensor:
+    """The summed loss of all tokens, `num_rows` tokens at a time."""
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
     for chunk, wanted in zip(rows.split(num_rows), targets.split(num_rows), strict=True):
         total += cross_entropy(chunk.float(), wanted, ignore_index=ignore_index, reduction="sum")
@@ -62,7 +64,7 @@ def _sum(rows: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, num_ro
 
 
 class _SummedByChunks(torch.autograd.Function):
-    """Keeps the logits, which are there anyway, and nothing in float32."""
+    """`_sum` with a backward. It saves the logits, which the model's graph keeps anyway, and no float32 tensor."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor, ignore_index: int, num_rows: int) -> torch.Tensor:
@@ -85,8 +87,8 @@ class _SummedByChunks(torch.autograd.Function):
 
 
 def models_with_causal_loss(module: nn.Module) -> list[nn.Module]:
-    """The transformers models inside `module` whose loss is the plain causal one."""
-    losses = sys.modules.get("transformers.loss.loss_utils")  # imported where there is such a model
+    """The transformers models inside `module` whose loss is `ForCausalLMLoss`."""
+    losses = sys.modules.get("transformers.loss.loss_utils")  # it is imported if there is such a model
     if losses is None:
         return []
     found = []
@@ -99,6 +101,7 @@ def models_with_causal_loss(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def losses_in_chunks(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which `models` compute their losses in chunks."""
     originals = [m.__dict__.get("_loss_function") for m in models]
     for m in models:
         m.loss_function = chunked_causal_lm_loss  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""`resize_token_embeddings` of a transformers model is refused while an engine has the weights.
+"""Refuses `resize_token_embeddings` of a transformers model while an engine trains it.
 
-It puts other tensors in the place of parameters that the engine has placed. What the engine keeps of those parameters
-(host memory, moments, directions) has the shapes and the identities of before.
+The method replaces parameters by new ones of another shape. The engine's storage, moments and directions belong to the
+old parameters and have their shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _NAME = "resize_token_embeddings"
 
 
 class FixedEmbeddings:
-    """Stands before `resize_token_embeddings` of a model and of its parts. A call that changes nothing goes through."""
+    """Replaces `resize_token_embeddings` of a model and of its submodules until `close`. A call that changes no size
+    still works."""
 
     def __init__(self, module: nn.Module) -> None:
         self._stand_ins: list[tuple[nn.Module, StandIn]] = []
@@ -38,6 +39,7 @@ class FixedEmbeddings:
 def _resize(
     owner: Any, own: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **rest: Any
 ) -> Any:
+    """Replaces `resize_token_embeddings` of `owner`. `own` is the original method."""
     num_tokens = owner.get_input_embeddings().weight.shape[0]
     wanted = num_tokens if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:

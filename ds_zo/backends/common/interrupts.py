@@ -1,11 +1,12 @@
-"""Ctrl-C that comes while an update is half made is answered when it is whole.
+"""Defers Ctrl-C (SIGINT) during an update until the update is complete.
 
-[Note: whole steps] A weight and the count of the updates it includes change one after the other, and what a backward
-pass has added (LOMO: to the weights) is not counted before `engine.step()`. KeyboardInterrupt in between would leave a
-state that nothing can tell from a good one: saved and resumed, an update would be made twice, or by half. Where that
-could happen SIGINT waits: for the lines of a fold, and from the start of `engine.backward()` to the end of
-`engine.step()`. A second one does not wait, unless it is the same one: programs that start others (`timeout`) hand
-Ctrl-C on that the terminal has sent to both. Not held: a bare `loss.backward()`.
+[Note: whole steps] A weight and the counter of the updates that it includes change one after the other. LOMO's backward
+changes weights that are counted only in `engine.step()`. A KeyboardInterrupt in between would leave a state that looks
+consistent but is not: saved and resumed, an update would be made twice or in part. Therefore SIGINT is deferred while
+ZO folds an update into a weight, and from the start of `engine.backward()` to the end of `engine.step()`. A second
+Ctrl-C is not deferred. A signal that follows the first within `_ECHO_S` counts as the same Ctrl-C. Programs that start
+others (`timeout`) forward a signal that the terminal has already sent to both. SIGINT is not deferred for a
+`loss.backward()` that the user calls directly.
 """
 
 from __future__ import annotations
@@ -22,28 +23,33 @@ from typing import Any
 from deepspeed.utils import logger
 
 _signal: Any = importlib.import_module("_signal")
-"""What `signal` wraps. It is asked at every block, and turning handlers into enums and back takes twenty times longer
-than setting them."""
+"""The C module that `signal` wraps. It is called at every block, and `signal` converts handlers to enums and back,
+which takes twenty times longer than setting them."""
 
 _ECHO_S = 0.5
-"""What comes so soon after the first is the same Ctrl-C."""
+"""Seconds. A signal that follows the first so soon is the same Ctrl-C."""
 
 
 class Interrupts:
-    """SIGINT of this process. Python delivers signals to the main thread; elsewhere there is nothing to hold."""
+    """The handling of SIGINT in this process. Python delivers signals to the main thread, so in other threads all
+    methods do nothing."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._is_held = self._came = False
-        self._came_s = 0.0
+        """Number of `deferred` and `hold` that are in effect."""
+        self._is_held = self._has_signal = False
+        """`_is_held`: `hold` is in effect. `_has_signal`: a signal has been deferred."""
+        self._signal_s = 0.0
+        """Time of the deferred signal, of `time.monotonic`."""
         self._previous: Any = None
+        """The handler that was set before this object's."""
 
-    # Every method is right if KeyboardInterrupt is raised at any of its lines: ours is set before anything counts on
-    # it, and put back last.
+    # Every method is correct if KeyboardInterrupt is raised at any of its lines: this object's handler is set before
+    # any code relies on it, and the previous one is set again at the end.
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What comes inside is delivered on leaving."""
+    def deferred(self) -> Iterator[None]:
+        """Context in which SIGINT is deferred. A deferred signal is raised on exit."""
         if not _in_main_thread():
             yield
             return
@@ -54,51 +60,52 @@ class Interrupts:
             self._leave()
 
     def hold(self) -> None:
-        """Until `release`."""
+        """Defers SIGINT until `release`. A second call has no effect."""
         if _in_main_thread() and not self._is_held:
             self._enter()
             self._is_held = True
 
     def release(self) -> None:
+        """Ends `hold`, if it is in effect, and raises a deferred signal unless a `deferred` context is open."""
         if _in_main_thread() and self._is_held:
             self._is_held = False
             self._leave()
 
     def _enter(self) -> None:
         if self._depth == 0:
-            self._came = False
+            self._has_signal = False
             previous = _signal.getsignal(signal.SIGINT)
             if previous != self._on_signal:
                 self._previous = previous
-            if callable(previous) or previous == signal.SIG_DFL:  # else it is ignored, or not Python's
-                with suppress(ValueError):  # inside other programs, what `threading` calls main need not be
+            if callable(previous) or previous == signal.SIG_DFL:  # otherwise SIGINT is ignored, or not Python's to set
+                with suppress(ValueError):  # in a program that embeds Python, `threading`'s main thread may be another
                     _signal.signal(signal.SIGINT, self._on_signal)
         self._depth += 1
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._put_back()  # first: one that came later would wait for the next update
-            came, self._came = self._came, False
-            if came:
+            self._restore_handler()  # first, because a signal after the next line would be deferred to the next update
+            has_signal, self._has_signal = self._has_signal, False
+            if has_signal:
                 signal.raise_signal(signal.SIGINT)
 
-    def _put_back(self) -> None:
-        """Unless somebody has set another since."""
+    def _restore_handler(self) -> None:
+        """Sets the previous handler again, unless other code has replaced this object's handler."""
         if _signal.getsignal(signal.SIGINT) == self._on_signal:
             _signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if self._came:
-            if now_s - self._came_s < _ECHO_S:
+        if self._has_signal:
+            if now_s - self._signal_s < _ECHO_S:
                 return
-            self._came = False
-            self._put_back()
+            self._has_signal = False
+            self._restore_handler()
             signal.raise_signal(signal.SIGINT)
             return
-        self._came, self._came_s = True, now_s
-        logger.warning("ds_zo: Ctrl-C waits for the update that is being made; another one does not")
+        self._has_signal, self._signal_s = True, now_s
+        logger.warning("ds_zo: Ctrl-C takes effect after the current update; a second Ctrl-C takes effect at once")
 
 
 def _in_main_thread() -> bool:

@@ -1,7 +1,9 @@
-"""`state_dict`, `load_state_dict` and DeepSpeed's full-parameter accessors for a module whose stored weights lag or
-live elsewhere.
+"""Access by name to the current weights of a module whose parameters do not hold them between steps.
 
-Hooks on the modules that own parameters, so that a submodule's `state_dict()` is as right as the whole model's.
+A backend may store weights in another form or in host memory, or have updates pending. `ModuleState` makes
+`state_dict`, `load_state_dict`, DeepSpeed's accessors of full parameters, `copy.deepcopy` and plain reads of a
+parameter return and change the weights of the current step. It registers hooks on each module that owns parameters, so
+that the `state_dict()` of a submodule is right too.
 """
 
 from __future__ import annotations
@@ -21,71 +23,83 @@ from torch import nn
 
 from ds_zo.backends.common.gathered_copies import GatheredCopies
 from ds_zo.backends.common.plain_copies import Hook, StandIn
-from ds_zo.streaming.units import Placed, Unit
-from ds_zo.streaming.watched import plain_class, unwatch, watch
+from ds_zo.streaming.intercepted import intercept, plain_class, stop_intercepting
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class ModuleState(ABC):
-    """Makes reading and writing a module's weights by name mean the weights of the current step."""
+    """Gives access to the weights of the current step through the module's parameters. See this module's docstring.
+
+    A backend implements `refresh`, `read`, `write`, `_full_fp32` and `_before_load`.
+    """
 
     def __init__(self, units: Iterable[Unit], module: nn.Module, *, device: torch.device) -> None:
+        """`units`: the groups of parameters that the backend has placed."""
         self.device = device
         self._units = list(units)
-        self._where: dict[int, tuple[Unit, Placed]] = {id(p.parameter): (u, p) for u in self._units for p in u.placed}
+        self._placement_of: dict[int, tuple[Unit, PlacedParameter]] = {
+            id(p.parameter): (u, p) for u in self._units for p in u.placed
+        }
+        """The unit and the placement of each parameter, by the parameter's id."""
         names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}
-        """Parameters with several names, and the copy of each that was last handed out."""
+        """The last copy that `state_dict` was given of each tied parameter, by the parameter's id. None: no copy
+        yet."""
         self._staged: list[nn.Parameter] = []
+        """Parameters that point at temporary memory while `load_state_dict` writes to them."""
         self.gathered_copies = GatheredCopies()
         self._has_warned_of_copies = False
         self._handles = []
         for m in module.modules():
-            if any(p is not None and id(p) in self._where for p in m._parameters.values()):
-                self._handles.append(m.register_state_dict_pre_hook(Hook(self._read_stored)))
-                self._handles.append(m.register_state_dict_post_hook(Hook(self._fold_into)))
+            if any(p is not None and id(p) in self._placement_of for p in m._parameters.values()):
+                self._handles.append(m.register_state_dict_pre_hook(Hook(self._unwatch_parameters)))
+                self._handles.append(m.register_state_dict_post_hook(Hook(self._put_current_weights)))
                 self._handles.append(m.register_load_state_dict_pre_hook(Hook(self._stage)))
-                self._handles.append(m.register_load_state_dict_post_hook(Hook(self._take)))
-        for unit, placed in self._where.values():
-            self._answer_for(placed.parameter, partial(self._full_fp32, unit, placed))
+                self._handles.append(m.register_load_state_dict_post_hook(Hook(self._store_staged)))
+        for unit, placed in self._placement_of.values():
+            self._attach_accessors(placed.parameter, partial(self._full_fp32, unit, placed))
         self._module = module
-        self._apply = StandIn(self._stay, module._apply) if self._where else None
+        self._apply = StandIn(self._ignore_move, module._apply) if self._placement_of else None
         if self._apply is not None:
             object.__setattr__(module, "_apply", self._apply)
-        self.watch()
+        self.intercept()
 
-    # Reads and writes that ask nobody: [Note: bare reads]
+    # Reads and writes of a parameter itself: [Note: direct access to parameters]
 
-    def watch(self) -> None:
-        """From now on parameters tell who reads them, until `unwatch`."""
+    def intercept(self) -> None:
+        """From now until `stop_intercepting`, a read of a parameter calls `refresh` first, and a write `replace`."""
         for unit in self._units:
             if self._is_watched(unit):
-                unit.watch()
+                unit.intercept()
 
-    def unwatch(self) -> None:
+    def stop_intercepting(self) -> None:
         for unit in self._units:
-            if unit.is_watched:
-                unit.unwatch()
+            if unit.is_intercepted:
+                unit.stop_intercepting()
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Around the engine's own work: parameters are plain."""
+        """Context of the engine's own work, in which parameters are plain `nn.Parameter`s."""
         try:
-            self.unwatch()
+            self.stop_intercepting()
             yield
         finally:
-            self.watch()
+            self.intercept()
 
     def _is_watched(self, unit: Unit) -> bool:
+        """Whether `intercept` applies to the unit's parameters."""
         return self._is_materialised_in_forward(unit)
 
     @abstractmethod
-    def bring_up(self, parameter: nn.Parameter) -> None:
-        """Makes it show the weights of the current step. A read inside a forward finds what visits have left."""
+    def refresh(self, parameter: nn.Parameter) -> None:
+        """Makes a parameter show the weights of the current step. Called before a read outside of the engine. Inside a
+        forward it must leave parameters as the forward has bound them."""
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
-        """What somebody assigns to `parameter.data` becomes the stored weight. False: it is none of the weight's
-        kind, or not this rank's alone to store."""
-        unit, _ = self._where[id(parameter)]
+        """Called when a user assigns `value` to `parameter.data`: stores it as the weight. Returns False where torch is
+        to make the assignment instead. This is so if the shape or the dtype differs, while a forward runs, and if
+        several ranks share the storage."""
+        unit, _ = self._placement_of[id(parameter)]
         if value.shape != parameter.shape or value.dtype is not parameter.dtype or self._is_busy():
             return False
         if self._is_shared(unit):
@@ -95,98 +109,107 @@ class ModuleState(ABC):
         return True
 
     def _is_busy(self) -> bool:
-        """A forward has bound parameters to what it brought up."""
+        """Whether a forward is running and has bound parameters to materialised weights."""
         return False
 
     def _is_shared(self, unit: Unit) -> bool:
-        """Ranks keep what is stored together, so that one rank must not write to it."""
+        """Whether several ranks share the storage of the unit, so that one rank must not write to it."""
         return False
 
     def _show_copies(self, unit: Unit, *, step: int) -> None:
-        """Where what is stored is not for others to see."""
-        if unit.shown_step != step:
+        """Points the unit's parameters at copies of the weights of `step`, because a user must not see or change the
+        storage itself."""
+        if unit.copies_step != step:
             self._warn_of_copies(unit)
             values = [self.read(placed.parameter).to(placed.parameter.device, copy=True) for placed in unit.placed]
-            unit.show(values, step=step)
+            unit.show_copies(values, step=step)
 
     def _warn_of_copies(self, unit: Unit) -> None:
         if self._has_warned_of_copies:
             return
         self._has_warned_of_copies = True
         logger.warning(
-            f"ds_zo: weights of {unit.name} were read between steps by their parameters, which show copies in host "
-            "memory until the next forward: what is written to a copy in place is lost. Write under "
+            f"ds_zo: weights of {unit.name} were read between steps through their parameters, which hold copies in "
+            "host memory until the next forward: a write in place to such a copy is lost. Write under "
             "deepspeed.zero.GatheredParameters(..., modifier_rank=0) or by load_state_dict; before "
-            "merge_and_unload(), where several ranks keep blocks together, call engine.destroy()"
+            "merge_and_unload(), where several ranks share the storage of blocks, call engine.destroy()"
         )
 
-    def _stay(self, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """What `to`, `half`, `cpu` and the like call: moved, weights would leave their homes behind."""
+    def _ignore_move(self, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Replaces the module's `_apply`, which `to`, `half`, `cpu` and similar methods call. It warns and moves
+        nothing, because moved parameters would not be views of their storage."""
         logger.warning(
-            "ds_zo: an engine has this module's weights, so .to(), .half(), .cpu() and Trainer's bf16_full_eval and "
-            "fp16_full_eval leave them as they are: move a copy.deepcopy of it, or call engine.destroy() first"
+            "ds_zo: an engine stores this module's weights, so .to(), .half(), .cpu() and Trainer's bf16_full_eval and "
+            "fp16_full_eval do not change them: move a copy.deepcopy of the module, or call engine.destroy() first"
         )
         return self._module
 
-    def _answer_for(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
-        # What deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param look for.
+    def _attach_accessors(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
+        """Sets the attributes of a parameter that deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param
+        use, and its `__deepcopy__`. `full` returns the weights in float32."""
         parameter._hp_mapping = self
         parameter.get_full_hp_param = full
         parameter.set_full_hp_param = partial(self.store, parameter)
         parameter.__deepcopy__ = partial(self._plain_copy, parameter)
 
-    def _leave(self, parameter: nn.Parameter) -> None:
+    def _detach_accessors(self, parameter: nn.Parameter) -> None:
+        """Removes the attributes of `_attach_accessors`, unless they are another engine's."""
         if getattr(parameter, "_hp_mapping", None) is self:
             for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "__deepcopy__"):
                 delattr(parameter, name)
 
     def owns_module(self) -> bool:
-        """False once another engine has been made of the same module: its weights are no longer ours to touch."""
-        return all(getattr(placed.parameter, "_hp_mapping", None) is self for _, placed in self._where.values())
+        """False if another engine was made of the same module: that engine then stores the weights."""
+        return all(getattr(placed.parameter, "_hp_mapping", None) is self for _, placed in self._placement_of.values())
 
     @abstractmethod
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the current weights in host memory; the parameter itself where it holds them already."""
+        """Returns the current weights of a parameter: a copy in host memory, or the parameter itself, detached, if it
+        holds them."""
 
     @abstractmethod
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Stores a weight, in whatever form."""
+        """Converts `value` to the stored form of the parameter's weights and stores it."""
 
     @abstractmethod
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
-        """A copy of the current weights in float32."""
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
+        """Returns a copy of the current weights in float32, on the device."""
 
     @abstractmethod
     def _before_load(self, unit: Unit) -> None:
-        """Weights of `unit` are about to be written."""
+        """Called before `load_state_dict` writes weights of `unit`: applies or waits for pending updates."""
 
     def close(self) -> None:
-        self.gathered_copies.close(comes_home=self.owns_module() and not sys.is_finalizing())
+        """Removes all hooks and attributes from the module and its parameters."""
+        self.gathered_copies.close(rebind=self.owns_module() and not sys.is_finalizing())
         if self.owns_module():
-            self.unwatch()
+            self.stop_intercepting()
         self._units = []
         for handle in self._handles:
             handle.remove()
         if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
             object.__delattr__(self._module, "_apply")
-        for _, placed in self._where.values():
-            self._leave(placed.parameter)
+        for _, placed in self._placement_of.values():
+            self._detach_accessors(placed.parameter)
 
-    def _read_stored(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """`state_dict` takes what parameters show, which `_fold_into` replaces."""
-        unwatch(p for p in module._parameters.values() if p is not None)
+    def _unwatch_parameters(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Hook before a module's `state_dict`: reading the parameters must not call `refresh`, because
+        `_put_current_weights` replaces the values afterwards."""
+        stop_intercepting(p for p in module._parameters.values() if p is not None)
 
-    def _fold_into(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _put_current_weights(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Hook after a module's `state_dict`: puts the weights of the current step in it."""
         for name, p in module._parameters.items():
-            if p is None or id(p) not in self._where or p in self.gathered_copies:
+            if p is None or id(p) not in self._placement_of or p in self.gathered_copies:
                 continue
             if prefix + name in state_dict:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
-            if self._where[id(p)][0].is_watched:
-                watch([p])
+            if self._placement_of[id(p)][0].is_intercepted:
+                intercept([p])
 
     def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
-        """A tied weight is one tensor under all its names there, as in any `state_dict`."""
+        """Reads a weight for `state_dict`. A tied weight is the same tensor under all its names, as in any
+        `state_dict`."""
         if id(p) not in self._tied:
             return self.read(p)
         before = self._tied[id(p)]
@@ -197,67 +220,72 @@ class ModuleState(ABC):
         return shared
 
     def _stage(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Real memory for `load_state_dict` to copy into: the stored bytes may have another form, and updates
-        pending."""
+        """Hook before a module's `load_state_dict`: points parameters at temporary memory, to which torch can copy. The
+        storage may have another form or pending updates."""
         staged = [
             p
             for name, p in module._parameters.items()
-            if p is not None and prefix + name in state_dict and id(p) in self._where
+            if p is not None and prefix + name in state_dict and id(p) in self._placement_of
         ]
         for p in staged:
-            self._before_load(self._where[id(p)][0])
-        # Read first: a read binds the whole unit to its home again.
+            self._before_load(self._placement_of[id(p)][0])
+        # All reads come before the first assignment, because a read binds the whole unit to its storage again.
         values = [torch.empty(p.shape, dtype=p.dtype, device="cpu").copy_(self.read(p)) for p in staged]
-        unwatch(staged)
+        stop_intercepting(staged)
         for p, value in zip(staged, values, strict=True):
             p.data = value
         self._staged += staged
 
-    def _take(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # All values first: a write binds the whole unit to its home again.
+    def _store_staged(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Hook after a module's `load_state_dict`: stores the values that torch has copied."""
+        # All values are taken before the first write, because a write binds the whole unit to its storage again.
         values = [(p, p.data) for p in self._staged]
         self._staged.clear()
         for p, value in values:
             self.store(p, value)
 
-    def lend(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Points parameters at copies of the current weights, which are theirs until `lending.take_back`."""
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Points parameters at copies of the current weights, until `gathered_copies.remove` and `bind_stored`.
+        DeepSpeed's `GatheredParameters` calls it on entry."""
         owners: dict[int, list[nn.Module]] = {id(p): [] for p in parameters}
         for m in self._module.modules():
             for p in m._parameters.values():
                 if id(p) in owners:
                     owners[id(p)].append(m)
-        # All values first: to read one may fail.
+        # All reads come first, because a read may raise.
         values = [self.read(p).clone() for p in parameters]
         for p, value in zip(parameters, values, strict=True):
-            unit = self._where[id(p)][0] if id(p) in self._where else None
-            visitors: list[nn.Module] = []
-            if unit is not None and self._is_materialised_in_forward(
-                unit
-            ):  # a block's as a whole, others by each module that has them
-                visitors = [unit.module, *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block)]
-            self.gathered_copies.show(p, value, unit=unit, visitors=visitors)
+            unit = self._placement_of[id(p)][0] if id(p) in self._placement_of else None
+            checked_modules: list[nn.Module] = []
+            if unit is not None and self._is_materialised_in_forward(unit):
+                # A block is materialised as a whole, another unit by each module that owns one of its parameters.
+                checked_modules = [
+                    unit.module,
+                    *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block),
+                ]
+            self.gathered_copies.add(p, value, unit=unit, checked_modules=checked_modules)
 
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
-        """Its parameters are pointed elsewhere while its module runs."""
+        """Whether a forward of the unit's module binds its parameters to memory other than the storage."""
         return True
 
-    def return_home(self, parameter: nn.Parameter) -> None:
-        """After somebody pointed it at memory of their own."""
-        self._where[id(parameter)][0].bind_stored()
+    def bind_stored(self, parameter: nn.Parameter) -> None:
+        """Points the parameter, with its whole unit, at the storage again."""
+        self._placement_of[id(parameter)][0].bind_stored()
 
     def _plain_copy(self, parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        """The current weights, and nothing that refers to an engine; the device is the one that it shows."""
+        """The parameter's `__deepcopy__`: a plain parameter with the current weights, on the device that the parameter
+        reports, without references to the engine."""
         device = parameter.device
         if parameter in self.gathered_copies:
             value = parameter.detach().clone()
         else:
             value = self.read(parameter).to(device, copy=True)
-            self.return_home(parameter)
+            self.bind_stored(parameter)
         return plain_class(parameter)(value, parameter.requires_grad)
 
     def store(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Writes a weight, and shows it where a copy is shown."""
+        """Stores a weight. If the parameter points at a gathered copy, the copy is updated too."""
         self.write(parameter, value)
         if parameter in self.gathered_copies:
-            self.gathered_copies.stored(parameter, value)
+            self.gathered_copies.update(parameter, value)

@@ -1,7 +1,8 @@
-"""`copy.deepcopy` of a module under an engine is a plain module: the weights of the current step, no engine.
+"""Makes `copy.deepcopy` of a module that an engine trains return a plain module, without the engine.
 
-Reference models and averages of weights are made so. Left alone, a function would be copied as itself, and the copy run
-on the engine's blocks; a bound method, together with the engine. What an engine hangs on a module is one of these.
+Users make reference models and averages of weights by `copy.deepcopy`. It copies a function as the same function, so a
+copied hook would act on the engine's blocks; it copies a bound method together with the engine. So every hook or method
+that an engine sets on a module is a `Hook` or a `StandIn`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Hook:
-    """Calls what it is given; a copy does nothing."""
+    """A hook on a module. It calls `call`; its copy does nothing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -26,8 +27,8 @@ class Hook:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "a module that an engine has cannot be pickled, since its hooks are the engine's: save its state_dict(), "
-            "or a copy.deepcopy of it"
+            "a module that an engine trains cannot be pickled, because its hooks belong to the engine: save its "
+            "state_dict(), or a copy.deepcopy of it"
         )
 
 
@@ -36,7 +37,7 @@ def _nothing(*args: Any) -> None:
 
 
 class StandIn:
-    """Is called in place of a module's method; a copy of the module, or a pickled one, has that method again."""
+    """A replacement of a module's method. It calls `call`; a copied or pickled module has the original `method`."""
 
     def __init__(self, call: Callable[..., Any], method: Callable[..., Any]) -> None:
         update_wrapper(self, method)

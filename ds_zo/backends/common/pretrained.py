@@ -1,7 +1,7 @@
-"""`save_pretrained` of a model whose weights are not all in its parameters: shard by shard, no second copy of them.
+"""`save_pretrained` of a model whose parameters do not hold all weights, without a copy of the whole model.
 
-transformers takes each weight out of a state dict when it writes the shard that the weight belongs to. So it is given
-stand-ins, which are read from the host store at that moment.
+transformers takes the weights of one shard at a time out of a state dict. So it is given placeholders, and each weight
+is read from its storage when its shard is written.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.checkpoint.snapshot import persistent_buffers
 
 _SHARD = "5GB"
-"""`max_shard_size` where the caller names none: transformers' own default is larger than most models."""
+"""`max_shard_size` if the caller passes none. The default of transformers is larger than most models."""
 
 
-class _Later(torch.Tensor):
-    """Shape and dtype of a weight; `contiguous()`, which transformers calls as it writes, is the weight itself."""
+class _Placeholder(torch.Tensor):
+    """A meta tensor with the shape and dtype of a weight. Its `contiguous()`, which transformers calls when it writes a
+    shard, reads and returns the weight."""
 
     read: Callable[[], torch.Tensor]
+    """Returns the weight."""
 
     @staticmethod
-    def of(parameter: nn.Parameter, read: Callable[[], torch.Tensor]) -> _Later:
+    def of(parameter: nn.Parameter, read: Callable[[], torch.Tensor]) -> _Placeholder:
         hollow = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        found: _Later = torch.Tensor._make_subclass(_Later, hollow)
+        found: _Placeholder = torch.Tensor._make_subclass(_Placeholder, hollow)
         found.read = read
         return found
 
@@ -37,9 +39,10 @@ class _Later(torch.Tensor):
 
 
 class PretrainedSaving:
-    """Stands before a transformers model's `save_pretrained` while an engine has its weights."""
+    """Replaces the `save_pretrained` of a transformers model until `close`."""
 
     def __init__(self, module: nn.Module, read: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """`read` returns the current weights of a parameter."""
         self._module = module
         self._read = read
         self._save: Callable[..., Any] | None = None
@@ -56,15 +59,16 @@ class PretrainedSaving:
 
     def _save_by_shard(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._save is not None
-        # Conversions to another layout of the weights on disk need all of them; so do adapters and quantizers.
+        # If the model's files have another layout than its parameters, transformers needs all weights to convert them.
         if not args and kwargs.get("state_dict") is None and not _converts(self._module):
-            kwargs["state_dict"] = self._stand_ins()
+            kwargs["state_dict"] = self._placeholders()
             kwargs["save_original_format"] = False
             kwargs.setdefault("max_shard_size", _SHARD)
         return self._save(save_directory, *args, **kwargs)
 
-    def _stand_ins(self) -> dict[str, torch.Tensor]:
-        """By the names of `state_dict`, a tied weight once, under the name that transformers loads it by."""
+    def _placeholders(self) -> dict[str, torch.Tensor]:
+        """Placeholders of all weights, and the buffers, by the names of `state_dict`. A tied weight occurs once, under
+        the name by which transformers loads it."""
         tied = getattr(self._module, "all_tied_weights_keys", None) or {}
         names: dict[int, str] = {}
         parameters: dict[int, nn.Parameter] = {}
@@ -73,7 +77,7 @@ class PretrainedSaving:
                 names[id(p)] = name
             parameters[id(p)] = p
         found: dict[str, torch.Tensor] = {
-            name: _Later.of(parameters[key], lambda p=parameters[key]: self._read(p).cpu().contiguous())  # type: ignore[misc]
+            name: _Placeholder.of(parameters[key], lambda p=parameters[key]: self._read(p).cpu().contiguous())  # type: ignore[misc]
             for key, name in names.items()
         }
         found |= {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
@@ -81,7 +85,8 @@ class PretrainedSaving:
 
 
 def _is_plain_pretrained(module: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers.modeling_utils")  # imported where there is a model of its own
+    """Whether `module` is a transformers model without adapters and quantizers, which need all weights to be saved."""
+    transformers = sys.modules.get("transformers.modeling_utils")  # it is imported if there is such a model
     return (
         transformers is not None
         and isinstance(module, transformers.PreTrainedModel)
@@ -91,6 +96,7 @@ def _is_plain_pretrained(module: nn.Module) -> bool:
 
 
 def _converts(module: nn.Module) -> bool:
+    """Whether the model's files have another layout of weights than its parameters."""
     conversions = getattr(module, "_weight_conversions", None)
     if conversions is None:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,4 +1,4 @@
-"""The states of the random generators that a forward draws from."""
+"""The states of the random generators from which a forward may draw."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class RandomState:
-    """The generators a forward may draw from. Python's and numpy's cost more to swap than a small block to run, so they
-    are swapped only once a forward was seen to use them."""
+    """The random generators from which a forward may draw.
+
+    Copying the states of Python's and numpy's global generators takes longer than running a small block. So `get_state`
+    contains them only where the caller has set `swap_python`, after a forward that used them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.swap_python = False
+        """`get_state` contains the states of Python's and numpy's global generators."""
         self.own: list[Any] = []
-        """Generators that the module keeps or the caller passed, besides the global ones."""
+        """Further generators: attributes of the module, or arguments of the caller."""
 
-    def cheap(self) -> tuple[Any, ...]:
+    def get_state(self) -> tuple[Any, ...]:
+        """The states of torch's global generators and of `own`, and of Python's and numpy's with `swap_python`."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         python = (random.getstate(), np.random.get_state()) if self.swap_python else None
         return torch.get_rng_state(), cuda, python, [_state_of(generator) for generator in self.own]
 
-    def set_cheap(self, state: tuple[Any, ...]) -> None:
+    def set_state(self, state: tuple[Any, ...]) -> None:
+        """Restores what `get_state` returned."""
         cpu, cuda, python, own = state
         torch.set_rng_state(cpu)
         for generator, value in zip(self.own, own, strict=True):
@@ -35,19 +41,20 @@ class RandomState:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self._device)
         if python is not None:
-            self.set_python(python)
+            self.set_python_state(python)
 
     @staticmethod
-    def python() -> tuple[Any, Any]:
+    def python_state() -> tuple[Any, Any]:
+        """The states of Python's and of numpy's global generator."""
         return random.getstate(), np.random.get_state()
 
     @staticmethod
-    def set_python(state: tuple[Any, Any]) -> None:
+    def set_python_state(state: tuple[Any, Any]) -> None:
         random.setstate(state[0])
         np.random.set_state(state[1])
 
     @staticmethod
-    def same_python(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    def equal_python_states(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
         return a[0] == b[0] and a[1][2] == b[1][2] and np.array_equal(a[1][1], b[1][1])
 
 
@@ -67,9 +74,10 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Random generators that modules keep for themselves."""
+    """The random generators that are attributes of `module` and its submodules."""
     return [value for m in module.modules() for value in vars(m).values() if is_generator(value)]
 
 
 def is_generator(value: Any) -> bool:
-    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)  # which has no state
+    """Whether a value is a random generator with a state. `random.SystemRandom` has none."""
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)

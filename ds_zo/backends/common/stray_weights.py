@@ -1,4 +1,4 @@
-"""Looks, during one forward, for weights that are used where they are not brought up."""
+"""Detects, during one forward, weights that are used while they are not materialised."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from ds_zo.streaming.intercepted import is_harmless, parameters_in
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import is_harmless, parameters_in
 
 
 class StrayWeightDetector(TorchFunctionMode):
-    """Notes parameters that reach a torch function while their holder is not being visited.
+    """Records parameters that are passed to a torch function while their holder is not materialised.
 
-    `F.linear(x, self.embed.weight)` outside the embedding's forward would use unperturbed weights, silently.
+    A holder is a unit or a group of parameters that a backend materialises together. For example,
+    `F.linear(x, self.embed.weight)` outside of the embedding's forward would silently use weights without ZO's noise.
     """
 
-    def __init__(self, holder_of: Mapping[int, tuple[int, str]], visited: Collection[int]) -> None:
-        """`holder_of`: the holder's key and the parameter's name, by `id(parameter)`; `visited`: keys of holders."""
+    def __init__(self, holder_of: Mapping[int, tuple[int, str]], materialised: Collection[int]) -> None:
+        """`holder_of`: the holder's key and the parameter's name, by the parameter's id. `materialised`: the keys of
+        the holders that are materialised now; the caller changes it during the forward."""
         super().__init__()
         self._holder_of = holder_of
-        self._visited = visited
+        self._materialised = materialised
         self.strays: dict[int, str] = {}
-        """The first parameter that was used outside of a visit, by the key of its holder."""
+        """Name of the first parameter of each holder that was used while the holder was not materialised, by the
+        holder's key."""
 
     @classmethod
-    def of_units(cls, units: Iterable[Unit], visited: Collection[int]) -> StrayWeightDetector:
-        """Units are known by their id. Frozen weights on the device are the same everywhere."""
+    def of_units(cls, units: Iterable[Unit], materialised: Collection[int]) -> StrayWeightDetector:
+        """A detector for units, whose keys are their ids. Frozen weights on the device are not checked, because they
+        are the same whether or not their unit is materialised."""
         placed = ((u, p) for u in units for p in u.placed if p.trainable or u.streamed)
-        return cls({id(p.parameter): (id(u), p.name) for u, p in placed}, visited)
+        return cls({id(p.parameter): (id(u), p.name) for u, p in placed}, materialised)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,35 +44,36 @@ class StrayWeightDetector(TorchFunctionMode):
             for parameter in parameters_in((*args, *kwargs.values())):
                 if id(parameter) in self._holder_of:
                     key, name = self._holder_of[id(parameter)]
-                    if key not in self._visited:
+                    if key not in self._materialised:
                         self.strays.setdefault(key, name)
         return func(*args, **kwargs)
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """Around compiled code, which would be compiled anew to be watched."""
+    """Context of a call of compiled code without the detector, under which torch would compile the code again."""
     is_watched = isinstance(_get_current_function_mode(), StrayWeightDetector)
     return _pop_mode_temporarily() if is_watched else nullcontext()
 
 
 def used_outside(name: str) -> ValueError:
-    """What to raise for a parameter of a streamed block."""
+    """The error for a parameter of a streamed block that was used outside of its block."""
     return ValueError(
-        f"parameter {name} was used outside the forward of the block that holds it, where its weights are not brought "
-        "up: name the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
+        f"parameter {name} was used outside the forward of the block that holds it, where its weights are not on the "
+        "device: name a list of modules whose own forwards are called, or [] for none (ds_zo.stream.blocks)"
     )
 
 
 @contextmanager
-def refuse_strays(units: Sequence[Unit], visited: Collection[int]) -> Iterator[None]:
-    """Around a forward of streamed blocks. Its own error may be what a weight used outside of its block leads to."""
-    watch = StrayWeightDetector.of_units(units, visited)
+def refuse_strays(units: Sequence[Unit], materialised: Collection[int]) -> Iterator[None]:
+    """Context of a forward of streamed blocks that raises if a weight is used outside of its block. An error inside is
+    then its cause, because such a use may lead to any error."""
+    detector = StrayWeightDetector.of_units(units, materialised)
     try:
-        with watch:
+        with detector:
             yield
     except Exception as error:
-        for name in watch.strays.values():
+        for name in detector.strays.values():
             raise used_outside(name) from error
         raise
-    for name in watch.strays.values():
+    for name in detector.strays.values():
         raise used_outside(name)

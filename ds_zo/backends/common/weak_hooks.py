@@ -1,4 +1,4 @@
-"""Hooks that do not keep their engine alive."""
+"""Hooks that hold a weak reference to their engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ds_zo.backends.common.plain_copies import Hook
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """Calls a bound method with `first` before its other arguments, as long as somebody else keeps its object. A hook
-    outlives an engine that was dropped without `destroy`; it then does nothing."""
+    """A hook that calls a bound method with `first` before its other arguments. It does not keep the method's object
+    alive, and does nothing once the object is freed: a hook outlives an engine that was dropped without `destroy`."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

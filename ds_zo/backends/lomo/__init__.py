@@ -1,1 +1,1 @@
-"""LOMO and AdaLOMO: the update of a parameter is made as soon as its gradient is there."""
+"""LOMO and AdaLOMO: each parameter is updated as soon as the backward pass has computed its gradient."""

@@ -1,4 +1,7 @@
-"""AdaLOMO: LOMO with an adaptive rate for each row and column, at the cost of one vector for each."""
+"""AdaLOMO: LOMO with a learning rate that adapts to each row and column of a weight matrix.
+
+Its state is one vector for the rows and one for the columns of each matrix.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
 
 
 class AdaLOMOBackend(LOMOBackend):
+    """LOMO whose updates are normalised by factored second moments."""
+
     name: ClassVar[str] = "adalomo"
     updates_pieces: ClassVar[bool] = False
     settings: AdaLOMOParams
 
     def _update_weight(
         self,
-        slot: ParameterState,
+        state: ParameterState,
         grad: torch.Tensor,
         *,
         lr: float,
@@ -29,12 +34,12 @@ class AdaLOMOBackend(LOMOBackend):
         dither: Dither | None,
         guards: Sequence[torch.Tensor],
     ) -> torch.Tensor | None:
-        slot.moments = slot.moments or FactoredMoments.zeros(slot.parameter)
-        assert isinstance(slot.moments, FactoredMoments)
+        state.moments = state.moments or FactoredMoments.zeros(state.parameter)
+        assert isinstance(state.moments, FactoredMoments)
         return adalomo_update_(
-            slot.parameter,
+            state.parameter,
             grad,
-            slot.moments,
+            state.moments,
             lr=lr,
             decay=decay,
             decay_rate=self.settings.decay_rate,
@@ -43,6 +48,6 @@ class AdaLOMOBackend(LOMOBackend):
             coef=coef,
             clip_value=self.settings.clip_grad_value,
             dither=dither,
-            residue=slot.residue,
+            residue=state.residue,
             guards=guards,
         )

@@ -1,4 +1,4 @@
-"""LoRA beside LOMO: which parameters are adapters, and whose schedule they follow."""
+"""Adapters of PEFT, such as LoRA, that are trained together with LOMO."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import nn
 
 
 def adapter_parameters(module: nn.Module) -> frozenset[int]:
-    """Ids of the parameters that PEFT has added: its layers name the attributes that hold them."""
+    """Ids of the parameters that PEFT has added. PEFT's layers list the attributes that hold them in
+    `adapter_layer_names`."""
     found: set[int] = set()
     for m in module.modules():
         for name in getattr(m, "adapter_layer_names", ()):
@@ -19,7 +20,8 @@ def adapter_parameters(module: nn.Module) -> frozenset[int]:
     return frozenset(found)
 
 
-def note_initial_lr(optimizer: torch.optim.Optimizer) -> None:
-    """Notes each group's rate before a scheduler changes it, under the name that torch's schedulers give it."""
+def record_initial_lr(optimizer: torch.optim.Optimizer) -> None:
+    """Stores each group's learning rate as `initial_lr`, the name that torch's schedulers use, before a scheduler
+    changes it."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

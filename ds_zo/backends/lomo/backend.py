@@ -1,25 +1,29 @@
-"""LOMO: full-parameter training in the memory of inference. Each gradient is consumed by its update inside the backward
-pass, so that one is alive at a time and `step` has nothing left to do but to report.
+"""LOMO: full-parameter training that never holds the gradients of the whole model.
 
-[Note: two passes] A norm over all gradients is known only when all of them are gone. Where one is needed (clipping by
-the global norm, overflow under fp16) the same graph is run backward twice: the first pass measures and drops, the
-second updates with the factor that follows, or drops the step where the norm is not finite. With one pass, updates are
-skipped one by one ([Note: skipped updates]). No second forward, no change of weights between the passes; both kinds of
-activation checkpointing recompute the same twice, dropout masks included. A step that is dropped still makes its second
-pass, with nothing kept: it frees the graph, which the next forward could not afford beside its own.
+A hook on each parameter updates the parameter inside the backward pass and frees its gradient. One gradient is alive at
+a time. `LOMOBackend.step` only reports the outcome.
 
-[Note: once a backward] A parameter's hook runs when all its uses have added to the gradient. Reentrant checkpointing
-makes a backward of its own for each segment, so a weight shared between segments, or with what is outside them, would
-be updated by parts, and later segments recomputed with new weights. It is refused; `use_reentrant=False` is exact.
+[Note: two passes] The global gradient norm is known only after the last gradient, when all gradients have been freed.
+Clipping by that norm, and fp16's check for overflow, need it before the first update. In these cases the same graph is
+run backward twice. The first pass sums up the norm and drops the gradients. The second pass updates with the resulting
+factor. If the norm is not finite, the second pass updates nothing and only frees the graph: the next forward would not
+fit into memory beside it. There is one forward, and weights do not change between the passes. Both kinds of activation
+checkpointing recompute the same values in both passes, dropout masks included. With a single pass, updates are skipped
+per parameter ([Note: skipped updates]).
 
-With `ds_zo.compile_blocks` a block's gradients come together, and one block's are alive at a time
-(`compiled_blocks`).
+[Note: one update per backward] A parameter's hook runs after all uses of the parameter have added to its gradient.
+Reentrant checkpointing runs a separate backward for each segment. A weight that is used in several segments, or also
+outside of them, would be updated several times. Later segments would then be recomputed with the new weights. This is
+refused. `use_reentrant=False` gives exact results.
 
-With `offload_param` blocks stream, and each is computed again in a backward of its own ([Note: recomputed blocks],
-[Note: gradients in parts]); passes, updates and rounding bits are the same.
+With `ds_zo.compile_blocks` autograd delivers all gradients of a block together, so the gradients of one block are alive
+at a time (`compiled_blocks`).
 
-On several ranks gradients are averaged a layer at a time on their way to the update ([Note: one order of buckets]). At
-stage 3 without `offload_param` blocks come from all ranks' devices instead of the host ([Note: device shards]).
+With `offload_param` blocks are streamed, and each is recomputed in a backward of its own ([Note: recomputed blocks],
+[Note: gradients in parts]). Passes, updates and rounding bits are the same as without streaming.
+
+On several ranks a layer's gradients are averaged before its update ([Note: one order of buckets]). At stage 3 without
+`offload_param`, blocks are gathered from the devices of all ranks instead of the host ([Note: device shards]).
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.stray_weights import used_outside
-from ds_zo.backends.lomo.adapters import adapter_parameters, note_initial_lr
+from ds_zo.backends.lomo.adapters import adapter_parameters, record_initial_lr
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
 from ds_zo.backends.lomo.gradients import BackwardPhase, Layer, ParameterState
 from ds_zo.backends.lomo.reducer import Bucket, GradientReducer, Gradients, Pieces, buckets_of
@@ -77,23 +81,26 @@ from ds_zo.optim import (
 from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import ParameterShard
-from ds_zo.streaming.node import wait_as_long_as_the_world
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.node import use_world_timeout
 
 _NORM_FLOOR = 1e-6
-_UPDATED = (torch.float32, torch.bfloat16, torch.float16)
+"""Added to a norm before the clipping threshold is divided by it."""
+_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
-_BARE_STREAMED = "loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)"
+_DIRECT_STREAMED = "loss.backward() cannot schedule the uploads of streamed blocks: call engine.backward(loss)"
 
 _hooks: Any = WeakTensorKeyDictionary()
-"""The handle on each parameter: a second engine for the same module takes the place of the first."""
+"""The handle of the hook on each parameter. A second engine of the same module replaces the hooks of the first."""
 
 
 class LOMOBackend(Backend):
+    """Updates each parameter by SGD as soon as its gradient is complete. See this module's docstring."""
+
     name: ClassVar[str] = "lomo"
     accumulates: ClassVar[bool] = False
     updates_pieces: ClassVar[bool] = True
-    """Its rule needs no more of a parameter than the elements that it changes."""
+    """The update rule is elementwise, so that a rank can update its piece of a parameter without the rest."""
     settings: LOMOParams
 
     def __init__(
@@ -111,31 +118,36 @@ class LOMOBackend(Backend):
         half = torch.float16 in (config.dtype, config.autocast)
         self._scaler = LossScaler(config.loss_scale) if half else None
         clips = config.gradient_clipping > 0
-        self._by_layer = clips and self.settings.norm_scope == "group"
-        self._two_passes = half or (clips and not self._by_layer)
+        self._clips_by_layer = clips and self.settings.norm_scope == "group"
+        self._two_passes = half or (clips and not self._clips_by_layer)
+        """See [Note: two passes]."""
         self._rounding = config.section.rounding
         self._phase = BackwardPhase.IDLE
-        self._pass = 0
+        self._pass_number = 0
+        """Number of backward passes begun so far, measuring passes included."""
         self._num_updates = 0
-        """Updates made so far, one a backward; chooses the rounding bits."""
+        """Number of backwards that have updated weights. It selects the bits of stochastic rounding."""
         self._coef: torch.Tensor | None = None
-        """What gradients of this backward are multiplied by: clipping and unscaling."""
+        """Scalar on the device by which gradients are multiplied to clip and unscale them. None: one."""
         self._norms: list[torch.Tensor] = []
+        """Norms of the gradients seen in this pass: one per parameter, or one per layer if clipped by layer."""
         self._skipped = SkippedUpdates(device)
-        self._membership = ParamGroupIndex()
+        self._group_index = ParamGroupIndex()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
         self._outcome = StepOutcome(applied=True)
-        self._pending = False
-        """A backward has been made since the last step."""
-        self._bare = False
-        """A bare backward has, and its update is not counted yet."""
-        self._in_bare = False
-        """The same of the last forward."""
+        self._has_outcome = False
+        """`_outcome` is the result of a backward that ran after the last step."""
+        self._has_uncounted_update = False
+        """A direct `loss.backward()`, without `engine.backward`, ran after the last step, and `_num_updates` does not
+        include it yet."""
+        self._direct_backward_begun = False
+        """A direct `loss.backward()`, without `engine.backward`, has begun after the last forward."""
         self._has_updated = False
-        """An update was made since the last step or `zero_grad`."""
-        self._retains = False
-        self._checked = False
-        """A forward was watched for weights of streamed blocks that are used where they are not brought up."""
+        """Weights were updated after the last step or `zero_grad`."""
+        self._retains_graph = False
+        """The running `backward` was called with `retain_graph`."""
+        self._has_checked_strays = False
+        """One forward was checked for weights of streamed blocks that are used outside of their block."""
         self._block_store = None
         if self.places_parameters(config):
             self._block_store = RecomputedBlockStore(
@@ -143,22 +155,22 @@ class LOMOBackend(Backend):
             )
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._caches = Caches(module)
-        self._compiler = BlockCompiler(twice=self._two_passes) if config.section.compile_blocks else None
+        self._compiler = BlockCompiler(backward_twice=self._two_passes) if config.section.compile_blocks else None
         if self._compiler is not None and self._block_store is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
-        self._slots = self._make_slots()
-        self._foreign = ForeignLeaves(module.parameters()) if self._two_passes else None
+        self._parameter_states = self._make_parameter_states()
+        self._foreign_leaves = ForeignLeaves(module.parameters()) if self._two_passes else None
         self._blocks = self._wrap_blocks()
-        self._layers = list({id(s.layer): s.layer for s in self._slots if s.layer is not None}.values())
+        self._layers = list({id(s.layer): s.layer for s in self._parameter_states if s.layer is not None}.values())
         self._reducer = self._make_reducer()
-        self._handles = [self._hook(slot) for slot in self._slots]
-        self._membership.follow(self.param_groups)
-        self._show_scale(overflow=False)
-        self._state: RecomputedModuleState | None = None
+        self._handles = [self._hook(state) for state in self._parameter_states]
+        self._group_index.follow(self.param_groups)
+        self._publish_scale(overflow=False)
+        self._module_state: RecomputedModuleState | None = None
         self._pretrained: PretrainedSaving | None = None
         if self._block_store is not None:
-            self._state = RecomputedModuleState(self._block_store, module)
-            self._pretrained = PretrainedSaving(module, self._state.read)
+            self._module_state = RecomputedModuleState(self._block_store, module)
+            self._pretrained = PretrainedSaving(module, self._module_state.read)
         self._warn()
 
     @classmethod
@@ -167,13 +179,14 @@ class LOMOBackend(Backend):
         return config.stream or (config.shards_device and several)
 
     @classmethod
-    def take_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
+    def prepare_optimizer(cls, optimizer: torch.optim.Optimizer, config: Resolved) -> None:
         if isinstance(config.optimizer, LOMOParams) and config.optimizer.adapter is not None:
-            note_initial_lr(optimizer)
+            record_initial_lr(optimizer)
 
     # Parameters
 
-    def _make_slots(self) -> list[ParameterState]:
+    def _make_parameter_states(self) -> list[ParameterState]:
+        """One state per floating-point parameter, frozen ones included, in the order of `named_parameters`."""
         adapters = adapter_parameters(self.module) if self.settings.adapter is not None else frozenset()
         if self.settings.adapter is not None and not adapters:
             raise ConfigError(
@@ -182,34 +195,35 @@ class LOMOBackend(Backend):
                 at=f"{self.config.params_at}.adapter",
             )
         layer_of: dict[int, Layer] = {}
-        if self._by_layer:
+        if self._clips_by_layer:
             blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
             for block, shared in zip(blocks, shared_parameters(self.module, blocks), strict=True):
                 layer = Layer()
                 elsewhere = {id(getattr(owner, name)) for owner, name in shared}
                 layer_of |= {id(p): layer for p in block.parameters() if id(p) not in elsewhere}
-        slots: list[ParameterState] = []
+        states: list[ParameterState] = []
         offset = 0
         for name, p in self.module.named_parameters():
-            if p.requires_grad and p.is_floating_point() and p.dtype not in _UPDATED:
+            if p.requires_grad and p.is_floating_point() and p.dtype not in _TRAINABLE_DTYPES:
                 raise ConfigError(
-                    f"parameters are updated in float32, got {name} of {p.dtype}: convert the model before "
-                    "deepspeed.initialize, or freeze it",
+                    f"trained parameters are of dtype float32, bfloat16 or float16, got {name} of {p.dtype}: convert "
+                    "the model before deepspeed.initialize, or freeze the parameter",
                     at=self.config.params_at,
                 )
             if p.is_floating_point() and p.numel():
-                own_layer = layer_of.get(id(p), Layer()) if self._by_layer else None
-                slots.append(ParameterState(name, p, offset, id(p) in adapters, own_layer))
+                own_layer = layer_of.get(id(p), Layer()) if self._clips_by_layer else None
+                states.append(ParameterState(name, p, offset, id(p) in adapters, own_layer))
                 if own_layer is not None:
-                    own_layer.slots.append(slots[-1])
+                    own_layer.states.append(states[-1])
             offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
-        return slots
+        return states
 
     def _wrap_blocks(self) -> list[RecomputedBlock]:
+        """Replaces the forward of each streamed block. Empty where blocks are not streamed."""
         if self._block_store is None:
             return []
         refuse_router_logits(self.module)
-        slot_of = {id(slot.parameter): slot for slot in self._slots}
+        state_of = {id(state.parameter): state for state in self._parameter_states}
         units = self._block_store.placement.blocks
         refuse_shared_modules(units)
         found = []
@@ -217,45 +231,48 @@ class LOMOBackend(Backend):
             block = RecomputedBlock(unit, self._block_store, consumer=self, shared=shared, compiler=self._compiler)
             elsewhere = {id(getattr(owner, name)) for owner, name in shared}
             for p in unit.module.parameters():
-                if id(p) in slot_of and id(p) not in elsewhere:
-                    slot_of[id(p)].block = block
-                    block.slots.append(slot_of[id(p)])
+                if id(p) in state_of and id(p) not in elsewhere:
+                    state_of[id(p)].block = block
+                    block.parameter_states.append(state_of[id(p)])
             found.append(block)
         return found
 
     def _make_reducer(self) -> GradientReducer | None:
+        """None on one rank."""
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return None
-        wait_as_long_as_the_world(self.process_group, self.device)
+        use_world_timeout(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
-        in_pieces = self.updates_pieces and not self._by_layer
+        in_pieces = self.updates_pieces and not self._clips_by_layer
         shards = self._block_store.shards if self._block_store is not None and in_pieces else None
         return GradientReducer(
-            buckets_of(self.module, blocks, self._slots, shards=shards),
+            buckets_of(self.module, blocks, self._parameter_states, shards=shards),
             process_group=self.process_group,
             device=self.device,
             consumer=self,
             blocks_first=self._block_store is not None and self._block_store.is_sharded,
         )
 
-    def _hook(self, slot: ParameterState) -> RemovableHandle:
-        """On frozen parameters too, for when they are thawed; torch takes hooks only where gradients are required."""
-        p, frozen = slot.parameter, not slot.parameter.requires_grad
+    def _hook(self, state: ParameterState) -> RemovableHandle:
+        """Registers the gradient hook. Frozen parameters get one too, because a user may unfreeze them later. torch
+        accepts the hook only while `requires_grad` is True."""
+        p, frozen = state.parameter, not state.parameter.requires_grad
         if p in _hooks:
             _hooks.pop(p).remove()
         p.requires_grad_(True)
-        handle = p.register_post_accumulate_grad_hook(partial(_dispatch, weakref.ref(self), slot))
+        handle = p.register_post_accumulate_grad_hook(partial(_dispatch, weakref.ref(self), state))
         p.requires_grad_(not frozen)
         _hooks[p] = handle
         return handle
 
     def _check_parameters(self) -> None:
-        hooked = {id(slot.parameter) for slot in self._slots}
+        hooked = {id(state.parameter) for state in self._parameter_states}
         for name, p in self.module.named_parameters():
             if p.requires_grad and id(p) not in hooked and p.numel():
                 raise ValueError(
-                    f"parameter {name} is not one that deepspeed.initialize saw, so its gradient would be lost: add, "
-                    "resize or replace parameters before deepspeed.initialize, and load weights without assign=True"
+                    f"parameter {name} was added or replaced after deepspeed.initialize, so its gradient would be "
+                    "lost: add, resize or replace parameters before deepspeed.initialize, and load weights without "
+                    "assign=True"
                 )
 
     def _warn(self) -> None:
@@ -264,7 +281,7 @@ class LOMOBackend(Backend):
             return
         if self.settings.clip_grad_value is not None and max(lrs, default=0.0) >= _LARGE_LR_FOR_VALUE_CLIPPING:
             logger.warning(
-                f"ds_zo: clipping by value turns the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
+                f"ds_zo: clipping by value changes the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
                 f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
             )
         budget = self.config.section.stream.device_memory_gb
@@ -275,58 +292,63 @@ class LOMOBackend(Backend):
             and not segments_expand()
         ):
             logger.warning(
-                f"ds_zo: of {budget:g} GB, PyTorch's allocator may hold several that no tensor fits in: start with "
+                f"ds_zo: PyTorch's allocator may lose several of {budget:g} GB to fragmentation: start with "
                 f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
             )
         if self.settings.adapter is None:
             return
-        if any(slot.parameter.requires_grad and not slot.is_adapter for slot in self._slots):
+        if any(state.parameter.requires_grad and not state.is_adapter for state in self._parameter_states):
             logger.warning(
-                "ds_zo: PEFT's save_pretrained, and Trainer's saving by it, keep adapters alone: for the weights that "
-                f"{self.name} trains beside them save a checkpoint and run ds-zo export"
+                "ds_zo: PEFT's save_pretrained, which Trainer calls, saves adapters only: to save the other weights "
+                f"that {self.name} trains, save a checkpoint and run ds-zo export"
             )
         else:
             logger.warning(
-                "ds_zo: only adapters are trainable, because PEFT freezes the weights it wraps: to train those by "
-                f"{self.name}, call requires_grad_(True) on them before deepspeed.initialize"
+                "ds_zo: only adapters are trainable, because PEFT freezes the weights that it wraps: to train these "
+                f"weights by {self.name}, call requires_grad_(True) on them before deepspeed.initialize"
             )
 
-    # forward and backward
+    # Forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In evaluation mode too a backward may follow: models are loaded in it, and need not be put in another."""
-        with self._at_work():
+        """Runs the module. A backward may follow also in evaluation mode: `from_pretrained` returns models in that
+        mode, and a user may train them in it."""
+        with self._plain_parameters():
             return self._forward(*args, **kwargs)
 
-    def _at_work(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._state is None else self._state.unwatched()
+    def _plain_parameters(self) -> AbstractContextManager[None]:
+        """Context in which parameters do not report reads ([Note: direct access to parameters])."""
+        return nullcontext() if self._module_state is None else self._module_state.unwatched()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._in_bare = False
+        self._direct_backward_begun = False
         if self._block_store is not None:
             refuse_router_logits(self.module, kwargs)
         if self.module.training:
             self._check_parameters()
             if self._reducer is not None:
-                self._reducer.drop()  # what a bare backward that broke off has left
+                self._reducer.drop()  # buckets of a direct `loss.backward()` that raised
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
             self._caches.off() if self._block_store is not None or self._compiler is not None else nullcontext(),
-            self._forward_sweep() if self.module.training else nullcontext(),
-            self._block_store.watched() if self._block_store is not None and not self._checked else nullcontext(),
+            self._streamed_forward() if self.module.training else nullcontext(),
+            self._block_store.strays_refused()
+            if self._block_store is not None and not self._has_checked_strays
+            else nullcontext(),
         ):
             output = self.module(*args, **kwargs)
-        self._checked = True
-        if self._foreign is not None:
-            self._foreign.saw((args, kwargs), output)
+        self._has_checked_strays = True
+        if self._foreign_leaves is not None:
+            self._foreign_leaves.record_forward((args, kwargs), output)
         return output
 
     @contextmanager
-    def _forward_sweep(self) -> Iterator[None]:
-        """Its last blocks stay in their slots: the backward starts with them."""
+    def _streamed_forward(self) -> Iterator[None]:
+        """Context of a training forward of streamed blocks. The last blocks stay in their device slots, because the
+        backward starts with them."""
         if self._block_store is None:
             yield
             return
@@ -339,107 +361,112 @@ class LOMOBackend(Backend):
             self._block_store.start_forward()
             yield
 
-    def _start_sweep(self, phase: BackwardPhase) -> None:
-        """Blocks in the reverse of the order they ran in, those of the second pass ahead while the first ends."""
+    def _start_streamed_backward(self, phase: BackwardPhase) -> None:
+        """Schedules the uploads of a backward pass: blocks in the reverse of the order in which they ran. Uploads for
+        the second pass begin while the first pass ends."""
         if self._block_store is None:
             return
         if phase is BackwardPhase.DISCARD:
             self._block_store.runtime.start((), then=())
             return
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
-        trained = [b.unit for b in self._blocks if any(self._trains(slot) for slot in b.slots)]
+        trained = [b.unit for b in self._blocks if any(self._trains(state) for state in b.parameter_states)]
         measures = phase is BackwardPhase.MEASURE
         order = [call.block.unit for call in calls]
-        self._block_store.start_backward(order, downloads=() if measures else trained, again=measures)
+        self._block_store.start_backward(order, downloads=() if measures else trained, repeats=measures)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """See [Note: two passes]."""
-        with self._at_work():
+        """Runs the graph backward, once or twice, and updates the weights. See [Note: two passes]."""
+        with self._plain_parameters():
             self._backward(loss, retain_graph=retain_graph)
 
     def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
         self._read_skipped()
         self._refuse_accumulation()
-        self._membership.follow(self.param_groups)
+        self._group_index.follow(self.param_groups)
         self._skipped.begin(loss)
-        self._retains = retain_graph
+        self._retains_graph = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
         scaled = loss if self._scaler is None else loss.float() * scale
         norm: float | DeferredScalar | None = None
         finite = True
         if self._two_passes:
-            assert self._foreign is not None
-            with self._in_pass(BackwardPhase.MEASURE), self._foreign.kept(scaled):
+            assert self._foreign_leaves is not None
+            with self._backward_pass(BackwardPhase.MEASURE), self._foreign_leaves.gradients_restored(scaled):
                 scaled.backward(retain_graph=True)
-            norm = self._measured() / scale
+            norm = self._read_norm() / scale
             finite = math.isfinite(norm)
             self._coef = self._coefficient(norm, scale) if finite else None
         for layer in self._layers:
-            layer.num_expected = sum(self._trains(slot) for slot in layer.slots)
-        with self._in_pass(BackwardPhase.UPDATE if finite else BackwardPhase.DISCARD):
+            layer.num_expected = sum(self._trains(state) for state in layer.states)
+        with self._backward_pass(BackwardPhase.UPDATE if finite else BackwardPhase.DISCARD):
             scaled.backward(retain_graph=retain_graph)
             for layer in self._layers:
-                self._update_layer(layer)  # those with parameters that this loss did not reach
-        if self._by_layer and self._norms:
+                self._update_layer(layer)  # a layer that still waits has parameters that this loss does not reach
+        if self._clips_by_layer and self._norms:
             norm = DeferredScalar(torch.stack(self._norms).norm() / scale)
             self._norms = []
         self._num_updates += finite
-        self._settle(norm, applied=finite and self._skipped.end())
+        self._record_outcome(norm, applied=finite and self._skipped.end())
         self._has_updated |= finite
 
     def _read_skipped(self) -> None:
-        """See [Note: skipped updates]."""
-        self._end_bare()
+        """Reads which updates of the last pass were skipped, and corrects the counters. See [Note: skipped updates]."""
+        self._count_direct_update()
         self._num_updates -= not self._skipped.read()
-        if self._pending and isinstance(self._outcome.applied, DeferredScalar):
+        if self._has_outcome and isinstance(self._outcome.applied, DeferredScalar):
             self._outcome = replace(self._outcome, applied=bool(self._outcome.applied.get()))
             self._has_updated &= self._outcome.applied is True
 
-    def _end_bare(self) -> None:
-        """Counts the update of the last `loss.backward()`, which had no end of its own."""
-        if self._bare:
-            self._bare = self._in_bare = False
+    def _count_direct_update(self) -> None:
+        """Counts the update of the last direct `loss.backward()`. A direct call does not tell the backend that it has
+        ended, so its update is counted at the next call of the backend."""
+        if self._has_uncounted_update:
+            self._has_uncounted_update = self._direct_backward_begun = False
             self._num_updates += 1
-            self._settle(None, applied=self._skipped.end())
+            self._record_outcome(None, applied=self._skipped.end())
 
     def _refuse_accumulation(self, *arrived: nn.Parameter) -> None:
-        """By hand, as the JSON's is refused: the boundary moved, or several losses a step."""
+        """Raises at a second backward before `engine.step()`. The JSON's `gradient_accumulation_steps` is refused
+        elsewhere; here a user has moved the accumulation boundary or has several losses per step. `arrived`: parameters
+        whose gradients are to be dropped."""
         if self._has_updated and self.settings.accumulation == "refuse":
             for p in arrived:
                 p.grad = None
             raise RuntimeError(
-                "a step has one backward, because a gradient is gone once its update is made, got a second one before "
-                "engine.step(): call that after each, add losses up, or set "
-                f'{self.config.params_at}.accumulation to "sequential" for one small update a backward'
+                "a step has one backward, because each gradient is freed after its update, got a second backward "
+                "before engine.step(): call engine.step() after each backward, add the losses up, or set "
+                f'{self.config.params_at}.accumulation to "sequential" for one small update per backward'
             )
 
     @contextmanager
-    def _in_pass(self, phase: BackwardPhase) -> Iterator[None]:
+    def _backward_pass(self, phase: BackwardPhase) -> Iterator[None]:
+        """Context of one backward pass over the graph. An error inside drops all gradients of the pass."""
         self._phase = phase
-        self._pass += 1
+        self._pass_number += 1
         try:
-            self._start_sweep(phase)
+            self._start_streamed_backward(phase)
             if self._reducer is not None and phase is not BackwardPhase.DISCARD:
                 measures = phase is BackwardPhase.MEASURE
                 guard = self._skipped.loss_guard if measures or not self._two_passes else None
                 self._reducer.begin(self._trains, measures=measures, loss_guard=guard)
             with run_backward_twice() if self._runs_compiled_twice() else nullcontext():
                 yield
-            self._end_sweep()
+            self._complete_held_blocks()
             if self._reducer is not None and phase is not BackwardPhase.DISCARD:
                 self._reducer.finish()
         except BaseException:
             self._norms = []
             self._skipped.drop()
-            for slot in self._slots:
-                slot.parameter.grad = None
+            for state in self._parameter_states:
+                state.parameter.grad = None
             if self._reducer is not None:
                 self._reducer.drop()
             raise
         finally:
             self._phase = BackwardPhase.IDLE
-            for slot in self._slots:
-                slot.held = None
+            for state in self._parameter_states:
+                state.partial_grad = None
             for layer in self._layers:
                 layer.waiting = []
             if self._block_store is not None:
@@ -448,166 +475,182 @@ class LOMOBackend(Backend):
     def _runs_compiled_twice(self) -> bool:
         return self._two_passes and (self._compiler is not None or is_compiled(self.module))
 
-    # Blocks that are computed again
+    # Recomputed blocks: the methods of `recompute.blocks.Consumer`
 
-    def begin_visit(self, call: BlockCall) -> bool:
+    def begin_block_backward(self, call: BlockCall) -> bool:
+        """False in a pass that only frees the graph."""
         if self._phase is BackwardPhase.IDLE:
-            raise RuntimeError(_BARE_STREAMED)
-        call.last_pass = call.block.last_visit = self._pass
-        call.spent = self._phase is not BackwardPhase.MEASURE and not self._retains
+            raise RuntimeError(_DIRECT_STREAMED)
+        call.last_pass = call.block.last_pass = self._pass_number
+        call.graph_freed = self._phase is not BackwardPhase.MEASURE and not self._retains_graph
         if self._phase is BackwardPhase.DISCARD:
             return False
-        if self._reducer is not None:  # the other ranks may be waiting for blocks that ran there and not here
+        if self._reducer is not None:  # other ranks may wait for buckets of blocks that did not run on this rank
             for bucket in self._reducer.open_blocks():
                 assert bucket.block is not None
-                if bucket.block is not call.block and not bucket.block.more_to_come(self._pass):
+                if bucket.block is not call.block and not bucket.block.has_pending_calls(self._pass_number):
                     self._reducer.close(bucket)
             self._reducer.send()
         return True
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
-        return not block.more_to_come(self._pass) and self._complete_block(block)
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
+        return not block.has_pending_calls(self._pass_number) and self._complete_block(block)
 
     def _complete_block(self, block: RecomputedBlock) -> bool:
-        """Takes what is left of a block's gradients while its weights are here. True: weights were changed."""
-        for slot in block.slots:
-            if slot.held is not None:  # no gradient came for it in the last visit
-                slot.parameter.grad, slot.held = slot.held, None
-                self._take(slot)
+        """Consumes the held gradients of a block while its weights are on the device. Returns whether this pass has
+        changed its weights."""
+        for state in block.parameter_states:
+            if state.partial_grad is not None:  # the block's last call added nothing to this gradient
+                state.parameter.grad, state.partial_grad = state.partial_grad, None
+                self._accept_gradient(state)
         if self._reducer is not None:
             self._reducer.close_block(block)
-        for layer in {id(slot.layer): slot.layer for slot in block.slots if slot.layer is not None}.values():
+        for layer in {id(s.layer): s.layer for s in block.parameter_states if s.layer is not None}.values():
             self._update_layer(layer)
         return self._has_changed(block)
 
     def _has_changed(self, block: RecomputedBlock) -> bool:
+        """Whether this pass has updated a weight that is stored with the block."""
         stored = {id(placed.parameter) for placed in block.unit.placed}
-        return any(slot.last_update == self._pass and id(slot.parameter) in stored for slot in block.slots)
+        return any(
+            state.last_update == self._pass_number and id(state.parameter) in stored for state in block.parameter_states
+        )
 
-    def _end_sweep(self) -> None:
-        """Blocks that also ran in another graph, which this backward did not reach, are still waiting for it."""
+    def _complete_held_blocks(self) -> None:
+        """Consumes gradients that blocks still hold at the end of a pass. Such a block also ran in a graph that this
+        backward did not reach, and waited for a gradient from there."""
         for block in self._blocks:
-            if any(slot.held is not None for slot in block.slots):
+            if any(state.partial_grad is not None for state in block.parameter_states):
                 assert self._block_store is not None
-                with self._block_store.visit(block.unit) as visit:
-                    visit.changed = self._complete_block(block)
+                with self._block_store.materialise(block.unit) as materialised:
+                    materialised.changed = self._complete_block(block)
 
-    def _measured(self) -> float:
-        """The one host read of a step."""
+    def _read_norm(self) -> float:
+        """Norm of all gradients of the measuring pass. This is the only value per step that the host waits for."""
         if self._reducer is not None:
             return self._reducer.norm()
         norms, self._norms = self._norms, []
         return torch.stack([*norms, self._skipped.loss_guard]).norm().item()
 
     def _coefficient(self, norm: float, scale: float) -> torch.Tensor | None:
-        limit = 0.0 if self._by_layer else self.config.gradient_clipping
+        """Factor that clips gradients to the configured norm and divides by the loss scale. None: one."""
+        limit = 0.0 if self._clips_by_layer else self.config.gradient_clipping
         coef = (min(1.0, limit / (norm + _NORM_FLOOR)) if limit > 0 else 1.0) / scale
         return None if coef == 1.0 else torch.tensor(coef, dtype=torch.float32, device=self.device)
 
-    def _trains(self, slot: ParameterState) -> bool:
-        return slot.parameter.requires_grad and slot.parameter in self._membership
+    def _trains(self, state: ParameterState) -> bool:
+        return state.parameter.requires_grad and state.parameter in self._group_index
 
-    def _arrived(self, slot: ParameterState) -> None:
-        """One parameter's gradient is complete. When this returns it is gone, or its layer waits for others."""
-        p, phase = slot.parameter, self._phase
+    def _on_gradient(self, state: ParameterState) -> None:
+        """The hook of one parameter: its gradient is complete. On return the gradient is freed, or it is held until the
+        rest of its block or its layer is complete."""
+        p, phase = state.parameter, self._phase
         if p.grad is not None and p.grad.layout is not torch.strided:
-            p.grad = p.grad.to_dense()  # of an embedding that was made with sparse=True
-        if slot.block is not None and phase is not BackwardPhase.IDLE:
-            self._check_visited(slot)
-            if p.grad is not None and slot.held is not None:
-                p.grad = slot.held + p.grad
-            slot.held = None
-            if slot.block.more_to_come(self._pass):
-                slot.held, p.grad = p.grad, None
+            p.grad = p.grad.to_dense()  # the gradient of an embedding with sparse=True
+        if state.block is not None and phase is not BackwardPhase.IDLE:
+            self._check_materialised(state)
+            if p.grad is not None and state.partial_grad is not None:
+                p.grad = state.partial_grad + p.grad
+            state.partial_grad = None
+            if state.block.has_pending_calls(self._pass_number):
+                state.partial_grad, p.grad = p.grad, None
                 return
-        self._take(slot)
+        self._accept_gradient(state)
 
-    def _take(self, slot: ParameterState) -> None:
-        p, phase = slot.parameter, self._phase
+    def _accept_gradient(self, state: ParameterState) -> None:
+        """Passes a complete gradient to the reducer, or consumes it where there is none. Raises at a second gradient of
+        the same pass ([Note: one update per backward])."""
+        p, phase = state.parameter, self._phase
         if phase is BackwardPhase.IDLE:
-            self._check_bare(p)
-        if slot.last_pass == self._pass:
+            self._begin_direct_backward(p)
+        if state.last_pass == self._pass_number:
             p.grad = None
             raise RuntimeError(
-                f"the gradient of {slot.name} came in parts: reentrant checkpointing shares it between segments; pass "
-                'gradient_checkpointing_kwargs={"use_reentrant": False} (or use_reentrant=False to checkpoint)'
+                f"the gradient of {state.name} came in parts, because reentrant checkpointing uses the parameter in "
+                'several segments: pass gradient_checkpointing_kwargs={"use_reentrant": False} (or '
+                "use_reentrant=False to checkpoint)"
             )
-        slot.last_pass = self._pass
+        state.last_pass = self._pass_number
         grad = p.grad
-        if grad is None or phase is BackwardPhase.DISCARD or p not in self._membership:
+        if grad is None or phase is BackwardPhase.DISCARD or p not in self._group_index:
             p.grad = None
             return
         if self._reducer is None:
-            self._consume(slot, grad)
+            self._consume(state, grad)
             return
         if phase is BackwardPhase.IDLE and not self._reducer.active:
             self._reducer.begin(self._trains, measures=False, loss_guard=self._skipped.loss_guard)
             torch.autograd.Variable._execution_engine.queue_callback(self._reducer.finish)
         p.grad = None
-        self._reducer.add(slot, grad)
+        self._reducer.add(state, grad)
 
-    def _consume(self, slot: ParameterState, grad: torch.Tensor) -> None:
-        """`grad` is the one that counts, and stands in the parameter."""
+    def _consume(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """Measures or updates by a complete gradient. `grad` is `parameter.grad`, averaged over ranks."""
         if self._phase is BackwardPhase.MEASURE:
             self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
-        elif slot.layer is not None:
-            slot.layer.waiting.append(slot)
-            if len(slot.layer.waiting) == slot.layer.num_expected:
-                self._update_layer(slot.layer)
+        elif state.layer is not None:
+            state.layer.waiting.append(state)
+            if len(state.layer.waiting) == state.layer.num_expected:
+                self._update_layer(state.layer)
             return
         else:
-            self._update(slot, grad, self._coef)
-        slot.parameter.grad = None
+            self._update(state, grad, self._coef)
+        state.parameter.grad = None
 
-    def hold_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
+    # Averaged gradients: the methods of `reducer.Consumer`
+
+    def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
+        """See `reducer.Consumer`."""
         block = bucket.block
-        if block is None or self._block_store is None or self._block_store.is_visited(block.unit):
+        if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
             return nullcontext()
         if self._phase is BackwardPhase.MEASURE and not self._block_store.is_sharded:
             return nullcontext()
-        if bucket.in_pieces and block.last_visit == self._pass:
-            return nullcontext()  # it needs no weights; the visit was to bring blocks in step with the other ranks
-        return None if self._block_store.is_visiting else self._visit(block)
+        if bucket.in_pieces and block.last_pass == self._pass_number:
+            return nullcontext()  # pieces need no weights, and this rank has taken part in the gather of the block
+        return None if self._block_store.has_materialised else self._materialised(block)
 
     @contextmanager
-    def _visit(self, block: RecomputedBlock) -> Iterator[None]:
-        """For gradients that came late, or from other ranks alone."""
+    def _materialised(self, block: RecomputedBlock) -> Iterator[None]:
+        """Context in which a block's weights are on the device outside of its own backward: its gradients came after
+        that backward, or from other ranks only."""
         assert self._block_store is not None
-        block.last_visit = self._pass
-        with self._block_store.visit(block.unit) as visit:
+        block.last_pass = self._pass_number
+        with self._block_store.materialise(block.unit) as materialised:
             yield
-            visit.changed = self._has_changed(block)
+            materialised.changed = self._has_changed(block)
 
     def consume(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
+        """Updates by a bucket of averaged gradients."""
         self._skipped.loss_guard = loss_guard
-        for slot, grad in gradients:
-            slot.parameter.grad = grad
-            self._consume(slot, grad)
-        for slot, _ in gradients:  # layers with parameters that no rank's loss reached
-            if slot.layer is not None:
-                self._update_layer(slot.layer)
+        for state, grad in gradients:
+            state.parameter.grad = grad
+            self._consume(state, grad)
+        for state, _ in gradients:  # a layer that still waits has parameters that no rank's loss reaches
+            if state.layer is not None:
+                self._update_layer(state.layer)
 
     def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
-        """See [Note: gradients in pieces]."""
+        """Updates this rank's pieces of a block's weights. See [Note: gradients in pieces]."""
         assert self._block_store is not None
         if not self._two_passes:
-            for slot, guard in guards:
-                self._skipped.add(slot, guard)
-        guard_of = {} if self._two_passes else {id(slot): (guard,) for slot, guard in guards}
-        with self._block_store.updating(block.unit) as shard:
-            for slot, segment, grad in pieces:
-                self._update_piece(slot, segment, shard, grad, guard_of.get(id(slot), ()))
+            for state, guard in guards:
+                self._skipped.add(state, guard)
+        guard_of = {} if self._two_passes else {id(state): (guard,) for state, guard in guards}
+        with self._block_store.updating_piece(block.unit) as shard:
+            for state, segment, grad in pieces:
+                self._update_piece(state, segment, shard, grad, guard_of.get(id(state), ()))
 
     def _update_piece(
         self,
-        slot: ParameterState,
+        state: ParameterState,
         segment: ParameterShard,
         shard: torch.Tensor,
         grad: torch.Tensor,
         guards: Sequence[torch.Tensor],
     ) -> None:
-        group = self._membership[slot.parameter]
-        lr, dtype = float(group["lr"]), slot.parameter.dtype
+        group = self._group_index[state.parameter]
+        lr, dtype = float(group["lr"]), state.parameter.dtype
         rounds = self._rounding == "stochastic" and dtype is not torch.float32
         sgd_update_(
             segment.view(shard, dtype),
@@ -616,91 +659,96 @@ class LOMOBackend(Backend):
             decay=1.0 - lr * float(group.get("weight_decay", 0.0)),
             coef=self._coef,
             clip_value=self.settings.clip_grad_value,
-            dither=Dither(step=self._num_updates, offset=slot.offset + segment.begin) if rounds else None,
+            dither=Dither(step=self._num_updates, offset=state.offset + segment.begin) if rounds else None,
             guards=guards,
         )
 
-    def _check_visited(self, slot: ParameterState) -> None:
-        assert slot.block is not None and self._block_store is not None
-        if not self._block_store.is_visited(slot.block.unit):
-            slot.parameter.grad = None
-            raise used_outside(slot.name)
+    def _check_materialised(self, state: ParameterState) -> None:
+        """Raises where a block's parameter got a gradient outside of the block's backward."""
+        assert state.block is not None and self._block_store is not None
+        if not self._block_store.is_materialised(state.block.unit):
+            state.parameter.grad = None
+            raise used_outside(state.name)
 
-    def _check_bare(self, p: nn.Parameter) -> None:
+    def _begin_direct_backward(self, p: nn.Parameter) -> None:
+        """Called for each gradient of a `loss.backward()` that a user calls directly. The first one begins a pass.
+        Raises where LOMO needs `engine.backward`."""
         if self._block_store is not None:
             p.grad = None
-            raise RuntimeError(_BARE_STREAMED)
-        if self._two_passes or self._by_layer:
+            raise RuntimeError(_DIRECT_STREAMED)
+        if self._two_passes or self._clips_by_layer:
             p.grad = None
             raise RuntimeError(
-                "loss.backward() cannot clip by norm nor scale the loss for fp16: call engine.backward(loss), or set "
-                '"gradient_clipping" to 0 and use bf16'
+                "loss.backward() can neither clip by norm nor scale the loss for fp16: call engine.backward(loss), or "
+                'set "gradient_clipping" to 0 and use bf16'
             )
-        if not self._in_bare:
+        if not self._direct_backward_begun:
             self._read_skipped()
             self._refuse_accumulation(p)
             self._skipped.begin(None)
-            self._membership.follow(self.param_groups)
-            self._pass += 1
-            self._bare = self._in_bare = self._has_updated = True
+            self._group_index.follow(self.param_groups)
+            self._pass_number += 1
+            self._has_uncounted_update = self._direct_backward_begun = self._has_updated = True
 
     def _update_layer(self, layer: Layer) -> None:
+        """Clips the waiting gradients of a layer by their common norm, updates by them and frees them."""
         waiting, layer.waiting = layer.waiting, []
-        grads = [(slot, grad) for slot in waiting if (grad := slot.parameter.grad) is not None]
+        grads = [(state, grad) for state in waiting if (grad := state.parameter.grad) is not None]
         if not grads:
             return
         norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in grads])
         self._norms.append(norms.norm())
-        norm = torch.where(norms < math.inf, norms, 0.0).norm()  # of the parameters that are updated
+        norm = torch.where(norms < math.inf, norms, 0.0).norm()  # without the parameters whose updates are skipped
         scale = 1.0 if self._scaler is None else self._scaler.scale
         coef = (self.config.gradient_clipping / (norm / scale + _NORM_FLOOR)).clamp_(max=1.0) / scale
-        for (slot, grad), own in zip(grads, norms, strict=True):
-            self._update(slot, grad, coef, own)
-            slot.parameter.grad = None
+        for (state, grad), own in zip(grads, norms, strict=True):
+            self._update(state, grad, coef, own)
+            state.parameter.grad = None
 
     # Updates
 
     def _update(
-        self, slot: ParameterState, grad: torch.Tensor, coef: torch.Tensor | None, norm: torch.Tensor | None = None
+        self, state: ParameterState, grad: torch.Tensor, coef: torch.Tensor | None, norm: torch.Tensor | None = None
     ) -> None:
-        """`norm`: the gradient's, where it is known."""
-        p = slot.parameter
+        """Updates a parameter by its whole gradient. `coef`: see `_coef`. `norm`: the gradient's norm, or None where it
+        is not known."""
+        p = state.parameter
         known = (self._skipped.loss_guard,) if norm is None else (self._skipped.loss_guard, norm)
         guards = () if self._two_passes else known
-        slot.last_update = self._pass
-        group = self._membership[p]
+        state.last_update = self._pass_number
+        group = self._group_index[p]
         lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
         rounds = self._rounding if p.dtype is not torch.float32 else None
-        dither = Dither(step=self._num_updates, offset=slot.offset) if rounds == "stochastic" else None
-        if rounds == "kahan" and slot.residue is None:
-            slot.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        if slot.is_adapter:
+        dither = Dither(step=self._num_updates, offset=state.offset) if rounds == "stochastic" else None
+        if rounds == "kahan" and state.residue is None:
+            state.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        if state.is_adapter:
             assert self.settings.adapter is not None
             lr = self.settings.adapter.lr * self._schedule_factor(group)
-            slot.moments = slot.moments or AdamMoments.zeros(p)
-            assert isinstance(slot.moments, AdamMoments)
+            state.moments = state.moments or AdamMoments.zeros(p)
+            assert isinstance(state.moments, AdamMoments)
             guard = adamw_update_(
                 p,
                 grad,
-                slot.moments,
+                state.moments,
                 lr=lr,
                 decay=1.0 - lr * self.settings.adapter.weight_decay,
                 betas=self.settings.adapter.betas,
                 coef=coef,
                 clip_value=self.settings.clip_grad_value,
                 dither=dither,
-                residue=slot.residue,
+                residue=state.residue,
                 guards=guards,
             )
         else:
             decay = 1.0 - lr * weight_decay
-            guard = self._update_weight(slot, grad, lr=lr, decay=decay, coef=coef, dither=dither, guards=guards)
+            guard = self._update_weight(state, grad, lr=lr, decay=decay, coef=coef, dither=dither, guards=guards)
         if guard is not None:
-            self._skipped.add(slot, guard)
+            self._skipped.add(state, guard)
 
     def _update_weight(
         self,
-        slot: ParameterState,
+        state: ParameterState,
         grad: torch.Tensor,
         *,
         lr: float,
@@ -709,56 +757,60 @@ class LOMOBackend(Backend):
         dither: Dither | None,
         guards: Sequence[torch.Tensor],
     ) -> torch.Tensor | None:
-        """`guards` are the loss's and, where it is known, the gradient's. Returns the latter, if there are any."""
+        """Updates a parameter that is not an adapter. `guards`: none, the loss's, or the loss's and the gradient's.
+        Returns the gradient's guard, or None if `guards` is empty."""
         if len(guards) == 1:
             guards = (*guards, gradient_guard(grad))
         sgd_update_(
-            slot.parameter,
+            state.parameter,
             grad,
             lr=lr,
             decay=decay,
             coef=coef,
             clip_value=self.settings.clip_grad_value,
             dither=dither,
-            residue=slot.residue,
+            residue=state.residue,
             guards=guards,
         )
         return guards[-1] if guards else None
 
     def _schedule_factor(self, group: Mapping[str, Any]) -> float:
-        """How far a schedule has moved the rate of the group that an adapter stands in: its own follows."""
+        """Current learning rate of the group divided by its initial one. The learning rate of the group's adapters is
+        multiplied by it, so that adapters follow the same schedule."""
         index = next(i for i, other in enumerate(self.param_groups) if other is group)
         initial = self._initial_lrs[index] if index < len(self._initial_lrs) else float(group["lr"])
         return float(group["lr"]) / initial if initial else 1.0
 
-    # step
+    # Step
 
-    def _settle(self, norm: float | DeferredScalar | None, *, applied: bool | DeferredScalar) -> None:
-        """What `step` will report; with sequential accumulation a step is skipped when all its micro-batches were."""
+    def _record_outcome(self, norm: float | DeferredScalar | None, *, applied: bool | DeferredScalar) -> None:
+        """Records the outcome that `step` returns. With sequential accumulation, a step counts as skipped if the
+        updates of all its micro-batches were skipped."""
         overflow = self._scaler is not None and applied is False
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
-            self._show_scale(overflow=overflow)
-        made = True if self._pending and self._outcome.applied is True else applied
+            self._publish_scale(overflow=overflow)
+        made = True if self._has_outcome and self._outcome.applied is True else applied
         self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made is not False or not overflow)
-        self._pending = True
+        self._has_outcome = True
 
-    def _show_scale(self, *, overflow: bool) -> None:
-        """Where DeepSpeed's monitors and Accelerate look for them."""
+    def _publish_scale(self, *, overflow: bool) -> None:
+        """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
         if self._scaler is not None:
             self.optimizer.cur_scale = self._scaler.scale  # type: ignore[attr-defined]
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def step(self) -> StepOutcome:
-        self._end_bare()
-        outcome = self._outcome if self._pending else StepOutcome(applied=True)
-        self._pending = self._bare = self._in_bare = self._has_updated = False
+        self._count_direct_update()
+        outcome = self._outcome if self._has_outcome else StepOutcome(applied=True)
+        self._has_outcome = self._has_uncounted_update = self._direct_backward_begun = self._has_updated = False
         if self._block_store is not None:
             self._block_store.fill_device()
         return outcome
 
     def zero_grad(self) -> None:
-        """There is no gradient to forget: `backward` has made the update. What follows adds nothing to it."""
+        """Permits another backward before the next step. There is no gradient to drop, because `backward` has made its
+        update."""
         self._has_updated = False
 
     # Saving, loading, describing
@@ -768,24 +820,27 @@ class LOMOBackend(Backend):
         return {
             "step": self._num_updates,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "moments": {s.name: s.moments.state_dict() for s in self._slots if s.moments is not None},
-            "residues": {s.name: s.residue for s in self._slots if s.residue is not None},
+            "moments": {s.name: s.moments.state_dict() for s in self._parameter_states if s.moments is not None},
+            "residues": {s.name: s.residue for s in self._parameter_states if s.residue is not None},
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        for slot in self._slots:
-            saved = state["moments"].get(slot.name)
-            if saved is not None and ("mean" in saved) is not slot.is_adapter:
-                was, now = (self.name, "an adapter") if slot.is_adapter else ("an adapter", self.name)
+        for parameter_state in self._parameter_states:
+            saved = state["moments"].get(parameter_state.name)
+            if saved is not None and ("mean" in saved) is not parameter_state.is_adapter:
+                was, now = (self.name, "an adapter") if parameter_state.is_adapter else ("an adapter", self.name)
                 raise CheckpointError(
-                    f"{slot.name} was trained as {was} in the checkpoint and as {now} here: write adapter in "
-                    f"{self.config.params_at} as it was, or pass load_optimizer_states=False"
+                    f"{parameter_state.name} was trained as {was} in the checkpoint and is trained as {now} here: "
+                    f"write the checkpoint's adapter in {self.config.params_at}, or pass load_optimizer_states=False"
                 )
-            residue = state.get("residues", {}).get(slot.name)
-            if residue is not None and residue.shape != slot.parameter.shape:
-                raise ValueError(f"what rounding dropped of {slot.name} has shape {tuple(residue.shape)}")
+            residue = state.get("residues", {}).get(parameter_state.name)
+            if residue is not None and residue.shape != parameter_state.parameter.shape:
+                raise ValueError(
+                    f"the rounding residue of {parameter_state.name} has the shape of the parameter, "
+                    f"{tuple(parameter_state.parameter.shape)}, got {tuple(residue.shape)}"
+                )
             if saved is not None:
-                kind = AdamMoments if slot.is_adapter else FactoredMoments
+                kind = AdamMoments if parameter_state.is_adapter else FactoredMoments
                 kind.from_state_dict(saved, device=torch.device("meta"))
         int(state["step"])
         if state["scaler"] is not None:
@@ -795,81 +850,83 @@ class LOMOBackend(Backend):
         kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}
         self._num_updates = int(kept["step"])
         self._skipped.forget()
-        self._pending = self._bare = self._in_bare = self._has_updated = False
+        self._has_outcome = self._has_uncounted_update = self._direct_backward_begun = self._has_updated = False
         if self._scaler is not None:
             self._scaler.restart()
             if kept["scaler"] is not None:
                 self._scaler.load_state_dict(kept["scaler"])
-            self._show_scale(overflow=False)
-        for slot in self._slots:
-            residue = kept.get("residues", {}).get(slot.name) if self._rounding == "kahan" else None
-            slot.residue = None if residue is None else residue.to(self.device, slot.parameter.dtype, copy=True)
-            saved = kept["moments"].get(slot.name)
-            kind = AdamMoments if slot.is_adapter else FactoredMoments
-            slot.moments = None if saved is None else kind.from_state_dict(saved, device=self.device)
+            self._publish_scale(overflow=False)
+        for parameter_state in self._parameter_states:
+            residue = kept.get("residues", {}).get(parameter_state.name) if self._rounding == "kahan" else None
+            parameter_state.residue = (
+                None if residue is None else residue.to(self.device, parameter_state.parameter.dtype, copy=True)
+            )
+            saved = kept["moments"].get(parameter_state.name)
+            kind = AdamMoments if parameter_state.is_adapter else FactoredMoments
+            parameter_state.moments = None if saved is None else kind.from_state_dict(saved, device=self.device)
 
     def rank_state(self) -> dict[str, Any]:
-        """What the micro-batches of a window that is not over have come to."""
+        """The outcome so far of an unfinished accumulation window."""
         self._read_skipped()
         outcome = self._outcome
         norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, DeferredScalar) else outcome.grad_norm
         window = {"applied": bool(outcome.applied), "grad_norm": norm, "advance_schedule": outcome.advance_schedule}
-        return {"window": window if self._pending else None, "bare": self._bare}
+        return {"window": window if self._has_outcome else None, "bare": self._has_uncounted_update}
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
         if state.get("window") is not None:
             StepOutcome(**state["window"])
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        self._pending, self._bare = state.get("window") is not None, bool(state.get("bare", False))
-        self._outcome = StepOutcome(**state["window"]) if self._pending else StepOutcome(applied=True)
-        self._has_updated = self._bare or (self._pending and bool(self._outcome.applied))
+        self._has_outcome, self._has_uncounted_update = state.get("window") is not None, bool(state.get("bare", False))
+        self._outcome = StepOutcome(**state["window"]) if self._has_outcome else StepOutcome(applied=True)
+        self._has_updated = self._has_uncounted_update or (self._has_outcome and bool(self._outcome.applied))
 
     def describe(self) -> str:
-        if self._by_layer:
+        if self._clips_by_layer:
             clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
         elif self.config.gradient_clipping > 0:
-            clipping = f"gradients clipped to norm {self.config.gradient_clipping:g} (0 would spare a pass)"
+            clipping = f"gradients clipped to norm {self.config.gradient_clipping:g} (0 saves a pass)"
         elif self.settings.clip_grad_value is not None:
             clipping = f"gradients clipped to values within {self.settings.clip_grad_value:g}"
         else:
             clipping = "gradients not clipped"
         scaling = f", loss scale {self._scaler.scale:g}" if self._scaler is not None else ""
-        num_adapters = sum(slot.is_adapter for slot in self._slots)
+        num_adapters = sum(state.is_adapter for state in self._parameter_states)
         adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
         passes = "two backward passes" if self._two_passes else "one backward pass"
         lines = [] if self._block_store is None else [self._block_store.describe()]
         ranks = [] if self._reducer is None else [self._reducer.describe()]
-        return "\n".join([*lines, f"ds_zo: {passes} a step, {clipping}{scaling}{adapters}", *ranks])
+        return "\n".join([*lines, f"ds_zo: {passes} per step, {clipping}{scaling}{adapters}", *ranks])
 
     def stored(self) -> dict[str, torch.Tensor]:
         if self._block_store is None:
             return super().stored()
         self._block_store.wait()
-        collected = {} if self._state is None else self._state.collected
+        collected = {} if self._module_state is None else self._module_state.collected
         named = self.module.named_parameters(remove_duplicate=False)
-        with told_to_nobody():
+        with without_interception():
             weights = {name: collected.get(id(p), p.detach()) for name, p in named}
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
         return weights | (host_copy(buffers) if collected else buffers)
 
     @property
-    def stored_is_held(self) -> bool:
-        return self._state is not None and bool(self._state.collected)
+    def stored_are_copies(self) -> bool:
+        return self._module_state is not None and bool(self._module_state.collected)
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        parameter = None if self._state is None else self._state.cut.get(name)
-        if self._state is None or parameter is None:
+        parameter = None if self._module_state is None else self._module_state.sharded.get(name)
+        if self._module_state is None or parameter is None:
             target.copy_(value)
         else:
-            self._state.write(parameter, value)
+            self._module_state.write(parameter, value)
 
     @contextmanager
-    def readable_alone(self) -> Iterator[None]:
-        if self._state is None or self._block_store is None or self._block_store.shards is None:
+    def readable_on_rank_0(self) -> Iterator[None]:
+        if self._module_state is None or self._block_store is None or self._block_store.shards is None:
             yield
             return
-        with self._state.collecting(keeps=dist.get_rank() == 0):
+        with self._module_state.collecting(keeps=dist.get_rank() == 0):
             yield
 
     def stored_changed(self) -> None:
@@ -885,14 +942,14 @@ class LOMOBackend(Backend):
             self._compiler.close()
         if self._pretrained is not None:
             self._pretrained.close()
-        if self._block_store is not None and self._state is not None:
-            leave_whole = self._state.owns_module() and not sys.is_finalizing()
-            self._state.close()
-            self._block_store.close(leave_whole=leave_whole)
+        if self._block_store is not None and self._module_state is not None:
+            keep_weights = self._module_state.owns_module() and not sys.is_finalizing()
+            self._module_state.close()
+            self._block_store.close(keep_weights=keep_weights)
 
 
-def _dispatch(backend: weakref.ref[LOMOBackend], slot: ParameterState, parameter: torch.Tensor) -> None:
-    """A hook outlives an engine that was dropped without `destroy`; it then does nothing."""
+def _dispatch(backend: weakref.ref[LOMOBackend], state: ParameterState, parameter: torch.Tensor) -> None:
+    """The hook on a parameter. It outlives an engine that was dropped without `destroy`, and then does nothing."""
     alive = backend()
     if alive is not None:
-        alive._arrived(slot)
+        alive._on_gradient(state)

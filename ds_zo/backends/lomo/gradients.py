@@ -1,4 +1,4 @@
-"""What LOMO keeps of each parameter, and what becomes of the gradients that arrive."""
+"""LOMO's state of a parameter and of a layer, and the phases of a backward."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ from ds_zo.optim import AdamMoments, FactoredMoments
 
 
 class BackwardPhase(Enum):
-    IDLE = "no engine.backward is running: a gradient that arrives comes from a bare loss.backward()"
-    MEASURE = "gradients are measured and dropped"
+    IDLE = "no engine.backward is running: a gradient comes from a loss.backward() that the user calls directly"
+    MEASURE = "the norms of gradients are computed, gradients are dropped, the graph is retained"
     UPDATE = "gradients are consumed by updates"
-    DISCARD = "gradients are dropped, the graph is freed"
+    DISCARD = "gradients are dropped, and the pass only frees the graph"
 
 
 @dataclass
 class ParameterState:
-    """What is kept of a parameter besides itself."""
+    """LOMO's state of one parameter."""
 
     name: str
     parameter: nn.Parameter
     offset: int
-    """Of its rounding bits."""
+    """Position of its first element in the model's stream of rounding bits, in elements."""
     is_adapter: bool
+    """PEFT has added it, and AdamW trains it (`adapter` in the optimizer's params)."""
     layer: Layer | None
+    """The layer that it is clipped with. None: gradients are not clipped by layer."""
     moments: AdamMoments | FactoredMoments | None = None
+    """None before its first update, and for LOMO's parameters that are not adapters."""
     last_pass: int = 0
-    """The backward pass that its gradient last came in; see [Note: once a backward]."""
+    """Number of the last backward pass that completed its gradient. See [Note: one update per backward]."""
     last_update: int = 0
-    """The backward pass that last changed it."""
+    """Number of the last backward pass that updated it."""
     block: RecomputedBlock | None = None
-    """The block that it stands in and nowhere else, where blocks stream."""
+    """The streamed block that holds it. None: blocks are not streamed, or it is also used outside of one block."""
     residue: torch.Tensor | None = None
-    """What rounding dropped so far (`rounding: kahan`)."""
-    held: torch.Tensor | None = None
-    """The sum so far of a gradient that comes in parts; see [Note: gradients in parts]."""
+    """The sum of what rounding has dropped. None before its first update, and unless `rounding` is "kahan"."""
+    partial_grad: torch.Tensor | None = None
+    """The sum of the parts of its gradient so far. None: no part is held. See [Note: gradients in parts]."""
 
 
 class Layer:
-    """Parameters that are clipped by their own norm: a block, or one parameter outside of blocks."""
+    """Parameters whose gradients are clipped by their common norm: a block's, or one parameter outside of blocks."""
 
     def __init__(self) -> None:
-        self.slots: list[ParameterState] = []
+        self.states: list[ParameterState] = []
         self.waiting: list[ParameterState] = []
-        """Those whose gradients have come, in this pass."""
+        """The parameters whose gradients are complete in this pass and not consumed yet."""
         self.num_expected = 0
+        """Number of its parameters that are trained in this pass."""

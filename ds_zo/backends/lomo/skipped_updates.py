@@ -1,13 +1,14 @@
 """Updates that LOMO skips because a loss or a gradient is not finite.
 
-[Note: skipped updates] With one backward pass a step, nobody knows that a gradient is sound before its update is made.
-So every update has two guards ([Note: guards]): the loss, which skips all updates of the pass, and the gradient, which
-skips its parameter's. Ranks agree on both without a collective of their own ([Note: marks]). The device decides; the
-host reads the result of a pass before the first update of the next one, when the device has long made it, and takes
-skipped updates back from its counters. A run thereby goes on as if it had not tried them.
+[Note: skipped updates] With one backward pass per step, the host does not know whether a gradient is finite before its
+update. So every update kernel takes two guards ([Note: guards]). The loss is one: if it is not finite, all updates of
+the pass are skipped. The gradient is the other: if it is not finite, the update of its parameter is skipped. Ranks
+agree on both without an additional collective ([Note: presence marks]). The kernel decides on the device. The host
+reads which updates of a pass were made before the first update of the next pass, when the device has finished, and
+corrects its counters. The run then continues as if the skipped updates had not been tried.
 
-What it costs: LOMO reads each gradient once more, by one kernel a parameter. Of 7 billion parameters in bf16 that is
-13.5 GB, 3.4 ms at 4 TB/s, in a step of about 480 ms: 0.7%. AdaLOMO and `norm_scope: group` have sums of squares anyway.
+Cost: LOMO reads each gradient once more, by one kernel per parameter. For 7 billion parameters in bf16 that is 13.5 GB,
+or 3.4 ms at 4 TB/s in a step of about 480 ms: 0.7%. AdaLOMO and `norm_scope: group` compute sums of squares anyway.
 """
 
 from __future__ import annotations
@@ -25,60 +26,68 @@ from ds_zo.backends.lomo.gradients import ParameterState
 
 @dataclass(frozen=True)
 class _Pass:
-    """The guarded updates of a backward pass, and which of them were made."""
+    """The guarded updates of a backward pass."""
 
-    slots: list[ParameterState]
+    states: list[ParameterState]
     made: torch.Tensor
+    """On the device: for each of `states`, whether its update was made."""
     num_made: DeferredScalar
 
 
 class SkippedUpdates:
-    """See [Note: skipped updates]."""
+    """Records the guards of a pass and finds out which updates were skipped. See [Note: skipped updates]."""
 
     def __init__(self, device: torch.device) -> None:
-        self._none = torch.zeros((), device=device)
-        self.loss_guard = self._none
-        """Not finite where the loss of this pass is not: on this rank or, when it was reduced, on any."""
+        self._zero = torch.zeros((), device=device)
+        self.loss_guard = self._zero
+        """Scalar on the device, finite or NaN. NaN: the loss of this pass is not finite, on this rank, or on any rank
+        once the reducer has set it."""
         self._updates: list[tuple[ParameterState, torch.Tensor]] = []
+        """The updates of this pass, each with the guard of its gradient."""
         self._last: _Pass | None = None
+        """The last pass, until `read`."""
         self._num_parameters = 0
+        """Number of updates skipped so far, without those of steps that were skipped as a whole."""
 
     def begin(self, loss: torch.Tensor | None) -> None:
-        """None: `loss.backward()` was called directly, so that gradients alone can tell."""
+        """Begins a pass. `loss` is None if the user calls `loss.backward()` directly: then only gradients are
+        checked."""
         self.drop()
         if loss is None:
-            self.loss_guard = self._none
+            self.loss_guard = self._zero
         else:
-            self.loss_guard = loss.detach().to(self._none.device, torch.float32).reshape(()) * 0.0
+            self.loss_guard = loss.detach().to(self._zero.device, torch.float32).reshape(()) * 0.0
 
-    def add(self, slot: ParameterState, guard: torch.Tensor) -> None:
-        self._updates.append((slot, guard))
+    def add(self, state: ParameterState, guard: torch.Tensor) -> None:
+        self._updates.append((state, guard))
 
     def end(self) -> DeferredScalar | bool:
-        """The number of updates that were made, for `StepOutcome.applied`."""
+        """Ends a pass. Returns the number of updates that were made, for `StepOutcome.applied`, or True if there was no
+        guarded update."""
         updates, self._updates = self._updates, []
         if not updates:
             return True
         made = torch.stack([guard for _, guard in updates]) + self.loss_guard < math.inf
-        self._last = _Pass([slot for slot, _ in updates], made, DeferredScalar(made.sum()))
+        self._last = _Pass([state for state, _ in updates], made, DeferredScalar(made.sum()))
         return self._last.num_made
 
     def read(self) -> bool:
-        """Takes skipped updates of the last pass back from their parameters' counters. False: all were skipped."""
+        """Reads which updates of the last pass were skipped, and subtracts them from the parameters' update counters.
+        Returns False if all were skipped."""
         last, self._last = self._last, None
-        if last is None or last.num_made.get() == len(last.slots):
+        if last is None or last.num_made.get() == len(last.states):
             return True
-        skipped = [slot for slot, is_made in zip(last.slots, last.made.tolist(), strict=True) if not is_made]
-        for slot in skipped:
-            if slot.moments is not None:
-                slot.moments.num_updates -= 1
-        if len(skipped) == len(last.slots):
+        skipped = [state for state, is_made in zip(last.states, last.made.tolist(), strict=True) if not is_made]
+        for state in skipped:
+            if state.moments is not None:
+                state.moments.num_updates -= 1
+        if len(skipped) == len(last.states):
             return False
-        self._warn(skipped, len(last.slots))
+        self._warn(skipped, len(last.states))
         return True
 
     def _warn(self, skipped: list[ParameterState], num_updates: int) -> None:
-        """A step of which nothing is left is the engine's to report."""
+        """Warns of skipped updates. The engine reports steps of which all updates were skipped."""
         self._num_parameters += len(skipped)
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
@@ -87,10 +96,10 @@ class SkippedUpdates:
             )
 
     def drop(self) -> None:
-        """Forgets a pass that broke off."""
+        """Drops the guards of a pass that raised."""
         self._updates = []
 
     def forget(self) -> None:
-        """Weights and counters were loaded."""
+        """Drops all guards. Called when a checkpoint is loaded."""
         self.drop()
         self._last = None

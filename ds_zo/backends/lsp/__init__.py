@@ -1,1 +1,1 @@
-"""LSP: gradients are projected to a small subspace, and Adam runs there on the CPU."""
+"""The LSP backend: gradients are projected to a small subspace, in which Adam runs, usually on the CPU."""

@@ -1,13 +1,17 @@
-"""A layer's trip: its gradient goes down to the host, Adam turns it into a direction there, the direction comes up, and
-the weights take it before their next use.
+"""Host updates: a layer's summed gradients are copied to the host, Adam runs there, and its directions are copied back.
 
-Down: as soon as the layer's last gradient has come, inside the backward pass, where the engine says that a step
-follows; else in `step`. Commit: in `step`, which fixes learning rate and decay. Up and applied: when the layer's next
-forward is about to begin, a few layers ahead; until then the weights lag, which `settle` ends. So weights never move
-inside a backward pass, and the synchronous schedule is the same work without the overlap: the same bits.
+- Download: as soon as the layer's last gradient has come, inside the backward pass, if the engine says that a step
+  follows; otherwise in `step`.
+- Commit: in `step`, which fixes learning rate and weight decay.
+- Upload and application: shortly before the layer's next forward, with a few layers uploaded ahead. Until then the
+  update is pending, and the weights are those of the step before. `apply_pending_update` applies it.
 
-[Note: taken back] A trip that began inside a backward pass may turn out premature: a second backward, or `zero_grad`,
-comes before `step`. Adam's moments are then put back by subtracting what was added, exact but for rounding.
+So weights never change inside a backward pass. The synchronous schedule does the same work without overlap and gives
+the same bits.
+
+[Note: undone updates] A host update that started inside a backward pass must be undone if a second backward or
+`zero_grad` comes before `step`. Adam's moments are then restored by subtracting the gradient's part, exactly but for
+rounding.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from enum import Enum
 import torch
 
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.lsp.matrices import Group, MatrixState
-from ds_zo.backends.lsp.payload import ALIGNMENT, Carry, Places, Span, Wire
-from ds_zo.backends.lsp.products import PreparedProducts, Rate, apply_directions_, apply_prepared_
+from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
+from ds_zo.backends.lsp.payload import ALIGNMENT, BufferLayout, ErrorFeedback, PayloadCodec, Span
+from ds_zo.backends.lsp.products import LaunchCache, Rate, apply_directions_, apply_directions_cached_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
 from ds_zo.config import LSPParams
 from ds_zo.optim.subspace_adam import (
@@ -30,68 +34,71 @@ from ds_zo.optim.subspace_adam import (
     FlatVectors,
     Moments,
     chunk_scratch,
-    chunks_pay,
     clip_,
     directions_,
     flat_directions_,
     host_directions_,
-    take_back_,
+    undo_moments_,
+    uses_chunks,
 )
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.watched import told_to_nobody
 
-NUM_LANDINGS = 3
+NUM_UPLOAD_BUFFERS = 3
+"""Layers whose directions can be on the device ahead of their application."""
 _PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class GroupPhase(Enum):
-    SUMMING = "gradients add up on the device"
-    UPDATING = "they are on their way down, or Adam is at work; the sums are kept until the step is certain"
-    DUE = "the step was made, but the weights have yet to take its direction, which the host has or will have"
+    """How far the present step of a group is."""
+
+    SUMMING = "gradients are added up on the device"
+    UPDATING = "gradients are being downloaded, or Adam runs; the device keeps the sums until the step is committed"
+    UPDATE_PENDING = "the step is committed; its directions, which are or will be on the host, are not applied yet"
 
 
 @dataclass(eq=False)
-class Landing:
+class UploadBuffer:
     """Device memory for one layer's directions."""
 
     buffer: torch.Tensor
     filled: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
     drained: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    holder: HostGroup | None = None
-    """Whose directions are in it, or on their way."""
+    group: HostGroup | None = None
+    """The group whose directions are in the buffer or being copied there; None: the buffer is free."""
 
 
-class Links:
-    """The two streams between a CUDA device and the host, and where uploads land."""
+class TransferStreams:
+    """The two copy streams between a CUDA device and the host, and the device buffers for uploads."""
 
-    def __init__(self, device: torch.device, *, landing_bytes: int) -> None:
+    def __init__(self, device: torch.device, *, buffer_bytes: int) -> None:
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
-        self._landings = [
-            Landing(torch.empty(landing_bytes, dtype=torch.uint8, device=device)) for _ in range(NUM_LANDINGS)
+        self._upload_buffers = [
+            UploadBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device)) for _ in range(NUM_UPLOAD_BUFFERS)
         ]
-        self.num_bytes = NUM_LANDINGS * landing_bytes
+        self.num_bytes = NUM_UPLOAD_BUFFERS * buffer_bytes
 
-    def landing_of(self, group: HostGroup) -> Landing | None:
-        return next((landing for landing in self._landings if landing.holder is group), None)
+    def buffer_of(self, group: HostGroup) -> UploadBuffer | None:
+        return next((upload_buffer for upload_buffer in self._upload_buffers if upload_buffer.group is group), None)
 
-    def has_room(self) -> bool:
-        return any(landing.holder is None for landing in self._landings)
+    def has_free_buffer(self) -> bool:
+        return any(upload_buffer.group is None for upload_buffer in self._upload_buffers)
 
-    def fill(self, group: HostGroup, source: torch.Tensor) -> Landing:
-        """Starts an upload. Where all landings are taken, one of those that wait loses its place and comes again."""
-        landing = next((one for one in self._landings if one.holder is None), self._landings[0])
-        landing.holder = group
-        self.up.wait_event(landing.drained)
+    def upload(self, group: HostGroup, source: torch.Tensor) -> UploadBuffer:
+        """Starts an upload. If no buffer is free, the first one is overwritten, and its group has to upload again."""
+        upload_buffer = next((free for free in self._upload_buffers if free.group is None), self._upload_buffers[0])
+        upload_buffer.group = group
+        self.up.wait_event(upload_buffer.drained)
         with torch.cuda.stream(self.up):
-            landing.buffer[: source.numel()].copy_(source, non_blocking=True)
-        landing.filled.record(self.up)
-        return landing
+            upload_buffer.buffer[: source.numel()].copy_(source, non_blocking=True)
+        upload_buffer.filled.record(self.up)
+        return upload_buffer
 
 
-class Scratch:
-    """The Adam thread's own float32 memory: what it decodes and what it is about to encode."""
+class HostScratch:
+    """Float32 memory of the Adam thread for decoded gradients and for directions that are not yet encoded."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -112,115 +119,126 @@ class Scratch:
 
 
 class HostGroup:
-    """A group whose Adam runs on the CPU."""
+    """Parameters whose Adam runs on the CPU together: their buffers, moments and current phase."""
 
-    lands_in_place = False
-    """Directions come up to memory of its own, not to one of `Links`."""
+    uploads_in_place = False
+    """The group uploads directions to its own device memory, not to a buffer of `TransferStreams`."""
 
     def __init__(
         self,
-        group: Group,
+        group: MatrixGroup,
         settings: LSPParams,
         *,
         device: torch.device,
         store: HostStore,
         queue: UpdateQueue,
-        scratch: Scratch,
+        scratch: HostScratch,
         max_norm: float,
-        num_tail: int = 0,
+        num_extra: int = 0,
         keeps_states: bool = True,
     ) -> None:
-        """`num_tail`: float32 numbers for a subclass's use, behind the sums and behind what is sent."""
+        """`num_extra`: float32 numbers that a subclass uses behind the sums and behind the payload.
+        `keeps_states`: this rank keeps the moments and runs Adam."""
         self.name, self.is_block = group.name, group.is_block
-        self.slots = sorted(group.slots, key=lambda slot: slot.subspace is None)
-        """Projected ones first: their sums stand side by side and go down in one copy."""
-        self.moment = GroupPhase.SUMMING
+        self.matrices = sorted(group.matrices, key=lambda matrix: matrix.subspace is None)
+        """Projected matrices come first: their sums are contiguous and are downloaded in one copy."""
+        self.phase = GroupPhase.SUMMING
         self.job: Job | None = None
         self.num_expected = self.num_arrived = 0
-        """Gradients that a backward pass is to bring, and has brought."""
-        self.links: Links | None = None
+        """Numbers of gradients that the present backward pass will make, and has made."""
+        self.streams: TransferStreams | None = None
+        """None on a CPU: copies are synchronous."""
         self.unit: Unit | None = None
-        """Of a block that comes and goes."""
+        """The streamed block that the parameters belong to; None if the weights stay on the device."""
         self._settings = settings
         self._queue, self._scratch = queue, scratch
         self._max_norm = max_norm
         self._active: list[int] = []
-        self._prepared = PreparedProducts()
+        """Indices, in `matrices`, of the parameters that have a gradient in this step."""
+        self._launch_cache = LaunchCache()
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        """In each of the few buffers that gradients go down to and directions come up in."""
+        """Views of single matrices, by index and buffer address. There are few buffers, so the views are made once."""
         self._rates: list[Rate | None] = []
-        self._num_projected = sum(slot.subspace is not None for slot in self.slots)
-        shapes = [slot.shape for slot in self.slots]
+        self._num_projected = sum(matrix.subspace is not None for matrix in self.matrices)
+        shapes = [matrix.shape for matrix in self.matrices]
         num_projected = self._num_projected
         payload = _PAYLOADS[settings.payload_dtype]
         self._is_lossy = payload is not torch.float32
         float32 = [torch.float32] * num_projected
-        self._places = Places(shapes[:num_projected], float32, alignment=Wire.alignment(payload))
-        """Of the sums, and of their moments and directions in float32."""
-        self._wire = Wire(self._places.end // 4, payload)
-        self._payload_bytes = -(-self._wire.num_bytes // ALIGNMENT) * ALIGNMENT
-        whole = [_whole_payload(slot.parameter) for slot in self.slots[num_projected:]]
-        self._whole_places = Places(shapes[num_projected:], whole, start=self._payload_bytes)
-        self.sent = torch.zeros(self._payload_bytes + 4 * num_tail, dtype=torch.uint8, device=device)
-        """What leaves the device; where that is float32, the sums themselves."""
-        sums = self.sent
+        self._layout = BufferLayout(shapes[:num_projected], float32, alignment=PayloadCodec.alignment(payload))
+        """The places of projected matrices in the flat float32 buffers of sums, moments and directions."""
+        self._codec = PayloadCodec(self._layout.end // 4, payload)
+        self._payload_bytes = -(-self._codec.num_bytes // ALIGNMENT) * ALIGNMENT
+        whole = [_whole_payload_dtype(matrix.parameter) for matrix in self.matrices[num_projected:]]
+        self._whole_layout = BufferLayout(shapes[num_projected:], whole, start=self._payload_bytes)
+        self.payload_device = torch.zeros(self._payload_bytes + 4 * num_extra, dtype=torch.uint8, device=device)
+        """The bytes that are downloaded. In a float32 payload they are the sums themselves."""
+        sums = self.payload_device
         if self._is_lossy:
-            sums = torch.zeros(self._places.end + 4 * num_tail, dtype=torch.uint8, device=device)
-        self._sums = sums.view(torch.float32)
-        for i, slot in enumerate(self.slots[:num_projected]):
-            slot.total = self._places.view(i, sums)
+            sums = torch.zeros(self._layout.end + 4 * num_extra, dtype=torch.uint8, device=device)
+        self._sums_device = sums.view(torch.float32)
+        for i, matrix in enumerate(self.matrices[:num_projected]):
+            matrix.total = self._layout.view(i, sums)
         self.keeps_states = keeps_states
-        self.h_down, self.h_up = (
-            store.take(self._whole_places.end) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
+        self.gradients_host, self.directions_host = (
+            store.take(self._whole_layout.end) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
         )
         self.moments: list[Moments] = []
         if keeps_states:
-            self._flat = FlatMoments.zeros(self._wire.numel, num_projected, self._place)
+            self._flat = FlatMoments.zeros(self._codec.numel, num_projected, self._matrix_in)
             self.moments = [*self._flat.parts, *(Moments.zeros(shape, "cpu") for shape in shapes[num_projected:])]
         num_whole = len(shapes) - num_projected if keeps_states else 0
-        self._h_norms = store.take(4 * num_whole).view(torch.float32) if num_whole else torch.empty(0)
-        """Of whole gradients, taken where these are: one pass less through the host's memory."""
-        self.carry_down, self.carry_up = (
-            Carry(self._wire, self._places, where) for where in (device, torch.device("cpu"))
+        self._whole_norms_host = store.take(4 * num_whole).view(torch.float32) if num_whole else torch.empty(0)
+        """Norms of whole gradients. The device computes them, which saves a pass through host memory."""
+        self.feedback_down, self.feedback_up = (
+            ErrorFeedback(self._codec, self._layout, where) for where in (device, torch.device("cpu"))
         )
         self._device = device
-        self.timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Around the last download."""
+        self.download_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Recorded before and after the last download; None: nothing was downloaded, or the device is a CPU."""
 
     @property
     def payload_bytes(self) -> dict[str, int]:
-        """What payloads of fewer bits take besides the sums: themselves and their errors, twice on the host."""
-        errors = 4 * self._wire.numel if self._is_lossy else 0
-        return {"device": errors + self.sent.nbytes if errors else 0, "host": 2 * errors if self.keeps_states else 0}
+        """Bytes that lossy payloads need besides the sums: payload and errors on the device, two errors on the host."""
+        errors = 4 * self._codec.numel if self._is_lossy else 0
+        return {
+            "device": errors + self.payload_device.nbytes if errors else 0,
+            "host": 2 * errors if self.keeps_states else 0,
+        }
 
-    # Down
+    # Download
 
     @torch.no_grad()
     def start(self) -> None:
-        """Sends the sums of this step down, to be worked on as soon as they have arrived."""
-        assert self.moment is GroupPhase.SUMMING
-        self._active = [i for i, slot in enumerate(self.slots) if slot.has_total]
+        """Starts the download of this step's gradients and queues the Adam job that waits for it."""
+        assert self.phase is GroupPhase.SUMMING
+        self._active = [i for i, matrix in enumerate(self.matrices) if matrix.has_total]
         ready = self._download()
         self.job = Job(self._update, ready=ready)
         self._queue.put(self.job)
-        self.moment = GroupPhase.UPDATING
+        self.phase = GroupPhase.UPDATING
 
     def _download(self) -> torch.cuda.Event | None:
+        """Starts the copies to the host. Returns the event that they end with; None: they have ended."""
         projected = [i for i in self._active if i < self._num_projected]
         if self._is_lossy and projected:
-            self.carry_down.encode(self._sums, self.sent, self._places.spans(projected))
-        copies = [(self.h_down[: self._payload_bytes], self.sent[: self._payload_bytes])] if projected else []
-        whole = self._whole_gradients()
-        copies += [(self._view(i, self.h_down), grad) for i, grad in whole]
+            self.feedback_down.encode(self._sums_device, self.payload_device, self._layout.spans(projected))
+        copies = (
+            [(self.gradients_host[: self._payload_bytes], self.payload_device[: self._payload_bytes])]
+            if projected
+            else []
+        )
+        whole = self._whole_gradients_to_download()
+        copies += [(self._view(i, self.gradients_host), grad) for i, grad in whole]
         if whole:
             norms = torch._foreach_norm([grad for _, grad in whole], dtype=torch.float32)
-            copies.append((self._h_norms[: len(whole)], torch.stack(norms)))
-        if self.links is None:
+            copies.append((self._whole_norms_host[: len(whole)], torch.stack(norms)))
+        if self.streams is None:
             for target, source in copies:
                 target.copy_(source)
             ready = None
         else:
-            down = self.links.down
+            down = self.streams.down
             begin, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             down.wait_stream(torch.cuda.current_stream(self._device))
             begin.record(down)
@@ -229,54 +247,57 @@ class HostGroup:
                     target.copy_(source, non_blocking=True)
                     source.record_stream(down)
             ready.record(down)
-            self.timed = begin, ready
-        self._drop_whole_gradients()  # the host has them
+            self.download_events = begin, ready
+        self._drop_whole_gradients()
         return ready
 
-    def _whole_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        found = [(i, self.slots[i].whole_gradient) for i in self._active if i >= self._num_projected]
+    def _whole_gradients_to_download(self) -> list[tuple[int, torch.Tensor]]:
+        found = [(i, self.matrices[i].whole_gradient) for i in self._active if i >= self._num_projected]
         return [(i, grad) for i, grad in found if grad is not None]
 
     def _drop_whole_gradients(self) -> None:
         for i in self._active:
             if i >= self._num_projected:
-                self.slots[i].drop_gradient()
+                self.matrices[i].drop_gradient()
 
     def _update(self) -> torch.Tensor:
-        """In the Adam thread: h_down to h_up."""
+        """Runs Adam from `gradients_host` to `directions_host`, in the Adam thread. Returns the gradients' norms."""
         active = self._active
         if not active:
             return torch.zeros(0)
         projected = [i for i in active if i < self._num_projected]
-        flat_in, flat_out = self._flat_sides(projected)
-        if len(active) == self._num_projected == len(self.slots):
+        flat_in, flat_out = self._flat_buffers(projected)
+        if len(active) == self._num_projected == len(self.matrices):
             norms = self._update_flat(flat_out, flat_in)
         else:
             norms = self._update_parts(flat_out, flat_in)
         if self._is_lossy and projected and all(map(math.isfinite, norms.tolist())):
-            self.carry_up.encode(flat_out, self.h_up, self._places.spans(projected))
+            self.feedback_up.encode(flat_out, self.directions_host, self._layout.spans(projected))
         return norms
 
-    def _flat_sides(self, projected: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What Adam reads and writes of projected matrices, in float32: the payloads themselves, or what they become
-        and come from."""
+    def _flat_buffers(self, projected: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The float32 gradients that Adam reads and the directions that it writes, of all projected matrices.
+
+        A float32 payload is used in place. A lossy one is decoded to scratch memory, and encoded from there."""
         if not self._is_lossy:
-            return self._flat_view(self.h_down), self._flat_view(self.h_up)
-        numel = (self._wire.numel,)
+            return self._flat_view(self.gradients_host), self._flat_view(self.directions_host)
+        numel = (self._codec.numel,)
         [down], [up] = (self._scratch.get(f"flat {side}", [numel]) for side in ("in", "out"))
-        self._decode(down, self.h_down, self._places.spans(projected))
+        self._decode(down, self.gradients_host, self._layout.spans(projected))
         return down, up
 
     def _decode(self, out: torch.Tensor, buffer: torch.Tensor, spans: list[Span]) -> None:
         for span in spans:
-            self._wire.decode_(out[slice(*span)], buffer, span)
+            self._codec.decode_(out[slice(*span)], buffer, span)
 
     def _update_flat(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Where all is projected and all is there, as nearly always."""
+        """Runs Adam where all parameters are projected and all have a gradient, which is the usual case."""
         if self._is_lossy:
-            outs, grads = ([self._place(i, side) for i in self._active] for side in (out, grad))
+            outs, grads = ([self._matrix_in(i, side) for i in self._active] for side in (out, grad))
         else:
-            outs, grads = ([self._view(i, side) for i in self._active] for side in (self.h_up, self.h_down))
+            outs, grads = (
+                [self._view(i, side) for i in self._active] for side in (self.directions_host, self.gradients_host)
+            )
         return flat_directions_(
             out,
             grad,
@@ -288,15 +309,15 @@ class HostGroup:
         )
 
     def _update_parts(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """`out` and `grad`: of what is projected."""
+        """Runs Adam on the parameters that have a gradient. `out` and `grad`: the flat buffers of projected ones."""
         active, first_whole = self._active, self._num_projected
         whole = [k for k, i in enumerate(active) if i >= first_whole]
         sources, targets = (
-            [self._place(i, flat) if self._is_lossy and i < first_whole else self._view(i, side) for i in active]
-            for flat, side in ((grad, self.h_down), (out, self.h_up))
+            [self._matrix_in(i, flat) if self._is_lossy and i < first_whole else self._view(i, side) for i in active]
+            for flat, side in ((grad, self.gradients_host), (out, self.directions_host))
         )
         narrow = [k for k in whole if sources[k].dtype is not torch.float32]
-        if chunks_pay():  # then they are converted on their way through Adam
+        if uses_chunks():  # then Adam converts them chunk by chunk
             narrow = []
         shapes = [tuple(sources[k].shape) for k in narrow]
         decoded, to_encode = (dict(zip(narrow, self._scratch.get(n, shapes), strict=True)) for n in ("in", "out"))
@@ -310,188 +331,193 @@ class HostGroup:
             betas=self._settings.betas,
             eps=self._settings.eps,
             scratch=self._scratch.chunk,
-            known=dict(zip(whole, self._h_norms[: len(whole)].tolist(), strict=True)),
+            known=dict(zip(whole, self._whole_norms_host[: len(whole)].tolist(), strict=True)),
         )
         for k in narrow:
             targets[k].copy_(to_encode[k])
-        if self._is_lossy:  # padding shares a scale with a matrix's last numbers, and may be another group's
+        # Padding shares a scale with a matrix's last numbers, and scratch memory holds another group's data there.
+        if self._is_lossy:
             for i in active[: len(active) - len(whole)]:
-                [(first, last)] = self._places.spans([i])
+                [(first, last)] = self._layout.spans([i])
                 out[first + self.moments[i].mean.numel() : last].zero_()
         return norms
 
-    def _place(self, i: int, flat: torch.Tensor) -> torch.Tensor:
-        return self._places.view(i, flat.view(torch.uint8))
+    def _matrix_in(self, i: int, flat: torch.Tensor) -> torch.Tensor:
+        """The i-th projected matrix in a flat buffer."""
+        return self._layout.view(i, flat.view(torch.uint8))
 
-    # [Note: taken back]
+    # Undoing: [Note: undone updates]
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """As if it had not been started: sums and moments are those of before."""
-        assert self.moment is GroupPhase.UPDATING and self.job is not None
+    def undo_update(self) -> None:
+        """Undoes `start`: gradients and moments are as before it, and the group is SUMMING again."""
+        assert self.phase is GroupPhase.UPDATING and self.job is not None
         norms = self.job.wait()
-        grads = self._received()
+        grads = self._received_gradients()
         coefs = torch.ones_like(norms)
         if self._max_norm > 0:
             coefs = (self._max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
         for k, i in enumerate(self._active):
             is_whole = i >= self._num_projected
-            dtype = self._whole_places.dtypes[i - self._num_projected] if is_whole else self._wire.dtype
-            in_place = dtype is torch.float32  # then clipped where it stands
+            dtype = self._whole_layout.dtypes[i - self._num_projected] if is_whole else self._codec.dtype
+            in_place = dtype is torch.float32  # then Adam has clipped the gradient in `gradients_host`
             if is_whole:
-                self._give_back(i, grads[k] / coefs[k] if in_place else grads[k])
+                self._restore_whole_gradient(i, grads[k] / coefs[k] if in_place else grads[k])
             if not in_place:
                 grads[k] = grads[k] * coefs[k]
-        self.carry_down.take_back()
-        self.carry_up.take_back()
+        self.feedback_down.undo()
+        self.feedback_up.undo()
         if bool(norms.isfinite().all()):
-            take_back_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
+            undo_moments_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
         self.job = None
-        self.moment = GroupPhase.SUMMING
+        self.phase = GroupPhase.SUMMING
 
-    def _received(self) -> list[torch.Tensor]:
-        """What the host has of each gradient, in float32."""
+    def _received_gradients(self) -> list[torch.Tensor]:
+        """The downloaded gradients of `_active`, in float32."""
         if not self._is_lossy:
-            return [self._view(i, self.h_down).float() for i in self._active]
+            return [self._view(i, self.gradients_host).float() for i in self._active]
         projected = [i for i in self._active if i < self._num_projected]
-        flat = torch.zeros(self._wire.numel)
-        self._decode(flat, self.h_down, self._places.spans(projected))
-        whole = [self._view(i, self.h_down).float() for i in self._active[len(projected) :]]
-        return [*(self._place(i, flat) for i in projected), *whole]
+        flat = torch.zeros(self._codec.numel)
+        self._decode(flat, self.gradients_host, self._layout.spans(projected))
+        whole = [self._view(i, self.gradients_host).float() for i in self._active[len(projected) :]]
+        return [*(self._matrix_in(i, flat) for i in projected), *whole]
 
-    def _give_back(self, i: int, grad: torch.Tensor) -> None:
-        self.slots[i].put_back(grad, device=self._device)
+    def _restore_whole_gradient(self, i: int, grad: torch.Tensor) -> None:
+        self.matrices[i].restore_gradient(grad, device=self._device)
 
     # Commit
 
     def commit(self, rates: list[Rate | None]) -> None:
-        """The step is made; None: a parameter that is not trained at the moment."""
-        assert self.moment is GroupPhase.UPDATING
+        """Makes the started update final. A rate is None for a parameter that is not trained in this step."""
+        assert self.phase is GroupPhase.UPDATING
         self._rates = rates
-        for slot in self.slots:
-            slot.forget()
-        self.moment = GroupPhase.DUE
+        for matrix in self.matrices:
+            matrix.clear()
+        self.phase = GroupPhase.UPDATE_PENDING
 
-    # Up, and applied
+    # Upload and application
 
     def prefetch(self) -> bool:
-        """Starts the upload of a step that was made. False: it is not there yet, or there is no room for it."""
-        links, job = self.links, self.job
-        assert self.moment is GroupPhase.DUE and job is not None
-        if links is None or not job.is_finished:
+        """Starts the upload of a committed update. False: Adam has not finished, or no upload buffer is free."""
+        streams, job = self.streams, self.job
+        assert self.phase is GroupPhase.UPDATE_PENDING and job is not None
+        if streams is None or not job.is_finished:
             return False
-        if links.landing_of(self) is None:
-            if not links.has_room():
+        if streams.buffer_of(self) is None:
+            if not streams.has_free_buffer():
                 return False
-            links.fill(self, self.h_up)
+            streams.upload(self, self.directions_host)
         return True
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """The weights are those of the last step when this returns (on CUDA: for what is issued from here on)."""
-        if self.moment is not GroupPhase.DUE:
+    def apply_pending_update(self) -> None:
+        """Brings the weights to the last step. On CUDA that holds for work that is issued after this call."""
+        if self.phase is not GroupPhase.UPDATE_PENDING:
             return
         assert self.job is not None
         self.job.wait()
-        with interrupts.whole(), told_to_nobody():
-            self._settle(self.job)
+        with interrupts.deferred(), without_interception():
+            self._upload_and_apply(self.job)
 
-    def _settle(self, job: Job) -> None:
-        landing = None
+    def _upload_and_apply(self, job: Job) -> None:
+        upload_buffer = None
         if job.is_finite:
-            source = self.h_up
-            if self.links is not None:
-                landing = self.links.landing_of(self) or self.links.fill(self, self.h_up)
-                torch.cuda.current_stream(self._device).wait_event(landing.filled)
-                source = landing.buffer
+            source = self.directions_host
+            if self.streams is not None:
+                upload_buffer = self.streams.buffer_of(self) or self.streams.upload(self, self.directions_host)
+                torch.cuda.current_stream(self._device).wait_event(upload_buffer.filled)
+                source = upload_buffer.buffer
             self._apply(source)
-        elif self.links is not None:
-            landing = self.links.landing_of(self)
-        if landing is not None:
-            landing.drained.record(torch.cuda.current_stream(self._device))
-            landing.holder = None
-        self._end_payloads(is_used=job.is_finite)
-        self.moment = GroupPhase.SUMMING
+        elif self.streams is not None:
+            upload_buffer = self.streams.buffer_of(self)
+        if upload_buffer is not None:
+            upload_buffer.drained.record(torch.cuda.current_stream(self._device))
+            upload_buffer.group = None
+        self._end_error_feedback(is_used=job.is_finite)
+        self.phase = GroupPhase.SUMMING
 
-    def _end_payloads(self, *, is_used: bool) -> None:
-        """What a step that is skipped had sent leaves nothing to carry."""
-        for carry in (self.carry_down, self.carry_up):
+    def _end_error_feedback(self, *, is_used: bool) -> None:
+        """Keeps the payloads' rounding errors for the next step, or, in a skipped step, restores the errors before."""
+        for feedback in (self.feedback_down, self.feedback_up):
             if is_used:
-                carry.keep()
+                feedback.commit()
             else:
-                carry.take_back()
+                feedback.undo()
 
     def _apply(self, source: torch.Tensor) -> None:
+        """Moves the weights by the directions in `source`, a buffer laid out as `directions_host`."""
         rates = [self._rates[i] for i in self._active]
-        slots = [self.slots[i] for i in self._active]
-        if self._is_lossy:  # to where the sums were, which the step has used
-            spans = self._places.spans([i for i in self._active if i < self._num_projected])
-            self._decode(self._sums, source, spans)
+        matrices = [self.matrices[i] for i in self._active]
+        if self._is_lossy:  # decoded over the sums, which the step has used
+            spans = self._layout.spans([i for i in self._active if i < self._num_projected])
+            self._decode(self._sums_device, source, spans)
         directions = [self._direction(i, source) for i in self._active]
         rate = rates[0] if rates else None
         if rate is not None and all(other is rate for other in rates):
-            apply_prepared_(self._prepared, slots, directions, rate)
+            apply_directions_cached_(self._launch_cache, matrices, directions, rate)
             return
-        triples = zip(slots, directions, rates, strict=True)
-        apply_directions_((slot, direction, rate) for slot, direction, rate in triples if rate is not None)
+        triples = zip(matrices, directions, rates, strict=True)
+        apply_directions_((matrix, direction, rate) for matrix, direction, rate in triples if rate is not None)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        total = self.slots[i].total
+        total = self.matrices[i].total
         return total if self._is_lossy and total is not None else self._view(i, buffer)
 
     def _view(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        """What stands in the buffer as it is: whole gradients, and projected ones in float32."""
+        """The i-th matrix in a buffer that holds it undecoded: whole, or projected in a float32 payload."""
         key = i, buffer.data_ptr()
         view = self._views.get(key)
         if view is None:
             num_projected = self._num_projected
             is_whole = i >= num_projected
-            view = self._whole_places.view(i - num_projected, buffer) if is_whole else self._places.view(i, buffer)
+            view = self._whole_layout.view(i - num_projected, buffer) if is_whole else self._layout.view(i, buffer)
             self._views[key] = view
         return view
 
     def _flat_view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """All that is projected, in float32."""
+        """The projected matrices of a float32 payload, as one vector."""
         key = -1, buffer.data_ptr()
         if key not in self._views:
-            self._views[key] = buffer[: self._places.end].view(torch.float32)
+            self._views[key] = buffer[: self._layout.end].view(torch.float32)
         return self._views[key]
 
 
-def _whole_payload(p: torch.Tensor) -> torch.dtype:
-    """Vectors are few enough to travel as Adam sees them."""
+def _whole_payload_dtype(p: torch.Tensor) -> torch.dtype:
+    """The dtype in which a whole parameter's gradients and directions are copied: vectors, being small, in float32."""
     return p.dtype if p.ndim >= 2 else torch.float32
 
 
 class DeviceGroup:
-    """A group whose Adam runs where the weights are, in `step`."""
+    """Parameters whose Adam runs on the device of the weights, in `step`."""
 
-    def __init__(self, slots: list[MatrixState], settings: LSPParams, *, device: torch.device, max_norm: float) -> None:
-        self.slots = slots
+    def __init__(
+        self, matrices: list[MatrixState], settings: LSPParams, *, device: torch.device, max_norm: float
+    ) -> None:
+        self.matrices = matrices
         self._settings = settings
         self._max_norm = max_norm
-        self._side_by_side: FlatVectors | None = None
-        """Where there is nothing else."""
-        self._prepared = PreparedProducts()
-        if all(slot.parameter.ndim < 2 for slot in slots):
-            self._side_by_side = FlatVectors([slot.shape for slot in slots], device)
-            self.moments = self._side_by_side.moments.parts
+        self._flat_vectors: FlatVectors | None = None
+        """Memory for all parameters in one vector; None if one of them is a matrix."""
+        self._launch_cache = LaunchCache()
+        if all(matrix.parameter.ndim < 2 for matrix in matrices):
+            self._flat_vectors = FlatVectors([matrix.shape for matrix in matrices], device)
+            self.moments = self._flat_vectors.moments.parts
         else:
-            self.moments = [Moments.zeros(slot.shape, device) for slot in slots]
-        for slot in slots:
-            if slot.subspace is not None:
-                slot.total = torch.empty(slot.shape, device=device)
+            self.moments = [Moments.zeros(matrix.shape, device) for matrix in matrices]
+        for matrix in matrices:
+            if matrix.subspace is not None:
+                matrix.total = torch.empty(matrix.shape, device=device)
 
     @torch.no_grad()
     def step(self, rates: list[Rate | None]) -> torch.Tensor | None:
-        """Norms of the gradients; None where there was none."""
-        active = [i for i, slot in enumerate(self.slots) if slot.has_total]
+        """Runs Adam and moves the weights. Returns the gradients' norms; None: no parameter has a gradient."""
+        active = [i for i, matrix in enumerate(self.matrices) if matrix.has_total]
         if not active:
             return None
-        grads = [self.slots[i].gradient for i in active]
+        grads = [self.matrices[i].gradient for i in active]
         settings = self._settings
-        vectors = self._side_by_side
-        if vectors is not None and len(active) == len(self.slots) and vectors.are_alike():
+        vectors = self._flat_vectors
+        if vectors is not None and len(active) == len(self.matrices) and vectors.have_equal_steps():
             norms = vectors.step_(grads, max_norm=self._max_norm, betas=settings.betas, eps=settings.eps)
             out = vectors.outs
         else:
@@ -502,14 +528,14 @@ class DeviceGroup:
             directions_(out, grads, moments, norms=norms, betas=settings.betas, eps=settings.eps)
         self._apply(active, out, [rates[i] for i in active])
         for i in active:
-            self.slots[i].forget()
+            self.matrices[i].clear()
         return norms
 
     def _apply(self, active: list[int], out: list[torch.Tensor], rates: list[Rate | None]) -> None:
-        slots, rate = [self.slots[i] for i in active], rates[0]
-        stays = self._side_by_side is not None and out is self._side_by_side.outs
-        if stays and rate is not None and all(other is rate for other in rates):
-            apply_prepared_(self._prepared, slots, out, rate)
+        matrices, rate = [self.matrices[i] for i in active], rates[0]
+        is_flat = self._flat_vectors is not None and out is self._flat_vectors.outs
+        if is_flat and rate is not None and all(other is rate for other in rates):
+            apply_directions_cached_(self._launch_cache, matrices, out, rate)
             return
-        triples = zip(slots, out, rates, strict=True)
-        apply_directions_((slot, direction, rate) for slot, direction, rate in triples if rate is not None)
+        triples = zip(matrices, out, rates, strict=True)
+        apply_directions_((matrix, direction, rate) for matrix, direction, rate in triples if rate is not None)

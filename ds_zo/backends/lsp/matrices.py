@@ -1,14 +1,15 @@
-"""Which parameters LSP projects, which it trains whole, which not at all, and what is kept of each.
+"""Which parameters LSP projects, trains whole or freezes, and the state that it keeps of each.
 
-[Note: what trains how] Weights of `nn.Linear` and of GPT-2's `Conv1D` are projected where d x d is smaller than they
-are. Embeddings and head follow `edge`: projected too, frozen, or whole. Everything else trains whole: matrices no
-larger than d x d, norms, biases, convolutions. With `offload_optimizer` on the CPU, Adam of every matrix runs there,
-projected or whole; vectors are too small for a trip and stay on the device.
+[Note: projected and whole parameters] Weights of `nn.Linear` and of GPT-2's `Conv1D` are projected if d x d is smaller
+than the weight. Embeddings and the language-model head follow the setting `edge`: projected, frozen or whole. All other
+parameters train whole: matrices no larger than d x d, norms, biases, convolutions. With `offload_optimizer` on the CPU,
+Adam of every matrix runs there, projected or whole. Vectors are too small to be worth a transfer, so their Adam runs on
+the device.
 
-[Note: size of an update] Where D's entries are independent, P D Q^T has ||P|| ||Q|| / sqrt(m n) of their root mean
-square: 1 for projectors as they are drawn, about d / sqrt(m n) for fitted ones. Updates are divided by it, so that
-every shape learns at AdamW's rate. They are made with a Q of their own, which takes no more launches, and leaves
-gradients, moments and weight decay as they are.
+[Note: size of an update] Let the entries of D be independent. Then the root mean square of P D Q^T is that of D times
+||P|| ||Q|| / sqrt(m n). This factor is 1 for drawn projectors and about d / sqrt(m n) for fitted ones. Updates are
+divided by it, so that a matrix of any shape learns at AdamW's learning rate. The division is in the values of
+`Q_update`: it takes no further kernel and leaves gradients, moments and weight decay as they are.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.units import Unit
 
 _MAX_PARAMETERS = 2**16
-"""Random streams that one draw of all projectors takes, for two sides."""
+"""Number of parameters that one draw of projectors reserves random streams for, two streams each."""
 
 
 @dataclass
 class Subspace:
-    """A matrix's projectors, and how often they have been drawn."""
+    """A matrix's projectors P and Q, and how often they have been drawn."""
 
     P: SparseProjector
     Q: SparseProjector
     num_draws: int = 1
     Q_update: ProjectorRows = field(init=False)
-    """What updates are made with in the place of Q ([Note: size of an update])."""
+    """Q with scaled values, which updates use in place of Q ([Note: size of an update])."""
 
     def __post_init__(self) -> None:
         self.Q_update = ProjectorRows(self.Q.indices, self.Q.values.clone(), self.Q.dim)
@@ -48,7 +49,7 @@ class Subspace:
 
     @torch.no_grad()
     def refresh_(self) -> None:
-        """After P or Q have taken other values. In place: launches are prepared with its address."""
+        """Scales `Q_update` again after P or Q has changed, in place: prepared kernel launches hold its address."""
         P, Q = self.P.values, self.Q.values
         norms = torch.linalg.vector_norm(P) * torch.linalg.vector_norm(Q)
         self.Q_update.values.copy_(Q * (math.sqrt(self.P.num_rows * self.Q.num_rows) / norms))
@@ -68,15 +69,16 @@ class Subspace:
 
 @dataclass
 class Candidate:
-    """Projectors that are fitted beside the present ones ([Note: calibration gradients])."""
+    """Projectors that are being fitted and may replace the present ones ([Note: calibration gradients])."""
 
     subspace: Subspace
     num_batches: int = 0
-    """Gradients that they have been fitted to."""
+    """Number of gradients that the projectors have been fitted to."""
     total: torch.Tensor | None = None
-    """P^T T Q, on the host: T is the sum of these gradients, as far as the projectors kept it."""
+    """P^T T Q, on the host, where T is the sum of these gradients as far as the projectors captured it. None before the
+    first fit."""
     gain: float | None = None
-    """Mean square of P^T G Q relative to that of the present projectors, for a G that neither was fitted to. None: the
+    """Mean square of P^T G Q divided by that of the present projectors, for a G that neither was fitted to. None: the
     candidate has not been tested."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Candidate:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Candidate | None:
-        """None: a state without sums, which cannot be continued."""
+        """None for a state without a sum, as older versions saved it: the fit cannot be continued."""
         if "num_batches" not in state:
             return None
         subspace = Subspace.from_state(state, device)
@@ -94,76 +96,81 @@ class Candidate:
 
 @dataclass(eq=False)
 class MatrixState:
-    """What is kept of a parameter besides itself and Adam's moments."""
+    """What LSP keeps of one trained parameter, a matrix or a vector, besides Adam's moments."""
 
     name: str
     parameter: nn.Parameter
     index: int
-    """Among the model's parameters; chooses its projectors' random streams."""
+    """Position among the model's parameters. It selects the random streams of the projectors."""
     offset: int
-    """Of its rounding bits."""
+    """First element of the parameter in the stream of rounding bits (`Dither.offset`)."""
     subspace: Subspace | None = None
+    """None: the parameter trains whole."""
     candidate: Candidate | None = None
-    """Projectors that may take the place of the present ones."""
+    """Projectors that may replace the present ones; None outside a calibration."""
     total: torch.Tensor | None = None
-    """Where the transpose of P^T G Q is summed; a whole parameter's gradients add up in its own `.grad`."""
+    """Sum of the transposes of P^T G Q since the last step. None for a whole parameter, which sums in `.grad`."""
     has_total: bool = False
-    """A gradient has come since the last step."""
-    comes_and_goes: bool = False
-    """Its weights are on the device while it is visited ([Note: settled where it is visited])."""
-    kept: torch.Tensor | None = None
-    """Then: a whole parameter's gradient so far, between visits."""
+    """A gradient has come since the last step, so that `total` or `.grad` is valid."""
+    is_streamed: bool = False
+    """The parameter's block is streamed: its weights are on the device in its forward and backward only."""
+    held_gradient: torch.Tensor | None = None
+    """The gradient of a streamed whole parameter while its block is not on the device; otherwise None."""
     is_fitted: bool = False
-    """Its first calibration is over (or its projectors are not to be fitted)."""
+    """The first calibration is over, or projectors are not fitted at all."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what Adam sees: of a projected matrix the transpose of P^T G Q, as the products read and write it."""
+        """Shape of the gradient that Adam gets. A projected gradient is stored as the transpose of P^T G Q, as the
+        products read and write it."""
         if self.subspace is None:
             return tuple(self.parameter.shape)
         return self.subspace.Q.dim, self.subspace.P.dim
 
     @property
     def whole_gradient(self) -> torch.Tensor | None:
-        return self.parameter.grad if self.kept is None else self.kept
+        """The gradient of a whole parameter; None before it has come."""
+        return self.parameter.grad if self.held_gradient is None else self.held_gradient
 
     @property
     def gradient(self) -> torch.Tensor:
+        """The gradient that Adam gets: the projected sum, or the whole gradient."""
         found = self.whole_gradient if self.total is None else self.total
         assert found is not None
         return found
 
-    def put_back(self, grad: torch.Tensor, *, device: torch.device) -> None:
-        """A whole parameter's gradient is still to be used."""
+    def restore_gradient(self, grad: torch.Tensor, *, device: torch.device) -> None:
+        """Sets a whole parameter's gradient again, after an undone update or from a checkpoint."""
         grad = grad.to(device, self.parameter.dtype)
-        if self.comes_and_goes:
-            self.kept = grad
+        if self.is_streamed:
+            self.held_gradient = grad
         else:
             self.parameter.grad = grad
 
     def drop_gradient(self) -> None:
-        self.parameter.grad = self.kept = None
+        self.parameter.grad = self.held_gradient = None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
+        """Drops the gradients since the last step."""
         self.has_total = False
         self.drop_gradient()
 
 
 @dataclass(eq=False)
-class Group:
-    """Parameters that travel together: a block's, or those of one module outside of blocks."""
+class MatrixGroup:
+    """Parameters that are updated together: those of a block, or those of one module outside the blocks."""
 
     name: str
     is_block: bool
-    slots: list[MatrixState] = field(default_factory=list)
+    matrices: list[MatrixState] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    """Whose forward is the first to see them."""
+    """The modules whose forward is the first to use the parameters."""
 
 
-def find_slots(module: nn.Module, settings: LSPParams, *, device: torch.device) -> list[MatrixState]:
-    """One for each parameter that is trained, tied ones once; `edge: freeze` freezes here."""
-    edge, projectable = _edge_parameters(module), _matrix_parameters(module)
-    slots: list[MatrixState] = []
+def find_matrices(module: nn.Module, settings: LSPParams, *, device: torch.device) -> list[MatrixState]:
+    """Makes a state for each trained parameter; a tied parameter has one. `edge: freeze` freezes parameters here."""
+    edge, projectable = _embedding_and_head_parameters(module), _matrix_parameters(module)
+    matrices: list[MatrixState] = []
     offset = 0
     for index, (name, p) in enumerate(module.named_parameters()):
         if id(p) in edge and settings.edge == "freeze":
@@ -171,13 +178,13 @@ def find_slots(module: nn.Module, settings: LSPParams, *, device: torch.device) 
         elif p.requires_grad and p.is_floating_point() and p.numel():
             projects = p.ndim == 2 and (settings.edge == "lsp" if id(p) in edge else id(p) in projectable)
             subspace = first_projectors(p, index, settings, device=device) if projects else None
-            slots.append(MatrixState(name, p, index, offset, subspace, is_fitted=settings.projector != "learned"))
+            matrices.append(MatrixState(name, p, index, offset, subspace, is_fitted=settings.projector != "learned"))
         offset += -(-p.numel() // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
-    return slots
+    return matrices
 
 
 def first_projectors(p: nn.Parameter, index: int, settings: LSPParams, *, device: torch.device) -> Subspace | None:
-    """None: the matrix trains whole."""
+    """The projectors that a matrix starts with; None: the matrix trains whole."""
     num_rows, num_cols = p.shape
     if settings.projector == "none" or choose_dims(num_rows, num_cols, settings.subspace_dim) is None:
         return None
@@ -185,7 +192,7 @@ def first_projectors(p: nn.Parameter, index: int, settings: LSPParams, *, device
 
 
 def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, device: torch.device) -> Subspace:
-    """Fresh positions and values, a pure function of the seed, the parameter and how often it was drawn before."""
+    """Draws new projectors: a pure function of the seed, the parameter's index and the number of the draw (from 1)."""
     rows, cols = p.shape
     dims = choose_dims(rows, cols, settings.subspace_dim)
     assert dims is not None
@@ -203,24 +210,26 @@ def draw(p: nn.Parameter, index: int, settings: LSPParams, *, num_draws: int, de
     return Subspace(made[0], made[1], num_draws)
 
 
-def group_slots(module: nn.Module, slots: list[MatrixState], blocks: str | list[str] | None) -> list[Group]:
-    """Groups in the order that a forward pass meets them, as far as the model's own order tells."""
-    block_of = _only_blocks(module, find_blocks(module, blocks))
-    groups: dict[str, Group] = {}
-    for slot in slots:
-        found = block_of.get(id(slot.parameter))
+def group_matrices(module: nn.Module, matrices: list[MatrixState], blocks: str | list[str] | None) -> list[MatrixGroup]:
+    """Groups parameters by block or module. The order is that of the module tree, which is usually the forward's."""
+    block_of = _block_of_parameters(module, find_blocks(module, blocks))
+    groups: dict[str, MatrixGroup] = {}
+    for matrix in matrices:
+        found = block_of.get(id(matrix.parameter))
         if found is None:
-            owner = slot.name.rpartition(".")[0]
-            group = groups.setdefault(owner, Group(owner, is_block=False))
-            group.modules += [m for m in owners(module, slot.parameter) if m not in group.modules]
+            owner = matrix.name.rpartition(".")[0]
+            group = groups.setdefault(owner, MatrixGroup(owner, is_block=False))
+            group.modules += [m for m in owners(module, matrix.parameter) if m not in group.modules]
         else:
-            group = groups.setdefault(found[0], Group(found[0], is_block=True, modules=[found[1]]))
-        group.slots.append(slot)
+            group = groups.setdefault(found[0], MatrixGroup(found[0], is_block=True, modules=[found[1]]))
+        group.matrices.append(matrix)
     return list(groups.values())
 
 
-def _only_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, tuple[str, nn.Module]]:
-    """By parameter: the block that has it, unless somebody else does too and may use it first."""
+def _block_of_parameters(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, tuple[str, nn.Module]]:
+    """Name and module of the block that holds a parameter, by the parameter's id.
+
+    Parameters that are also reachable outside their block are left out, because they may be used before its forward."""
     inside = {id(m) for block in blocks.values() for m in block.modules()}
     inside -= reached_elsewhere(module, blocks.values())
     outside = {id(p) for m in module.modules() if id(m) not in inside for p in m._parameters.values()}
@@ -233,29 +242,31 @@ def _only_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int
     return {key: value for key, value in found.items() if key not in outside}
 
 
-def apart_from_visitors(groups: list[Group], unit_of: Mapping[int, Unit]) -> list[Group]:
-    """Parameters in blocks that come and go are told so; others of these blocks, which stay on the device because they
-    are used elsewhere too, make groups of their own."""
+def split_streamed(groups: list[MatrixGroup], unit_of: Mapping[int, Unit]) -> list[MatrixGroup]:
+    """Marks the parameters of streamed blocks, and splits groups so that each is either streamed or resident.
+
+    A block's parameters that are used outside the block too stay on the device and get a group of their own."""
     found = []
     for group in groups:
-        visitors = [slot for slot in group.slots if id(slot.parameter) in unit_of]
-        for slot in visitors:
-            slot.comes_and_goes = True
-        if visitors:
-            found.append(Group(group.name, True, visitors, group.modules))
-        staying = [slot for slot in group.slots if not slot.comes_and_goes]
-        if staying:
-            name = f"{group.name} (shared)" if visitors else group.name
-            found.append(Group(name, False, staying, group.modules))
+        streamed = [matrix for matrix in group.matrices if id(matrix.parameter) in unit_of]
+        for matrix in streamed:
+            matrix.is_streamed = True
+        if streamed:
+            found.append(MatrixGroup(group.name, True, streamed, group.modules))
+        resident = [matrix for matrix in group.matrices if not matrix.is_streamed]
+        if resident:
+            name = f"{group.name} (shared)" if streamed else group.name
+            found.append(MatrixGroup(name, False, resident, group.modules))
     return found
 
 
 def owners(module: nn.Module, p: nn.Parameter) -> Iterator[nn.Module]:
+    """The submodules that have `p` as a direct parameter."""
     return (m for m in module.modules() if any(own is p for own in m._parameters.values()))
 
 
-def _edge_parameters(module: nn.Module) -> set[int]:
-    """Embeddings, and the layer that turns hidden states into vocabulary."""
+def _embedding_and_head_parameters(module: nn.Module) -> set[int]:
+    """Ids of the embeddings' weights and of the layers that map hidden states to a vocabulary."""
     tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
     found = {id(table) for table in tables}
     head = None
@@ -264,8 +275,9 @@ def _edge_parameters(module: nn.Module) -> set[int]:
     if head is not None and isinstance(getattr(head, "weight", None), nn.Parameter):
         found.add(id(head.weight))
     in_blocks = {id(p) for block in find_blocks(module).values() for p in block.parameters()}
-    named = _input_table(module)  # else a classifier of two labels is taken for the head of BERT's two token types
-    vocabularies = {table.shape[0] for table in (tables if named is None else [named])}
+    # All tables would be too many: BERT's two token types would make a classifier of two labels a head.
+    input_table = _input_table(module)
+    vocabularies = {table.shape[0] for table in (tables if input_table is None else [input_table])}
     for m in module.modules():
         if isinstance(m, nn.Linear) and id(m.weight) not in in_blocks and m.out_features in vocabularies:
             found.add(id(m.weight))
@@ -273,7 +285,7 @@ def _edge_parameters(module: nn.Module) -> set[int]:
 
 
 def _input_table(module: nn.Module) -> torch.Tensor | None:
-    """The vocabulary's embeddings, where the model says which they are."""
+    """The token embeddings, or None if the model does not say which they are."""
     table = None
     if callable(getattr(module, "get_input_embeddings", None)):
         with suppress(NotImplementedError, AttributeError):
@@ -282,6 +294,6 @@ def _input_table(module: nn.Module) -> torch.Tensor | None:
 
 
 def _matrix_parameters(module: nn.Module) -> set[int]:
-    """`Conv1D` by its name: transformers need not be installed."""
+    """Ids of the weights of linear layers. `Conv1D` is found by name, because transformers need not be installed."""
     kinds = [m for m in module.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     return {id(m.weight) for m in kinds if isinstance(m.weight, nn.Parameter)}

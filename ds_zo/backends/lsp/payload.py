@@ -1,8 +1,10 @@
-"""What crosses the bus: float32 matrices as bytes, and the error that fewer bytes make, carried to the next step.
+"""The bytes that are copied between device and host: float32 matrices, encoded in the payload's dtype.
 
-[Note: flat payloads] The projected matrices of a layer stand one behind the other, so that encoding, decoding and the
-error's bookkeeping are a few calls a layer: a call for each matrix costs more on either side than a fast link saves
-([Note: few calls] in `optim/subspace_adam`).
+A payload of fewer bytes makes rounding errors. They are added to the next step's values (error feedback).
+
+[Note: flat payloads] The projected matrices of a layer are contiguous, so that a layer is encoded, decoded and
+corrected in a few calls. One call for each matrix would cost more on device and host than a fast PCIe link saves
+([Note: few torch calls] in `optim/subspace_adam`).
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from collections.abc import Sequence
 import torch
 
 ALIGNMENT = 16
-"""Bytes."""
+"""Alignment of matrices in buffers, in bytes."""
 _BLOCK = 256
-"""Numbers that share an int8 scale."""
+"""Number of values that share one int8 scale."""
 _INT8_MAX = 127.0
 
 Span = tuple[int, int]
-"""Of numbers in the flat part, from and to."""
+"""First and last (exclusive) element of a range of the flat float32 buffer."""
 
 
-class Places:
-    """Matrices of fixed shapes and formats, one after the other in a flat buffer of bytes."""
+class BufferLayout:
+    """Places of matrices, of given shapes and dtypes, one after the other in a buffer of bytes."""
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Places:
         start: int = 0,
         alignment: int = ALIGNMENT,
     ) -> None:
-        """`start`: bytes of the buffer that are somebody else's."""
+        """`start`: offset of the first matrix in bytes."""
         self.shapes = [tuple(shape) for shape in shapes]
         self.dtypes = list(dtypes)
         self._starts = [start]
@@ -51,7 +53,7 @@ class Places:
         return buffer[start : start + nbytes].view(self.dtypes[i]).view(self.shapes[i])
 
     def spans(self, chosen: Sequence[int]) -> list[Span]:
-        """Of float32 matrices, with their padding; neighbours make one span."""
+        """The ranges of the chosen float32 matrices with their padding. Adjacent matrices make one range."""
         found: list[Span] = []
         for i in sorted(chosen):
             first, last = self._starts[i] // 4, self._starts[i + 1] // 4
@@ -62,8 +64,9 @@ class Places:
         return found
 
 
-class Wire:
-    """So many float32 numbers as fp32, bf16 or int8, in the first `num_bytes` of a buffer; int8's scales come first."""
+class PayloadCodec:
+    """Encodes `numel` float32 values as fp32, bf16 or int8 in the first `num_bytes` of a buffer; int8 scales come
+    first."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel, self.dtype = numel, dtype
@@ -74,11 +77,12 @@ class Wire:
 
     @staticmethod
     def alignment(dtype: torch.dtype) -> int:
-        """Of float32 matrices, in bytes: no two share a scale."""
+        """Alignment of float32 matrices in bytes, such that no two matrices share a scale."""
         return 4 * _BLOCK if dtype is torch.int8 else ALIGNMENT
 
     def encode_(self, values: torch.Tensor, buffer: torch.Tensor, span: Span) -> None:
-        """Puts the span's `values` there, rounded to nearest; what that loses of them is left in their place."""
+        """Writes the span's `values`, rounded to nearest, to the buffer. Overwrites `values` with the rounding
+        errors."""
         target = self._values(buffer, span)
         if self.dtype is not torch.int8:
             target.copy_(values)
@@ -106,62 +110,65 @@ class Wire:
         return buffer[4 * span[0] // _BLOCK : 4 * span[1] // _BLOCK].view(torch.float32)
 
 
-class Carry:
-    """Rounding errors of the last payload, added to the next: what one step loses, later ones bring."""
+class ErrorFeedback:
+    """Keeps the rounding errors of the last payload and adds them to the next: later steps make up for the loss."""
 
-    def __init__(self, wire: Wire, places: Places, device: torch.device) -> None:
-        self._wire, self._places, self._device = wire, places, device
+    def __init__(self, codec: PayloadCodec, layout: BufferLayout, device: torch.device) -> None:
+        self._codec, self._layout, self._device = codec, layout, device
         self._errors: torch.Tensor | None = None
-        self._before: torch.Tensor | None = None
-        """Those of the payload before, while the last one may still be taken back."""
-        self._spare: torch.Tensor | None = None
+        self._errors_before: torch.Tensor | None = None
+        """Errors before the last payload, while that may still be undone; otherwise None."""
+        self._spare_buffer: torch.Tensor | None = None
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, buffer: torch.Tensor, spans: Sequence[Span]) -> None:
-        """`values`: all of the flat part, of which the spans are sent."""
-        before = self._allocated()
-        errors, self._spare = torch.empty_like(before) if self._spare is None else self._spare, None
+        """Encodes the spans of `values`, the whole flat buffer, after adding the errors of the payload before."""
+        before = self._get_errors()
+        errors, self._spare_buffer = (
+            torch.empty_like(before) if self._spare_buffer is None else self._spare_buffer,
+            None,
+        )
         for first, last in spans:
             torch.add(values[first:last], before[first:last], out=errors[first:last])
-            self._wire.encode_(errors[first:last], buffer, (first, last))
+            self._codec.encode_(errors[first:last], buffer, (first, last))
         gap = 0
-        for first, last in [*spans, (self._wire.numel, self._wire.numel)]:
+        for first, last in [*spans, (self._codec.numel, self._codec.numel)]:
             if gap < first:
                 errors[gap:first].copy_(before[gap:first])
             gap = last
-        self._errors, self._before = errors, before
+        self._errors, self._errors_before = errors, before
 
-    def take_back(self) -> None:
-        """The last payload is not going to be used."""
-        if self._before is not None:
-            self._end(self._before, over=self._errors)
+    def undo(self) -> None:
+        """Restores the errors before the last payload, which will not be used."""
+        if self._errors_before is not None:
+            self._finish(self._errors_before, over=self._errors)
 
-    def keep(self) -> None:
-        """What was sent has been used."""
-        if self._before is not None:
-            self._end(self._errors, over=self._before)
+    def commit(self) -> None:
+        """Drops the errors before the last payload, which has been used."""
+        if self._errors_before is not None:
+            self._finish(self._errors, over=self._errors_before)
 
-    def _end(self, errors: torch.Tensor | None, *, over: torch.Tensor | None) -> None:
-        self._errors, self._before = errors, None
-        # Fresh host memory costs more than what is done with it; a device's allocator hands it out again.
-        self._spare = over if self._device.type == "cpu" else None
+    def _finish(self, errors: torch.Tensor | None, *, over: torch.Tensor | None) -> None:
+        self._errors, self._errors_before = errors, None
+        # New host memory costs more than the arithmetic on it. A device's caching allocator reuses memory itself.
+        self._spare_buffer = over if self._device.type == "cpu" else None
 
-    # Of one matrix
+    # Errors of one matrix
 
     def error_of(self, i: int) -> torch.Tensor | None:
-        """None: nothing was ever sent."""
-        if self._errors is None or i >= len(self._places.shapes):
+        """The errors of the i-th matrix; None: nothing has been encoded, or the parameter is not projected."""
+        if self._errors is None or i >= len(self._layout.shapes):
             return None
-        return self._places.view(i, self._errors.view(torch.uint8))
+        return self._layout.view(i, self._errors.view(torch.uint8))
 
     def set_error(self, i: int, error: torch.Tensor | None) -> None:
         if error is not None:
-            self._allocated()
+            self._get_errors()
         found = self.error_of(i)
         if found is not None:
             found.zero_() if error is None else found.copy_(error)
 
-    def _allocated(self) -> torch.Tensor:
+    def _get_errors(self) -> torch.Tensor:
         if self._errors is None:
-            self._errors = torch.zeros(self._wire.numel, device=self._device)
+            self._errors = torch.zeros(self._codec.numel, device=self._device)
         return self._errors

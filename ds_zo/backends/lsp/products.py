@@ -1,9 +1,8 @@
-"""Gradients into sums, directions into weights: many matrices at a time.
+"""Compresses gradients into sums, and applies directions to weights, for many matrices at a time.
 
-A layer of a small batch is computed in less time than the products of its matrices take to launch one by one. So a
-gradient waits for the others of its layer, up to MAX_HELD_BYTES in all, and they are compressed together; the sums are
-the same bits either way. What a launch needs to be told is worked out once for each set of addresses, which from some
-step on come again and again.
+Of a small batch, a layer's backward takes less time than it takes to launch the products of its matrices one by one. So
+the gradients of a layer are held, up to MAX_HELD_BYTES in all, and compressed together. The sums are the same bits
+either way. Launch arguments are computed once for each set of addresses, because the same addresses soon recur.
 """
 
 from __future__ import annotations
@@ -16,139 +15,152 @@ import torch
 from ds_zo.backends.lsp.matrices import MatrixState, Subspace
 from ds_zo.ops import Rounding
 from ds_zo.optim import Dither, sgd_update_
-from ds_zo.projectors import Application, Compression, Prepared, Shift, apply_all_, compress_all, shift_all_
+from ds_zo.projectors import (
+    Compression,
+    MatrixUpdate,
+    PreparedLaunches,
+    VectorUpdate,
+    apply_all_,
+    compress_all,
+    update_vectors_,
+)
 
 MAX_HELD_BYTES = 128 << 20
-_MAX_PREPARED = 512
+_MAX_CACHED = 512
+"""Sets of prepared launches in one cache, which is emptied when it is full."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What one step applies to one parameter."""
+    """The learning rate and other settings of one parameter in one step."""
 
     lr: float
     weight_decay: float
     step: int
-    """Chooses the rounding bits."""
+    """Selects the rounding bits."""
     stochastic: bool
 
 
-class PreparedProducts:
-    """Launches by the addresses that they were prepared for. They serve as long as the projectors are the same."""
+class LaunchCache:
+    """Prepared launches by the addresses that they were prepared for. They are valid for unchanged projectors only."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], tuple[Prepared, list[Subspace | None]]] = {}
+        self._launches: dict[tuple[int, ...], tuple[PreparedLaunches, list[Subspace | None]]] = {}
 
-    def get(self, key: tuple[int, ...], slots: Sequence[MatrixState]) -> Prepared | None:
-        found = self._found.get(key)
+    def get(self, key: tuple[int, ...], matrices: Sequence[MatrixState]) -> PreparedLaunches | None:
+        found = self._launches.get(key)
         if found is None:
             return None
-        prepared, subspaces = found
-        same = all(slot.subspace is subspace for slot, subspace in zip(slots, subspaces, strict=True))
-        return prepared if same and prepared.holds() else None
+        launches, subspaces = found
+        same = all(matrix.subspace is subspace for matrix, subspace in zip(matrices, subspaces, strict=True))
+        return launches if same and launches.is_valid() else None
 
-    def put(self, key: tuple[int, ...], slots: Sequence[MatrixState], prepared: Prepared | None) -> None:
-        if prepared is not None:
-            if len(self._found) >= _MAX_PREPARED:
-                self._found.clear()
-            self._found[key] = prepared, [slot.subspace for slot in slots]
+    def put(self, key: tuple[int, ...], matrices: Sequence[MatrixState], launches: PreparedLaunches | None) -> None:
+        if launches is not None:
+            if len(self._launches) >= _MAX_CACHED:
+                self._launches.clear()
+            self._launches[key] = launches, [matrix.subspace for matrix in matrices]
 
     def clear(self) -> None:
-        self._found.clear()
+        self._launches.clear()
 
 
-def apply_prepared_(
-    prepared: PreparedProducts, slots: Sequence[MatrixState], directions: Sequence[torch.Tensor], rate: Rate
+def apply_directions_cached_(
+    launch_cache: LaunchCache, matrices: Sequence[MatrixState], directions: Sequence[torch.Tensor], rate: Rate
 ) -> None:
-    """`apply_directions_` at one rate, prepared once for all addresses."""
-    key = *[slot.parameter.data_ptr() for slot in slots], *[direction.data_ptr() for direction in directions]
-    found = prepared.get(key, slots)
+    """Does what `apply_directions_` does, at one rate for all matrices, with launches that are prepared once."""
+    key = *[matrix.parameter.data_ptr() for matrix in matrices], *[direction.data_ptr() for direction in directions]
+    found = launch_cache.get(key, matrices)
     if found is not None:
         found.launch(lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, step=rate.step)
         return
-    moves = [(slot, direction, rate) for slot, direction in zip(slots, directions, strict=True)]
-    prepared.put(key, slots, apply_directions_(moves))
+    updates = [(matrix, direction, rate) for matrix, direction in zip(matrices, directions, strict=True)]
+    launch_cache.put(key, matrices, apply_directions_(updates))
 
 
 class HeldGradients:
-    """Of projected matrices; each stays in its parameter's `.grad` until it is compressed."""
+    """Gradients of projected matrices that wait to be compressed. Each stays in its parameter's `.grad` until then."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, MatrixState] = {}
+        self._matrices: dict[int, MatrixState] = {}
         self._num_bytes = 0
-        self.prepared = PreparedProducts()
+        self.launch_cache = LaunchCache()
 
-    def add(self, slot: MatrixState) -> None:
-        """A gradient that comes again has been added to the one that waits."""
-        if id(slot) in self._slots:
+    def add(self, matrix: MatrixState) -> None:
+        """Queues a gradient. If one of the same matrix waits already, autograd has added the new one to it."""
+        if id(matrix) in self._matrices:
             return
-        grad = slot.parameter.grad
+        grad = matrix.parameter.grad
         assert grad is not None
-        self._slots[id(slot)] = slot
+        self._matrices[id(matrix)] = matrix
         self._num_bytes += grad.nbytes
         if self._num_bytes >= MAX_HELD_BYTES:
             self.compress()
 
     def compress(self) -> None:
-        if not self._slots:
+        """Adds all held gradients to their sums."""
+        if not self._matrices:
             return
-        slots = [slot for slot in self._slots.values() if slot.parameter.grad is not None]
-        self.forget()
-        if not slots:  # somebody has dropped them
+        matrices = [matrix for matrix in self._matrices.values() if matrix.parameter.grad is not None]
+        self.clear()
+        if not matrices:  # `zero_grad` has dropped the gradients
             return
         found: list[int] = []
-        for slot in slots:
-            grad = slot.parameter.grad
+        for matrix in matrices:
+            grad = matrix.parameter.grad
             assert grad is not None
-            found += (id(slot), grad.data_ptr(), grad.stride(0), slot.has_total)
+            found += (id(matrix), grad.data_ptr(), grad.stride(0), matrix.has_total)
         key = tuple(found)
-        prepared = self.prepared.get(key, slots)
-        if prepared is None:
-            self.prepared.put(key, slots, compress_slots(slots))
+        launches = self.launch_cache.get(key, matrices)
+        if launches is None:
+            self.launch_cache.put(key, matrices, compress_matrices(matrices))
             return
-        prepared.launch()
-        for slot in slots:
-            slot.has_total = True
-            slot.parameter.grad = None
+        launches.launch()
+        for matrix in matrices:
+            matrix.has_total = True
+            matrix.parameter.grad = None
 
-    def forget(self) -> None:
-        self._slots.clear()
+    def clear(self) -> None:
+        self._matrices.clear()
         self._num_bytes = 0
 
 
-def compress_slots(slots: Sequence[MatrixState]) -> Prepared | None:
-    """Adds each one's gradient to its sum; the gradients are gone when this returns."""
+def compress_matrices(matrices: Sequence[MatrixState]) -> PreparedLaunches | None:
+    """Adds each matrix's projected gradient to its sum and frees the gradient. The returned launches can be repeated
+    for gradients at the same addresses; None: they cannot be repeated."""
     calls = []
-    for slot in slots:
-        subspace, grad = slot.subspace, slot.parameter.grad
-        assert subspace is not None and slot.total is not None and grad is not None
-        calls.append(Compression(grad, subspace.P, subspace.Q, slot.total.t(), slot.has_total))
-        slot.has_total = True
-        slot.parameter.grad = None
+    for matrix in matrices:
+        subspace, grad = matrix.subspace, matrix.parameter.grad
+        assert subspace is not None and matrix.total is not None and grad is not None
+        calls.append(Compression(grad, subspace.P, subspace.Q, matrix.total.t(), matrix.has_total))
+        matrix.has_total = True
+        matrix.parameter.grad = None
     return compress_all(calls)
 
 
-def apply_directions_(moves: Iterable[tuple[MatrixState, torch.Tensor, Rate]]) -> Prepared | None:
-    """W <- round(W (1 - lr wd) - lr P D Q^T), or without P and Q; all of one step. What it returns does the same again,
-    at any rate that all of them have."""
-    projected: list[Application] = []
-    vectors: list[Shift] = []
+def apply_directions_(updates: Iterable[tuple[MatrixState, torch.Tensor, Rate]]) -> PreparedLaunches | None:
+    """W <- round(W (1 - lr wd) - lr P D Q^T), or for a whole parameter W <- round(W (1 - lr wd) - lr D).
+
+    All updates must be of the same step. The returned launches can be repeated at another rate that all matrices
+    share; None: they cannot be repeated."""
+    projected: list[MatrixUpdate] = []
+    vectors: list[VectorUpdate] = []
     step, has_whole = 0, False
-    for slot, direction, rate in moves:
-        p, step = slot.parameter, rate.step
+    for matrix, direction, rate in updates:
+        p, step = matrix.parameter, rate.step
         stochastic = rate.stochastic and p.dtype is not torch.float32
         rounding: Rounding = "stochastic" if stochastic else "nearest"
-        if slot.subspace is not None:
-            P, Q = slot.subspace.P, slot.subspace.Q_update
-            projected.append(Application(p, direction.t(), P, Q, rate.lr, rate.weight_decay, rounding, slot.offset))
+        if matrix.subspace is not None:
+            P, Q = matrix.subspace.P, matrix.subspace.Q_update
+            projected.append(MatrixUpdate(p, direction.t(), P, Q, rate.lr, rate.weight_decay, rounding, matrix.offset))
         elif p.ndim < 2:
-            vectors.append(Shift(p, direction, rate.lr, rate.weight_decay, rounding, slot.offset))
+            vectors.append(VectorUpdate(p, direction, rate.lr, rate.weight_decay, rounding, matrix.offset))
         else:
-            dither = Dither(step=step, offset=slot.offset) if stochastic else None
+            dither = Dither(step=step, offset=matrix.offset) if stochastic else None
             sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
             has_whole = True
-    prepared = apply_all_(projected, step=step)
-    shifted = shift_all_(vectors, step=step)
+    matrix_launches = apply_all_(projected, step=step)
+    vector_launches = update_vectors_(vectors, step=step)
     if has_whole or (projected and vectors):
         return None
-    return shifted if vectors else prepared
+    return vector_launches if vectors else matrix_launches

@@ -1,10 +1,10 @@
-"""What the ranks of an LSP run tell one another, and in which order.
+"""Collectives of an LSP run on several ranks, and their order.
 
-[Note: one order] Collectives must be issued in the same order on every rank. So one thread of each rank issues all of
-them, on a process group of its own, first come, first served; and what is handed to it inside a backward pass comes in
-one order too, whatever the order in which gradients do: a layer that one rank's batch does not use holds back that
-rank's later layers until its backward is over, and then goes as zeros. Nobody but that thread waits for another rank,
-so a rank that reads its weights, or evaluates by itself, needs no company.
+[Note: one order of collectives] Collectives must be issued in the same order on every rank. So one thread of each rank
+issues all of them, first come, first served, on a process group of its own. Work from a backward pass is submitted in a
+fixed order of layers, although gradients come in any order. A layer that a rank's batch does not use holds back this
+rank's later layers until the end of its backward pass; then it is sent as zeros. Only this thread waits for other
+ranks. So one rank alone can read its weights or evaluate.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import torch
 import torch.distributed as dist
 
 from ds_zo.backends.lsp.matrices import MatrixState
-from ds_zo.streaming.node import one_may_be_gone, waiting_time
+from ds_zo.streaming.node import explain_lost_rank, world_timeout
 
 
 class CollectiveCall:
-    """Something that the communication thread was asked to do."""
+    """Work that was submitted to the collective thread."""
 
-    def __init__(self, work: Callable[[], None], *, after: torch.cuda.Event | None) -> None:
+    def __init__(self, work: Callable[[], None], *, inputs_ready: torch.cuda.Event | None) -> None:
         self._work = work
-        self._after = after
-        """What it reads has been written on the device."""
+        self._inputs_ready = inputs_ready
+        """Recorded after the inputs were written on the device; None on the CPU."""
         self._issued = threading.Event()
         self._error: BaseException | None = None
         self.done: torch.cuda.Event | None = None
-        """On the device; on the CPU it is done when it is issued."""
+        """Recorded after the work on the device. None on the CPU, where issued work is finished."""
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
         try:
-            if self._after is not None and stream is not None:
-                stream.wait_event(self._after)
+            if self._inputs_ready is not None and stream is not None:
+                stream.wait_event(self._inputs_ready)
             self._work()
             if stream is not None:
                 self.done = torch.cuda.Event()
                 self.done.record(stream)
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # `wait` raises it
             self._error = error
         finally:
             self._work = _nothing
             self._issued.set()
 
     def wait(self) -> None:
-        """What the caller does next on the device follows it."""
+        """Waits until the work is issued, and makes the current CUDA stream wait for its end. Raises its error."""
         self._issued.wait()
         if self._error is not None:
             raise self._error
@@ -57,26 +57,26 @@ class CollectiveCall:
 
 
 class CollectiveThread:
-    """The ranks of a data-parallel group, and this rank's line to the others. Making one is collective."""
+    """The ranks of a data-parallel group, and this rank's thread for collectives. All ranks must create it together."""
 
     def __init__(self, process_group: Any, *, device: torch.device) -> None:
         self.device = device
         self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._group = dist.new_group(self._ranks, timeout=waiting_time(device))
+        self._group = dist.new_group(self._ranks, timeout=world_timeout(device))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._calls: queue.SimpleQueue[CollectiveCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.bytes_wire = 0
-        """Handed to collectives since the start."""
+        """Bytes of all tensors that were passed to collectives."""
 
-    def ask(self, work: Callable[[], None]) -> CollectiveCall:
-        """`work` calls `average_` and `broadcast_` below, on a stream that follows the current one."""
-        after = None
+    def submit(self, work: Callable[[], None]) -> CollectiveCall:
+        """Queues `work`, which calls `average_` and `broadcast_`. Its stream waits for the current stream's work."""
+        inputs_ready = None
         if self._stream is not None:
-            after = torch.cuda.Event()
-            after.record(torch.cuda.current_stream(self.device))
-        call = CollectiveCall(work, after=after)
+            inputs_ready = torch.cuda.Event()
+            inputs_ready.record(torch.cuda.current_stream(self.device))
+        call = CollectiveCall(work, inputs_ready=inputs_ready)
         self._calls.put(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="ds_zo-lsp-ranks", daemon=True)
@@ -84,31 +84,32 @@ class CollectiveThread:
         return call
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' `value`s, which must be the same kind of tensor everywhere. Waits for it."""
+        """The mean of `value` over ranks, which must pass equal shapes and dtypes. Waits for it."""
         mean = value.clone()
-        self.ask(lambda: self.average_(mean)).wait()
+        self.submit(lambda: self.average_(mean)).wait()
         return mean
 
-    def take_from_first_(self, value: torch.Tensor) -> None:
-        """Overwrites it with the first rank's. Waits for it."""
-        self.ask(lambda: self.broadcast_(value, 0)).wait()
+    def broadcast_from_first_(self, value: torch.Tensor) -> None:
+        """Overwrites `value` with the first rank's. Waits for it."""
+        self.submit(lambda: self.broadcast_(value, 0)).wait()
 
-    # In the communication thread
+    # In the collective thread
 
     def average_(self, value: torch.Tensor) -> None:
-        self._hold(value)
-        with one_may_be_gone(self.device):
+        self._record_use(value)
+        with explain_lost_rank(self.device):
             dist.all_reduce(value, group=self._group)
         value.div_(self.size)
         self.bytes_wire += value.nbytes
 
     def broadcast_(self, value: torch.Tensor, owner: int) -> None:
-        self._hold(value)
-        with one_may_be_gone(self.device):
+        """`owner`: the index of the rank to copy from."""
+        self._record_use(value)
+        with explain_lost_rank(self.device):
             dist.broadcast(value, self._ranks[owner], group=self._group)
         self.bytes_wire += value.nbytes
 
-    def _hold(self, value: torch.Tensor) -> None:
+    def _record_use(self, value: torch.Tensor) -> None:
         if self._stream is not None:
             value.record_stream(self._stream)
 
@@ -127,7 +128,7 @@ class CollectiveThread:
             del call
 
     def close(self) -> None:
-        """Ends the thread after what it was asked to do. Safe to call twice."""
+        """Ends the thread after its queued work. Safe to call twice."""
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             self._calls.put(None)
@@ -135,37 +136,43 @@ class CollectiveThread:
 
 
 class BackwardOrder:
-    """Acts on groups of parameters strictly from the last to the first, on each as soon as its gradients and those of
-    all groups behind it have come. See [Note: one order]."""
+    """Calls `on_layer` for groups of parameters in a fixed order, from the last to the first.
 
-    def __init__(self, groups: Sequence[Sequence[MatrixState]], act: Callable[[int], None]) -> None:
+    A group is next when its gradients and those of all groups behind it have come, or at the end of the backward
+    pass. See [Note: one order of collectives]."""
+
+    def __init__(self, groups: Sequence[Sequence[MatrixState]], on_layer: Callable[[int], None]) -> None:
         self._groups = groups
-        self._act = act
+        self._on_layer = on_layer
         self._missing: list[set[int]] = []
+        """By group: ids of the states whose gradient has not come."""
         self._next = -1
-        self._index = {id(slot): i for i, group in enumerate(groups) for slot in group}
+        """Index of the group that `on_layer` is called for next; -1 after the last."""
+        self._index = {id(matrix): i for i, group in enumerate(groups) for matrix in group}
 
     def begin(self, trains: Callable[[MatrixState], bool]) -> None:
-        """Before a backward pass that is to bring gradients of what `trains`."""
-        self._missing = [{id(slot) for slot in group if trains(slot)} for group in self._groups]
+        """Starts a backward pass that is expected to make the gradients of all matrices that `trains`."""
+        self._missing = [{id(matrix) for matrix in group if trains(matrix)} for group in self._groups]
         self._next = len(self._groups) - 1
 
-    def is_over(self, slot: MatrixState) -> bool:
-        return self._index[id(slot)] > self._next
+    def has_passed(self, matrix: MatrixState) -> bool:
+        """Whether `on_layer` has been called for the matrix's group."""
+        return self._index[id(matrix)] > self._next
 
-    def arrived(self, slot: MatrixState) -> None:
-        self._missing[self._index[id(slot)]].discard(id(slot))
+    def mark_arrived(self, matrix: MatrixState) -> None:
+        """Records that the gradient of a matrix has come."""
+        self._missing[self._index[id(matrix)]].discard(id(matrix))
         while self._next >= 0 and not self._missing[self._next]:
             self._advance()
 
     def finish(self) -> None:
-        """The backward pass is over: what has not come will not."""
+        """Ends the backward pass: gradients that are missing will not come."""
         while self._next >= 0:
             self._advance()
 
     def _advance(self) -> None:
         self._next -= 1
-        self._act(self._next + 1)
+        self._on_layer(self._next + 1)
 
 
 def _nothing() -> None:

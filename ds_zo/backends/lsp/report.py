@@ -1,4 +1,4 @@
-"""What a step tells, some of it late, and how long its parts take."""
+"""The outcome of a step, parts of which are known later, the times of its parts, and descriptions for the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_zo.config import LSPParams
 
 
 class StepReport:
-    """Norms of a step's gradients, wherever they are known. Reading them waits for the last of its jobs."""
+    """Gradient norms of a step, on the device or from Adam jobs. Reading them waits for the step's last job."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
@@ -31,7 +31,8 @@ class StepReport:
         self._jobs.append(job)
 
     def outcome(self, global_norm: torch.Tensor | None) -> StepOutcome:
-        """A layer whose gradient is not finite is left out; a step in which all were is skipped."""
+        """The outcome. A layer with a non-finite gradient is not updated; a step in which all layers are such is
+        skipped. `global_norm`: the norm that gradients were clipped by; None: clipping is not global."""
         if not self._jobs and not self._on_device:
             return StepOutcome(applied=True)
         squares, finite = None, None
@@ -39,12 +40,12 @@ class StepReport:
             norms = torch.cat(self._on_device)
             squares = DeferredScalar(norms.square().sum())
             finite = DeferredScalar(torch.stack([n.isfinite().all() for n in self._on_device]).any())
-        norm = _LateNorm(self._jobs, squares) if global_norm is None else DeferredScalar(global_norm)
-        return StepOutcome(applied=_LateApplied(self._jobs, finite), grad_norm=norm)
+        norm = _DeferredNorm(self._jobs, squares) if global_norm is None else DeferredScalar(global_norm)
+        return StepOutcome(applied=_DeferredApplied(self._jobs, finite), grad_norm=norm)
 
 
-class _LateNorm(DeferredScalar):
-    """Of all that the step moved: subspace gradients, and those of whole parameters."""
+class _DeferredNorm(DeferredScalar):
+    """The norm of all projected and whole gradients of a step."""
 
     def __init__(self, jobs: Sequence[Job], squares: DeferredScalar | None) -> None:
         self._jobs, self._squares = jobs, squares
@@ -54,7 +55,7 @@ class _LateNorm(DeferredScalar):
         return math.sqrt(total + sum(float(job.wait().double().square().sum()) for job in self._jobs))
 
 
-class _LateApplied(DeferredScalar):
+class _DeferredApplied(DeferredScalar):
     def __init__(self, jobs: Sequence[Job], finite: DeferredScalar | None) -> None:
         self._jobs, self._finite = jobs, finite
 
@@ -66,16 +67,16 @@ class _LateApplied(DeferredScalar):
         return float(any(used) or not used)
 
 
-class BackwardClock:
-    """Measures what the transition layer is computed from. Nobody waits for a measurement: the last complete one
-    counts."""
+class BackwardTimer:
+    """Measures the backward pass and computes the transition layer. It uses the last complete measurement and never
+    waits for one."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Around the last complete backward pass."""
-        self._first: torch.cuda.Event | None = None
-        self._begin = 0.0
+        """Recorded before and after the last complete backward pass; None on a CPU or before the first."""
+        self._begin_event: torch.cuda.Event | None = None
+        self._begin_s = 0.0
         self._backward_s: float | None = None
         self._transition: int | None = None
 
@@ -83,25 +84,26 @@ class BackwardClock:
         self._read()
         self._transition = None
         if self._is_cuda:
-            self._first = torch.cuda.Event(enable_timing=True)
-            self._first.record()
+            self._begin_event = torch.cuda.Event(enable_timing=True)
+            self._begin_event.record()
         else:
-            self._begin = time.perf_counter()
+            self._begin_s = time.perf_counter()
 
     def end(self) -> None:
-        if self._first is not None:
+        if self._begin_event is not None:
             last = torch.cuda.Event(enable_timing=True)
             last.record()
-            self._events, self._first = (self._first, last), None
+            self._events, self._begin_event = (self._begin_event, last), None
         else:
-            self._backward_s = time.perf_counter() - self._begin
+            self._backward_s = time.perf_counter() - self._begin_s
 
     def _read(self) -> None:
         if self._events is not None and self._events[1].query():
             self._backward_s = self._events[0].elapsed_time(self._events[1]) / 1e3
 
     def transition(self, groups: Sequence[HostGroup]) -> int:
-        """Computed once a backward pass. 0 until there are measurements: first come, first served."""
+        """The transition layer, computed once a backward pass. 0 before there are measurements: then jobs are served
+        first come, first served."""
         if self._transition is None:
             self._transition = self._compute(groups)
         return self._transition
@@ -110,7 +112,11 @@ class BackwardClock:
         updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished and g.job.seconds]
         if self._backward_s is None or not updates:
             return 0
-        copies = [begin.elapsed_time(end) / 1e3 for begin, end in (g.timed for g in groups if g.timed) if end.query()]
+        copies = [
+            begin.elapsed_time(end) / 1e3
+            for begin, end in (g.download_events for g in groups if g.download_events)
+            if end.query()
+        ]
         copy_s = sum(copies) / len(copies) if copies else 0.0
         return transition_layer(
             len(groups),
@@ -121,14 +127,14 @@ class BackwardClock:
         )
 
 
-def describe_slots(
-    slots: Sequence[MatrixState], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
+def describe_matrices(
+    matrices: Sequence[MatrixState], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
 ) -> list[str]:
-    projected = [slot for slot in slots if slot.subspace is not None]
-    whole = [slot for slot in slots if slot.subspace is None]
-    dims = sorted({slot.shape for slot in projected})
+    projected = [matrix for matrix in matrices if matrix.subspace is not None]
+    whole = [matrix for matrix in matrices if matrix.subspace is None]
+    dims = sorted({matrix.shape for matrix in projected})
     shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
-    num_matrices = sum(slot.parameter.ndim >= 2 for slot in whole)
+    num_matrices = sum(matrix.parameter.ndim >= 2 for matrix in whole)
     return [
         f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
         f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
@@ -139,9 +145,9 @@ def describe_slots(
     ]
 
 
-def describe_ranks(slots: Sequence[MatrixState], *, num_ranks: int, owned: bool) -> str:
-    subspace_bytes = sum(slot.total.nbytes for slot in slots if slot.total is not None)
-    whole = [slot.parameter for slot in slots if slot.total is None]
+def describe_ranks(matrices: Sequence[MatrixState], *, num_ranks: int, owned: bool) -> str:
+    subspace_bytes = sum(matrix.total.nbytes for matrix in matrices if matrix.total is not None)
+    whole = [matrix.parameter for matrix in matrices if matrix.total is None]
     whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)
     return f"ds_zo: {num_ranks} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
         "each layer's states are on one of them" if owned else "each keeps all states"

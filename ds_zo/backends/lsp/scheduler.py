@@ -1,4 +1,4 @@
-"""The thread that runs Adam on the CPU, and the order in which it takes the layers."""
+"""The thread that runs Adam on the CPU, and the order in which it serves layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 
 def transition_layer(num_layers: int, *, backward_s: float, download_s: float, update_s: float, upload_s: float) -> int:
-    """The deepest layer whose work may still block the first layer of the next forward pass (the paper's appendix).
+    """The deepest layer whose update may still delay the first layer of the next forward (appendix of LSP's paper).
 
-    `backward_s` is of the whole backward pass, the others of one layer. Layers deeper than that are served first come,
-    first served; from it on the last to come is served first, since the next forward pass needs it first.
+    `backward_s` is the time of the whole backward pass; the other times are of one layer. Deeper layers are served
+    first come, first served. From this layer on, the last to come is served first, because the next forward needs it
+    first.
     """
     slowest = max(download_s, update_s, upload_s)
     if slowest <= 0:
@@ -25,19 +26,20 @@ def transition_layer(num_layers: int, *, backward_s: float, download_s: float, u
 
 
 class Job:
-    """One layer's turn on the CPU."""
+    """The Adam update of one layer on the CPU."""
 
     def __init__(self, work: Callable[[], torch.Tensor], *, ready: torch.cuda.Event | None = None) -> None:
         self._work = work
         self.ready = ready
-        """Its payload is in host memory."""
+        """Recorded after the gradients were copied to host memory; None: they are there."""
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self.norms: torch.Tensor | None = None
-        """What its work returned."""
+        """Norms of the layer's gradients, which the work returns; None before it has run."""
         self.is_finite = False
-        """All of them are."""
+        """The job has run, and all norms are finite."""
         self.seconds = 0.0
+        """Time of the work, without the wait for the gradients."""
 
     @property
     def is_finished(self) -> bool:
@@ -51,13 +53,13 @@ class Job:
             self.norms = self._work()
             self.is_finite = all(map(math.isfinite, self.norms.tolist()))
             self.seconds = time.perf_counter() - begin
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # `wait` raises it
             self._error = error
         finally:
             self._finished.set()
 
     def fail(self, error: BaseException) -> None:
-        """It will never run."""
+        """Ends a job that cannot run. `wait` raises the error."""
         self._error = error
         self._finished.set()
 
@@ -69,39 +71,40 @@ class Job:
         return self.norms
 
 
-class ToldJob(Job):
-    """One that another rank does. Its work is to read what that rank told, done by whoever asks first."""
+class RemoteJob(Job):
+    """A job that another rank runs. The work here reads the norms that the other rank broadcasts; the first caller of
+    `wait` does it."""
 
     def __init__(self, work: Callable[[], torch.Tensor]) -> None:
         super().__init__(work)
-        self._told = threading.Event()
+        self._is_ready = threading.Event()
         self._lock = threading.Lock()
 
-    def told(self, ready: torch.cuda.Event | None) -> None:
+    def set_ready(self, ready: torch.cuda.Event | None) -> None:
         self.ready = ready
-        self._told.set()
+        self._is_ready.set()
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        self._told.set()
+        self._is_ready.set()
 
     def wait(self) -> torch.Tensor:
-        self._told.wait()
+        self._is_ready.wait()
         with self._lock:
             if not self.is_finished:
                 self.run()
-                self.seconds = 0.0  # nobody's measure of Adam
+                self.seconds = 0.0  # the time of reading norms says nothing about Adam
         return super().wait()
 
 
 class UpdateQueue:
-    """Jobs for one thread, whose kernels use all the cores it is given: a layer is done soonest when nobody shares
-    them with it."""
+    """Queue of jobs for one Adam thread. Its kernels use all cores that it is given: a layer finishes soonest when it
+    shares them with no other."""
 
     def __init__(self, *, num_threads: int | None = None, device: torch.device | None = None) -> None:
-        """`device`: whose copies the thread waits for."""
+        """`device`: the device whose copies the thread waits for."""
         self.last_first = False
-        """Serve what came last; else what came first."""
+        """The job that came last is served first; otherwise the job that came first."""
         self._num_threads = num_threads
         self._device = device
         self._jobs: deque[Job] = deque()
@@ -119,7 +122,7 @@ class UpdateQueue:
                 self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the jobs it has. Safe to call twice."""
+        """Ends the thread after its queued jobs. Safe to call twice."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -136,9 +139,9 @@ class UpdateQueue:
 
     def _serve(self) -> None:
         if self._device is not None and self._device.index is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins with the first, and would make a context there
+            torch.cuda.set_device(self._device)  # a new thread uses device 0 and would create a context there
         if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)  # of this thread
+            torch.set_num_threads(self._num_threads)  # holds for this thread only
         while (job := self.take()) is not None:
             job.run()
             del job

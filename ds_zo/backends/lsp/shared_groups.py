@@ -1,9 +1,9 @@
-"""A layer's trip where several ranks train together: its sums are averaged over them on the way down.
+"""Groups of parameters that several ranks train together: their gradients are averaged over ranks before Adam.
 
-[Note: who steps] At ZeRO stage 0 every rank keeps every state and makes the same step. From stage 1 on each layer has
-an owner, layers dealt to ranks in turn: only it downloads the averages, keeps Adam's moments and steps; the directions
-go from it to all ranks, itself included, as bytes of the payload, and land where the sums were. Either way what a rank
-applies are the same bits.
+[Note: owners of layers] At ZeRO stage 0 every rank keeps all of Adam's moments and runs the same Adam step. From stage
+1 on each layer has one owner rank, assigned round-robin. Only the owner downloads the averages, keeps the moments and
+runs Adam. It then broadcasts the directions, in the payload's format, into the device memory of the sums. At every
+stage all ranks apply the same bits.
 """
 
 from __future__ import annotations
@@ -16,254 +16,273 @@ import torch
 
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, Rate
-from ds_zo.backends.lsp.matrices import Group, MatrixState
+from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.ranks import CollectiveCall, CollectiveThread
-from ds_zo.backends.lsp.scheduler import Job, ToldJob
+from ds_zo.backends.lsp.scheduler import Job, RemoteJob
 from ds_zo.config import LSPParams
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
 
-_UNUSED = -1.0
-"""In the place of a gradient's norm: no rank had one."""
+_NO_GRADIENT = -1.0
+"""Stands for the norm of a gradient that no rank had."""
 
 
 class SharedHostGroup(HostGroup):
+    """A HostGroup whose gradients are averaged over ranks. See [Note: owners of layers]."""
+
     def __init__(
         self,
-        group: Group,
+        group: MatrixGroup,
         settings: LSPParams,
         *,
         ranks: CollectiveThread,
         owner: int | None,
         device: torch.device,
         store: HostStore,
-        **places: Any,
+        **options: Any,
     ) -> None:
-        """`owner`: the rank that keeps its states; None: all do."""
-        num_slots = len(group.slots)
-        keeps = owner is None or owner == ranks.index
-        super().__init__(group, settings, device=device, store=store, num_tail=num_slots, keeps_states=keeps, **places)
+        """`owner`: the rank that keeps the moments; None: every rank does."""
+        num_matrices = len(group.matrices)
+        keeps_states = owner is None or owner == ranks.index
+        super().__init__(
+            group, settings, device=device, store=store, num_extra=num_matrices, keeps_states=keeps_states, **options
+        )
         self.owner = owner
-        self.lands_in_place = owner is not None
+        self.uploads_in_place = owner is not None
         self._ranks = ranks
-        self._flags = self._sums[-num_slots:]
-        """Which parameters this rank had a gradient of; then the share of ranks that had."""
-        self._tail = self.sent[self._payload_bytes :].view(torch.float32)
-        """Norms, from the owner."""
-        self._h_tail = store.take(4 * num_slots).view(torch.float32)
-        self._whole: dict[int, torch.Tensor] = {}
-        """Gradients of whole parameters, kept on the device until the step is certain."""
-        self._sending: dict[int, torch.Tensor] = {}
-        self._landed: dict[int, torch.Tensor] = {}
-        """Directions of whole parameters, from the owner."""
-        self._averaged: CollectiveCall | None = None
-        self._shared: CollectiveCall | None = None
+        self._flags = self._sums_device[-num_matrices:]
+        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one."""
+        self._norms_device = self.payload_device[self._payload_bytes :].view(torch.float32)
+        """Norms of the gradients, broadcast by the owner."""
+        self._norms_host = store.take(4 * num_matrices).view(torch.float32)
+        self._whole_grads: dict[int, torch.Tensor] = {}
+        """Gradients of whole parameters by index, kept on the device until the step is committed."""
+        self._grads_to_download: dict[int, torch.Tensor] = {}
+        """The averaged `_whole_grads` between the average and the download."""
+        self._whole_directions: dict[int, torch.Tensor] = {}
+        """Directions of whole parameters by index, broadcast by the owner."""
+        self._average_call: CollectiveCall | None = None
+        self._broadcast_call: CollectiveCall | None = None
 
-    # Down
+    # Average and download
 
     @torch.no_grad()
-    def start(self, *, trained: Sequence[bool] = (), goes_on: bool = True) -> None:
-        """Has the sums averaged over ranks; what this one lacks of what is `trained` counts as zero. Then they go down,
-        unless the caller means to change them first (and calls `update`)."""
-        assert self.moment is GroupPhase.SUMMING
-        present = [slot.has_total and trains for slot, trains in zip(self.slots, trained, strict=True)]
-        for slot, has in zip(self.slots, present, strict=True):
-            if slot.total is not None and not has:
-                slot.total.zero_()
+    def start(self, *, trained: Sequence[bool] = (), downloads: bool = True) -> None:
+        """Averages the gradients over ranks. A `trained` parameter without a gradient on this rank counts as zero.
+
+        `downloads`: the averages are downloaded and passed to Adam at once. Otherwise the caller changes `averages()`
+        and then calls `start_download`."""
+        assert self.phase is GroupPhase.SUMMING
+        present = [matrix.has_total and trains for matrix, trains in zip(self.matrices, trained, strict=True)]
+        for matrix, has in zip(self.matrices, present, strict=True):
+            if matrix.total is not None and not has:
+                matrix.total.zero_()
         if all(present):
             self._flags.fill_(1.0)
         else:
             self._flags.copy_(torch.tensor([float(has) for has in present]))
-        self._whole = {}
-        for i, slot in enumerate(self.slots):
-            p = slot.parameter
-            if slot.total is None and trained[i]:
-                self._whole[i] = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+        self._whole_grads = {}
+        for i, matrix in enumerate(self.matrices):
+            p = matrix.parameter
+            if matrix.total is None and trained[i]:
+                self._whole_grads[i] = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 p.grad = None
-        job = Job(self._update) if self.keeps_states else ToldJob(self._read_norms)
+        job = Job(self._update) if self.keeps_states else RemoteJob(self._read_norms)
         active = [i for i, has in enumerate(present) if has] if present == list(trained) else None
-        self._averaged = self._ranks.ask(partial(self._average, job, self._whole, active, goes_on))
+        self._average_call = self._ranks.submit(partial(self._average, job, self._whole_grads, active, downloads))
         self.job = job
-        self.moment = GroupPhase.UPDATING
+        self.phase = GroupPhase.UPDATING
 
-    def _average(self, job: Job, whole: dict[int, torch.Tensor], active: list[int] | None, goes_on: bool) -> None:
-        """`active`: what this rank knows to be used; None: only the others know."""
+    def _average(self, job: Job, whole: dict[int, torch.Tensor], active: list[int] | None, downloads: bool) -> None:
+        """Runs in the collective thread. `active`: indices of the parameters with a gradient; None if this rank lacks
+        one, so that the averaged flags have to tell."""
         try:
-            self._ranks.average_(self._sums)
+            self._ranks.average_(self._sums_device)
             for grad in whole.values():
                 self._ranks.average_(grad)
             if active is None:
                 active = [i for i, share in enumerate(self._flags.tolist()) if share > 0]
-            self._active, self._sending = active, whole
-            if goes_on:
-                self._send_down(job)
+            self._active, self._grads_to_download = active, whole
+            if downloads:
+                self._download_and_queue(job)
         except BaseException as error:
             job.fail(error)
             raise
 
     def averages(self) -> dict[int, torch.Tensor]:
-        """Of all ranks' gradients, by slot, to be changed in place before `update`; those that some rank had."""
-        assert self._averaged is not None
-        self._averaged.wait()
-        return {id(self.slots[i]): self._whole[i] if i in self._whole else self.slots[i].gradient for i in self._active}
+        """Averaged gradients by the id of their MatrixState, without those that no rank had. The caller may change them
+        in place before `start_download`."""
+        assert self._average_call is not None
+        self._average_call.wait()
+        return {
+            id(self.matrices[i]): self._whole_grads[i] if i in self._whole_grads else self.matrices[i].gradient
+            for i in self._active
+        }
 
-    def update(self) -> None:
+    def start_download(self) -> None:
         assert self.job is not None
-        self._send_down(self.job)
+        self._download_and_queue(self.job)
 
-    def _send_down(self, job: Job) -> None:
+    def _download_and_queue(self, job: Job) -> None:
         if self.keeps_states:
             job.ready = self._download()
             self._queue.put(job)
-        self._sending = {}
+        self._grads_to_download = {}
 
-    def _whole_gradients(self) -> list[tuple[int, torch.Tensor]]:
-        return [(i, grad) for i, grad in self._sending.items() if i in self._active]
+    def _whole_gradients_to_download(self) -> list[tuple[int, torch.Tensor]]:
+        return [(i, grad) for i, grad in self._grads_to_download.items() if i in self._active]
 
     def _drop_whole_gradients(self) -> None:
-        pass
+        pass  # `_whole_grads` keeps them for `undo_update`
 
-    # [Note: taken back]
+    # Undoing: [Note: undone updates]
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """What is left are averages over ranks, whose average is themselves."""
-        assert self._averaged is not None
-        self._averaged.wait()
+    def undo_update(self) -> None:
+        """Leaves the averages in place of this rank's gradients. Averaging them again does not change them."""
+        assert self._average_call is not None
+        self._average_call.wait()
         if self.keeps_states:
-            super().take_back()
-        for i, (slot, share) in enumerate(zip(self.slots, self._flags.tolist(), strict=True)):
-            slot.has_total = share > 0
-            if slot.has_total and i in self._whole:
-                slot.parameter.grad = self._whole[i]
-        self._whole = {}
+            super().undo_update()
+        for i, (matrix, share) in enumerate(zip(self.matrices, self._flags.tolist(), strict=True)):
+            matrix.has_total = share > 0
+            if matrix.has_total and i in self._whole_grads:
+                matrix.parameter.grad = self._whole_grads[i]
+        self._whole_grads = {}
         self.job = None
-        self.moment = GroupPhase.SUMMING
+        self.phase = GroupPhase.SUMMING
 
-    def _give_back(self, i: int, grad: torch.Tensor) -> None:
-        pass
+    def _restore_whole_gradient(self, i: int, grad: torch.Tensor) -> None:
+        pass  # `undo_update` does, from the averages on the device
 
     # Commit
 
     def commit(self, rates: list[Rate | None]) -> None:
         super().commit(rates)
-        whole = {i: grad.dtype for i, grad in self._whole.items()}
-        self._whole = {}
+        whole = {i: grad.dtype for i, grad in self._whole_grads.items()}
+        self._whole_grads = {}
         if self.owner is not None:
             assert self.job is not None
-            self._shared = self._ranks.ask(partial(self._share, self.job, whole))
+            self._broadcast_call = self._ranks.submit(partial(self._broadcast_directions, self.job, whole))
 
-    # Up, and applied
+    # Broadcast and application
 
-    def _share(self, job: Job, whole: dict[int, torch.dtype]) -> None:
-        """See [Note: who steps]."""
+    def _broadcast_directions(self, job: Job, whole: dict[int, torch.dtype]) -> None:
+        """Runs in the collective thread, on all ranks: broadcasts norms and directions from the owner."""
         assert self.owner is not None
         try:
-            landed = {
-                i: torch.empty(self.slots[i].shape, dtype=dtype, device=self._device) for i, dtype in whole.items()
+            whole_directions = {
+                i: torch.empty(self.matrices[i].shape, dtype=dtype, device=self._device) for i, dtype in whole.items()
             }
             if self.keeps_states:
                 norms = job.wait()
-                self._h_tail.fill_(_UNUSED)
-                self._h_tail[self._active] = norms
-                self._tail.copy_(self._h_tail, non_blocking=True)
-                self.sent[: self._payload_bytes].copy_(self.h_up[: self._payload_bytes], non_blocking=True)
-                for i, direction in landed.items():
-                    direction.copy_(self._view(i, self.h_up), non_blocking=True)
-            self._ranks.broadcast_(self.sent, self.owner)
-            for direction in landed.values():
+                self._norms_host.fill_(_NO_GRADIENT)
+                self._norms_host[self._active] = norms
+                self._norms_device.copy_(self._norms_host, non_blocking=True)
+                self.payload_device[: self._payload_bytes].copy_(
+                    self.directions_host[: self._payload_bytes], non_blocking=True
+                )
+                for i, direction in whole_directions.items():
+                    direction.copy_(self._view(i, self.directions_host), non_blocking=True)
+            self._ranks.broadcast_(self.payload_device, self.owner)
+            for direction in whole_directions.values():
                 self._ranks.broadcast_(direction, self.owner)
-            self._landed = landed
-            if isinstance(job, ToldJob):
-                self._h_tail.copy_(self._tail, non_blocking=True)
-                job.told(_recorded(self._device))
+            self._whole_directions = whole_directions
+            if isinstance(job, RemoteJob):
+                self._norms_host.copy_(self._norms_device, non_blocking=True)
+                job.set_ready(_record_event(self._device))
         except BaseException as error:
             job.fail(error)
             raise
 
     def _read_norms(self) -> torch.Tensor:
-        self._active = [i for i, norm in enumerate(self._h_tail.tolist()) if norm != _UNUSED]
-        return self._h_tail[self._active]
+        self._active = [i for i, norm in enumerate(self._norms_host.tolist()) if norm != _NO_GRADIENT]
+        return self._norms_host[self._active]
 
     def prefetch(self) -> bool:
         return True if self.owner is not None else super().prefetch()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        if self.owner is None or self.moment is not GroupPhase.DUE:
-            super().settle()
+    def apply_pending_update(self) -> None:
+        if self.owner is None or self.phase is not GroupPhase.UPDATE_PENDING:
+            super().apply_pending_update()
             return
-        assert self.job is not None and self._shared is not None
+        assert self.job is not None and self._broadcast_call is not None
         norms = self.job.wait()
-        self._shared.wait()
+        self._broadcast_call.wait()
         is_finite = bool(norms.isfinite().all())
-        with interrupts.whole(), told_to_nobody():
+        with interrupts.deferred(), without_interception():
             if is_finite:
-                self._apply(self.sent)
+                self._apply(self.payload_device)
             if self._device.type == "cuda":
-                for direction in self._landed.values():
+                for direction in self._whole_directions.values():
                     direction.record_stream(torch.cuda.current_stream(self._device))
-            self._landed = {}
-            self._end_payloads(is_used=is_finite)
-            self.moment = GroupPhase.SUMMING
+            self._whole_directions = {}
+            self._end_error_feedback(is_used=is_finite)
+            self.phase = GroupPhase.SUMMING
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        return self._landed[i] if i in self._landed else super()._direction(i, buffer)
+        return self._whole_directions[i] if i in self._whole_directions else super()._direction(i, buffer)
 
 
 class SharedDeviceGroup(DeviceGroup):
-    """Every rank keeps the states; matrices are averaged where they are, vectors and flags side by side."""
+    """A DeviceGroup whose gradients are averaged over ranks. Every rank keeps the moments.
+
+    Matrices are averaged in place, one by one; vectors and flags are copied to one buffer and averaged together."""
 
     def __init__(
-        self, slots: list[MatrixState], settings: LSPParams, *, ranks: CollectiveThread, **places: Any
+        self, matrices: list[MatrixState], settings: LSPParams, *, ranks: CollectiveThread, **options: Any
     ) -> None:
-        super().__init__(slots, settings, **places)
+        super().__init__(matrices, settings, **options)
         self._ranks = ranks
-        self._averaged: CollectiveCall | None = None
+        self._average_call: CollectiveCall | None = None
         self._vectors: list[MatrixState] = []
         self._flat = torch.empty(0)
-        self._lacks = False
+        """The vectors' gradients in float32, then by parameter the share of ranks that have a gradient."""
+        self._lacks_gradients = False
+        """This rank had no gradient of some trained parameter."""
 
     @torch.no_grad()
     def start(self, *, trained: Sequence[bool]) -> None:
-        sent = [slot for slot, trains in zip(self.slots, trained, strict=True) if trains]
-        flags = [float(slot.has_total) for slot in self.slots]
-        self._lacks = not all(slot.has_total for slot in sent)
-        for slot in sent:
-            if not slot.has_total:
-                if slot.total is not None:
-                    slot.total.zero_()
+        """Starts averaging. A trained parameter without a gradient on this rank counts as zero."""
+        trained_matrices = [matrix for matrix, trains in zip(self.matrices, trained, strict=True) if trains]
+        flags = [float(matrix.has_total) for matrix in self.matrices]
+        self._lacks_gradients = not all(matrix.has_total for matrix in trained_matrices)
+        for matrix in trained_matrices:
+            if not matrix.has_total:
+                if matrix.total is not None:
+                    matrix.total.zero_()
                 else:
-                    slot.parameter.grad = torch.zeros_like(slot.parameter)
-        self._vectors = [slot for slot in sent if slot.gradient.ndim < 2]
-        matrices = [slot.gradient for slot in sent if slot.gradient.ndim >= 2]
-        parts = [slot.gradient.float().flatten() for slot in self._vectors]
-        device = self.slots[0].parameter.device
+                    matrix.parameter.grad = torch.zeros_like(matrix.parameter)
+        self._vectors = [matrix for matrix in trained_matrices if matrix.gradient.ndim < 2]
+        matrix_grads = [matrix.gradient for matrix in trained_matrices if matrix.gradient.ndim >= 2]
+        parts = [matrix.gradient.float().flatten() for matrix in self._vectors]
+        device = self.matrices[0].parameter.device
         shares = torch.ones(len(flags), device=device) if all(flags) else torch.tensor(flags, device=device)
         self._flat = torch.cat([*parts, shares])
 
         def average() -> None:
-            for value in [*matrices, self._flat]:
+            for value in [*matrix_grads, self._flat]:
                 self._ranks.average_(value)
 
-        self._averaged = self._ranks.ask(average)
+        self._average_call = self._ranks.submit(average)
 
     def finish(self) -> None:
-        """The gradients are averages from here on."""
-        assert self._averaged is not None
-        self._averaged.wait()
-        sizes = [slot.gradient.numel() for slot in self._vectors]
-        *parts, shares = self._flat.split([*sizes, len(self.slots)])
-        for slot, part in zip(self._vectors, parts, strict=True):
-            slot.gradient.copy_(part.view(slot.gradient.shape))
-        if self._lacks:
-            for slot, share in zip(self.slots, shares.tolist(), strict=True):
-                slot.has_total = share > 0
-                if not slot.has_total:
-                    slot.forget()
+        """Waits for the averages and puts them in place of this rank's gradients."""
+        assert self._average_call is not None
+        self._average_call.wait()
+        sizes = [matrix.gradient.numel() for matrix in self._vectors]
+        *parts, shares = self._flat.split([*sizes, len(self.matrices)])
+        for matrix, part in zip(self._vectors, parts, strict=True):
+            matrix.gradient.copy_(part.view(matrix.gradient.shape))
+        if self._lacks_gradients:
+            for matrix, share in zip(self.matrices, shares.tolist(), strict=True):
+                matrix.has_total = share > 0
+                if not matrix.has_total:
+                    matrix.clear()
 
 
-def _recorded(device: torch.device) -> torch.cuda.Event | None:
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

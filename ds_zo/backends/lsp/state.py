@@ -1,4 +1,4 @@
-"""What checkpoints hold of each parameter; states that only their owners keep, brought to the rank that writes."""
+"""The state of each parameter in checkpoints, and its transfer from the owner rank to the rank that writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ds_zo.backends.lsp.groups import Kept
+from ds_zo.backends.lsp.groups import MatrixAndMoments
 from ds_zo.backends.lsp.matrices import Candidate, Subspace, first_projectors
-from ds_zo.backends.lsp.payload import Carry
+from ds_zo.backends.lsp.payload import ErrorFeedback
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.shared_groups import SharedHostGroup
 from ds_zo.checkpoint.errors import CheckpointError
@@ -18,34 +18,38 @@ from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors.sparse import SparseProjector
 
 LAYOUT = 2
-"""How the states of a matrix are stored: 2, transposed, as the products read them."""
+"""Version of the stored format. Layout 2 stores the states of a matrix transposed, as the products read them."""
 _SIDES = ("down", "up")
+"""The payloads that have rounding errors: gradients to the host, directions to the device."""
 
 
-def moments_and_errors(moments: Moments, carries: dict[str, tuple[Carry, int]]) -> dict[str, Any]:
-    errors = {side: carry.error_of(i) for side, (carry, i) in carries.items()}
+def moments_and_errors(moments: Moments, feedbacks: dict[str, tuple[ErrorFeedback, int]]) -> dict[str, Any]:
+    """Moments and, by direction, the payloads' rounding errors; a direction without errors is left out."""
+    errors = {side: feedback.error_of(i) for side, (feedback, i) in feedbacks.items()}
     found = {side: error for side, error in errors.items() if error is not None}
     return {"moments": moments.state_dict(), "errors": found}
 
 
-def slot_states(kept: Iterable[Kept], *, gathered: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By parameter. `gathered`: other ranks' states."""
+def matrix_states(
+    matrices_and_moments: Iterable[MatrixAndMoments], *, gathered: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The states by parameter name. `gathered`: those that other ranks own, by name."""
     found = {}
-    for slot, moments, carries in kept:
+    for matrix, moments, feedbacks in matrices_and_moments:
         if moments is not None:
-            states = moments_and_errors(moments, carries)
-        elif slot.name in gathered:
-            states = gathered[slot.name]
+            states = moments_and_errors(moments, feedbacks)
+        elif matrix.name in gathered:
+            states = gathered[matrix.name]
         else:
             raise CheckpointError(
-                f"the states of {slot.name} are on another rank, which ZeRO stage 1 and above ask for: call "
-                "save_checkpoint on every rank, which gathers them"
+                f"from ZeRO stage 1 on, ranks must gather their states before one saves them, got none of "
+                f"{matrix.name}, which another rank owns: call save_checkpoint on every rank"
             )
-        found[slot.name] = {
+        found[matrix.name] = {
             **states,
-            "is_fitted": slot.is_fitted,
-            "subspace": None if slot.subspace is None else slot.subspace.state_dict(),
-            "refitted": None if slot.candidate is None else slot.candidate.state_dict(),
+            "is_fitted": matrix.is_fitted,
+            "subspace": None if matrix.subspace is None else matrix.subspace.state_dict(),
+            "refitted": None if matrix.candidate is None else matrix.candidate.state_dict(),
         }
     return found
 
@@ -58,20 +62,20 @@ def check_layout(layout: int) -> None:
         )
 
 
-def check_slot_states(kept: Iterable[Kept], states: Mapping[str, Any]) -> None:
-    """Raises where `load_slot_states` could not take them."""
-    for slot, _, _ in kept:
-        saved = states.get(slot.name)
-        if saved is not None and tuple(saved["moments"]["mean"].shape) != slot.shape:
+def check_matrix_states(matrices_and_moments: Iterable[MatrixAndMoments], states: Mapping[str, Any]) -> None:
+    """Raises if `load_matrix_states` could not load the states."""
+    for matrix, _, _ in matrices_and_moments:
+        saved = states.get(matrix.name)
+        if saved is not None and tuple(saved["moments"]["mean"].shape) != matrix.shape:
             raise CheckpointError(
-                f"the checkpoint's subspace of {slot.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
-                f"{slot.shape}: resume with the checkpoint's subspace_dim, projector and edge"
+                f"the checkpoint's subspace of {matrix.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
+                f"{matrix.shape}: resume with the checkpoint's subspace_dim, projector and edge"
             )
         if saved is not None:
-            _check_slot_state(saved, slot.shape)
+            _check_matrix_state(saved, matrix.shape)
 
 
-def _check_slot_state(saved: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+def _check_matrix_state(saved: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     tensors = [saved["moments"]["mean_square"], *saved["errors"].values()]
     if any(tuple(tensor.shape) != shape for tensor in tensors) or saved["moments"]["num_steps"].numel() != 1:
         raise ValueError(f"moments and errors have shapes {[tuple(tensor.shape) for tensor in tensors]}")
@@ -88,66 +92,75 @@ def _check_slot_state(saved: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     int(candidate.get("num_batches", 0)), float(gain or 0.0)
 
 
-def load_slot_states(
-    kept: Iterable[Kept], states: Mapping[str, Any], *, settings: LSPParams, device: torch.device
+def load_matrix_states(
+    matrices_and_moments: Iterable[MatrixAndMoments],
+    states: Mapping[str, Any],
+    *,
+    settings: LSPParams,
+    device: torch.device,
 ) -> None:
-    """A parameter without a state starts afresh."""
-    for slot, moments, carries in kept:
-        saved = states.get(slot.name)
-        for carry, i in carries.values():
-            carry.set_error(i, None)
+    """Loads the states. A parameter without a saved state starts with new projectors and zero moments."""
+    for matrix, moments, feedbacks in matrices_and_moments:
+        saved = states.get(matrix.name)
+        for feedback, i in feedbacks.values():
+            feedback.set_error(i, None)
         if saved is None:
             if moments is not None:
                 moments.reset()
-            slot.is_fitted = settings.projector != "learned"
-            slot.candidate = None
-            if slot.subspace is not None:
-                slot.subspace = first_projectors(slot.parameter, slot.index, settings, device=device)
+            matrix.is_fitted = settings.projector != "learned"
+            matrix.candidate = None
+            if matrix.subspace is not None:
+                matrix.subspace = first_projectors(matrix.parameter, matrix.index, settings, device=device)
             continue
         if moments is not None:
             moments.load_state_dict(saved["moments"])
-        slot.is_fitted = saved["is_fitted"]
+        matrix.is_fitted = saved["is_fitted"]
         present, candidate = saved["subspace"], saved["refitted"]
-        slot.subspace = None if present is None else Subspace.from_state(present, device)
-        slot.candidate = None if candidate is None else Candidate.from_state(candidate, device)
+        matrix.subspace = None if present is None else Subspace.from_state(present, device)
+        matrix.candidate = None if candidate is None else Candidate.from_state(candidate, device)
         for side, error in saved["errors"].items():
-            if side in carries:
-                carry, i = carries[side]
-                carry.set_error(i, error)
+            if side in feedbacks:
+                feedback, i = feedbacks[side]
+                feedback.set_error(i, error)
 
 
 @torch.no_grad()
-def gather_owned(groups: Sequence[SharedHostGroup], ranks: CollectiveThread) -> dict[str, dict[str, Any]]:
-    """On the first rank: what `moments_and_errors` says of each parameter that another rank owns. Collective; one
-    tensor at a time crosses a device, since some backends send from nowhere else."""
+def gather_owned_states(groups: Sequence[SharedHostGroup], ranks: CollectiveThread) -> dict[str, dict[str, Any]]:
+    """Gathers `moments_and_errors` of the parameters that other ranks own; the result is empty on all but the first
+    rank. All ranks must call this. One tensor at a time is broadcast from device memory, because some communication
+    backends can send from nowhere else."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         if group.owner is None or group.owner == 0:
             continue
-        for i, slot in enumerate(group.slots):
+        for i, matrix in enumerate(group.matrices):
             mine: dict[str, Any] | None = None
             if group.keeps_states:
-                mine = moments_and_errors(group.moments[i], {"down": (group.carry_down, i), "up": (group.carry_up, i)})
-            state = _from_owner(mine, slot.shape, owner=group.owner, ranks=ranks)
+                mine = moments_and_errors(
+                    group.moments[i], {"down": (group.feedback_down, i), "up": (group.feedback_up, i)}
+                )
+            state = _broadcast_state(mine, matrix.shape, owner=group.owner, ranks=ranks)
             if ranks.index == 0:
-                found[slot.name] = state
+                found[matrix.name] = state
     return found
 
 
-def _from_owner(
+def _broadcast_state(
     mine: dict[str, Any] | None, shape: tuple[int, ...], *, owner: int, ranks: CollectiveThread
 ) -> dict[str, Any]:
+    """Broadcasts one parameter's state from its owner. `mine`: the state on the owner; None on other ranks."""
+
     def send(value: torch.Tensor) -> torch.Tensor:
-        held = value.to(ranks.device, torch.float32, copy=True)
-        ranks.ask(lambda: ranks.broadcast_(held, owner)).wait()
-        return held.cpu() if ranks.index == 0 else held[:0]
+        sent = value.to(ranks.device, torch.float32, copy=True)
+        ranks.submit(lambda: ranks.broadcast_(sent, owner)).wait()
+        return sent.cpu() if ranks.index == 0 else sent[:0]
 
     head = torch.zeros(1 + len(_SIDES))
     if mine is not None:
         has = [float(side in mine["errors"]) for side in _SIDES]
         head = torch.tensor([float(mine["moments"]["num_steps"]), *has])
     on_device = head.to(ranks.device, copy=True)
-    ranks.ask(lambda: ranks.broadcast_(on_device, owner)).wait()
+    ranks.submit(lambda: ranks.broadcast_(on_device, owner)).wait()
     head = on_device.cpu()
 
     def part(value: torch.Tensor | None) -> torch.Tensor:

@@ -1,12 +1,14 @@
-"""LSP with blocks on the host: a direction waits for the block's next visit, and goes home with it.
+"""LSP with blocks on the host: the next time that a block is on the device, its pending update is applied.
 
-[Note: settled where it is visited] A block's weights are on the device in its forward and in its backward visit alone
-([Note: recomputed blocks]). The backward visit compresses its gradients, which is all that it needs of them; Adam's
-direction is applied at the next visit, whatever that is for, before anything is computed, and that visit sends the
-block back. So a block comes up twice a step and goes down once, and weights are the resident run's, bit for bit, where
-that run's Adam is on the CPU too (a GPU's rounds otherwise). All that a block's parameters keep between visits lives on
-the device as ever; a whole parameter's gradient is taken out of `.grad`, which must not outlive the visit. Vectors of a
-block travel with it, so their Adam runs on the CPU too.
+[Note: updates of streamed blocks] A block's weights are on the device only during its forward and its backward
+([Note: recomputed blocks]). The backward compresses the block's gradients and needs nothing else of them. Adam's
+direction is applied the next time that the block is on the device, for any purpose, before any computation. The changed
+weights are then copied back to the host. So a block is uploaded twice a step and downloaded once.
+
+The weights equal those of a resident run bit for bit, if that run's Adam is on the CPU too (a GPU rounds differently).
+Projectors, sums and other states of the block's parameters stay on the device. A whole parameter's gradient is moved
+from `.grad` to `MatrixState.held_gradient`, because `.grad` must not outlive the weights' time on the device. Adam of a
+streamed block's vectors runs on the CPU too, because their weights are streamed with the block.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import nn
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState, Visit
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import (
     BlockCall,
     RecomputedBlock,
@@ -33,77 +35,85 @@ from ds_zo.backends.recompute.blocks import (
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import Resolved
-from ds_zo.streaming.units import Placed, Unit
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
-class SettlingHomes(RecomputedBlockStore):
-    """See [Note: settled where it is visited]."""
+class UpdatingBlockStore(RecomputedBlockStore):
+    """Applies a block's pending update whenever the block is on the device ([Note: updates of streamed blocks])."""
 
-    def __init__(self, module: nn.Module, config: Resolved, *, settle: Callable[[Unit], bool], **places: Any) -> None:
-        """`settle` brings a visited unit's weights up to date; True: it changed them."""
-        super().__init__(module, config, **places)
-        self.settle = settle
+    def __init__(
+        self, module: nn.Module, config: Resolved, *, apply_pending_update: Callable[[Unit], bool], **options: Any
+    ) -> None:
+        """`apply_pending_update` brings the weights of a unit on the device to the last step. True: it changed them."""
+        super().__init__(module, config, **options)
+        self.apply_pending_update = apply_pending_update
 
-    def start_forward_of(self, due: Sequence[Unit]) -> None:
-        self.runtime.start(self.placement.blocks, downloads=due, then=())
+    def start_forward_of(self, pending_units: Sequence[Unit]) -> None:
+        """Starts the uploads of a forward pass. `pending_units` have a pending update and will be copied back."""
+        self.runtime.start(self.placement.blocks, downloads=pending_units, then=())
 
     @contextmanager
-    def visit(self, unit: Unit) -> Iterator[Visit]:
-        """A direction that was applied goes home whatever the visit was for, and however it ends: it is spent."""
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
+        """Brings a unit to the device, applies its pending update, and copies changed weights back at the end.
+
+        An applied direction cannot be applied again, so the weights are copied back even if the body raises."""
         error: BaseException | None = None
-        with interrupts.whole(), super().visit(unit) as visit:
+        with interrupts.deferred(), super().materialise(unit) as materialised:
             with torch.inference_mode(False), torch.no_grad():
-                settled = self.settle(unit)
+                was_updated = self.apply_pending_update(unit)
             try:
-                yield visit
+                yield materialised
             except BaseException as raised:
-                if not settled:
+                if not was_updated:
                     raise
                 error = raised
-            visit.changed = visit.changed or settled
+            materialised.changed = materialised.changed or was_updated
         if error is not None:
             raise error
 
 
-class SettledHomesState(RecomputedModuleState):
-    """Weights by name, brought up to date before somebody looks."""
+class StreamedUpdateOnAccessState(RecomputedModuleState):
+    """Gives access to weights by name, after all pending updates have been applied."""
 
-    def __init__(self, block_store: RecomputedBlockStore, module: nn.Module, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(
+        self, block_store: RecomputedBlockStore, module: nn.Module, apply_pending_updates: Callable[[], None]
+    ) -> None:
+        self._apply_pending_updates = apply_pending_updates
         super().__init__(block_store, module)
 
     def _is_watched(self, unit: Unit) -> bool:
         return True
 
-    def bring_up(self, parameter: nn.Parameter) -> None:
+    def refresh(self, parameter: nn.Parameter) -> None:
         if not self._is_busy():
-            self._settle()
-            super().bring_up(parameter)
+            self._apply_pending_updates()
+            super().refresh(parameter)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._settle()
+        self._apply_pending_updates()
         return super().read(parameter)
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self._settle()
+        self._apply_pending_updates()
         super().write(parameter, value)
 
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
-        self._settle()
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
+        self._apply_pending_updates()
         return super()._full_fp32(unit, placed)
 
     def _before_load(self, unit: Unit) -> None:
-        self._settle()
+        self._apply_pending_updates()
         super()._before_load(unit)
 
 
 def without_caches(module: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which the model makes no key-value caches."""
     return Caches(module).off()
 
 
 class StreamedBlocks:
-    """The blocks of a model: their block_store, and the passes over them."""
+    """The streamed blocks of a model: their store, and the forward and backward passes over them."""
 
     def __init__(
         self,
@@ -112,16 +122,21 @@ class StreamedBlocks:
         *,
         param_groups: Any,
         device: torch.device,
-        settle: Callable[[Unit], bool],
-        settle_all: Callable[[], None],
-        ended: Callable[[Unit, bool], None],
+        apply_pending_update: Callable[[Unit], bool],
+        apply_pending_updates: Callable[[], None],
+        end_block_backward: Callable[[Unit, bool], None],
         compiler: BlockCompiler | None = None,
     ) -> None:
-        """`ended`: all gradients of a visit have come; the flag says that the unit is visited again in this pass."""
+        """`apply_pending_update`: see `UpdatingBlockStore`. `apply_pending_updates`: applies those of all groups.
+
+        `end_block_backward(unit, more_to_come)` is called when all gradients of a block's backward have come.
+        `more_to_come`: the block runs again in this backward pass."""
         refuse_router_logits(module)
-        self.block_store = SettlingHomes(module, config, settle=settle, param_groups=param_groups, device=device)
+        self.block_store = UpdatingBlockStore(
+            module, config, apply_pending_update=apply_pending_update, param_groups=param_groups, device=device
+        )
         self._module = module
-        self._ended = ended
+        self._end_block_backward = end_block_backward
         self._pass = 0
         self._is_passing = self._retains = False
         units = self.block_store.placement.blocks
@@ -131,15 +146,15 @@ class StreamedBlocks:
             for unit, shared in zip(units, shared_parameters(module, [u.module for u in units]), strict=True)
         ]
         self.unit_of = {id(placed.parameter): unit for unit in units for placed in unit.placed}
-        """Of parameters that come and go."""
-        self.state = SettledHomesState(self.block_store, module, settle_all)
+        """The block of each streamed parameter, by the parameter's id."""
+        self.state = StreamedUpdateOnAccessState(self.block_store, module, apply_pending_updates)
         self._pretrained = PretrainedSaving(module, self.state.read)
 
     # Passes
 
     @contextmanager
-    def forward_pass(self, due: Sequence[Unit]) -> Iterator[None]:
-        """`due`: blocks whose weights will change at their visit."""
+    def forward_pass(self, pending_units: Sequence[Unit]) -> Iterator[None]:
+        """Around a forward pass. `pending_units`: blocks whose pending update the pass will apply."""
         with ExitStack() as stack:
             stack.enter_context(without_caches(self._module))
             for block in self._blocks:
@@ -147,45 +162,50 @@ class StreamedBlocks:
                     block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
                     stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
             stack.callback(self.block_store.runtime.finish)
-            self.block_store.start_forward_of(due)
+            self.block_store.start_forward_of(pending_units)
             yield
 
     @contextmanager
     def backward_pass(self, *, retain_graph: bool) -> Iterator[None]:
-        """Blocks in the reverse of the order that they ran in."""
+        """Around a backward pass: uploads blocks in the reverse of their forward order."""
         self._pass += 1
         self._is_passing, self._retains = True, retain_graph
         calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         try:
-            self.block_store.start_backward([call.block.unit for call in calls], again=False)
+            self.block_store.start_backward([call.block.unit for call in calls], repeats=False)
             yield
         finally:
             self._is_passing = False
             self.block_store.runtime.finish()
 
-    def begin_visit(self, call: BlockCall) -> bool:
+    def begin_block_backward(self, call: BlockCall) -> bool:
         if not self._is_passing:
-            raise RuntimeError("loss.backward() cannot order the visits of streamed blocks: call engine.backward(loss)")
-        call.last_pass, call.spent = self._pass, not self._retains
+            raise RuntimeError(
+                "streamed blocks are uploaded in the order that engine.backward plans, got loss.backward(): call "
+                "engine.backward(loss)"
+            )
+        call.last_pass, call.graph_freed = self._pass, not self._retains
         return True
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
-        self._ended(block.unit, block.more_to_come(self._pass))
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
+        self._end_block_backward(block.unit, block.has_pending_calls(self._pass))
         return False
 
     # Weights
 
-    def settle_by(self, settle: Callable[[Unit], bool]) -> None:
-        """By one that is kept alive: the last visits are yet to come."""
-        self.block_store.settle = settle
+    def set_update_callback(self, apply_pending_update: Callable[[Unit], bool]) -> None:
+        """Replaces a weak callback by a strong one, so that blocks can be brought up to date while the engine
+        closes."""
+        self.block_store.apply_pending_update = apply_pending_update
 
     def bring_up_to_date(self, unit: Unit) -> None:
-        with self.block_store.visit(unit):
+        """Uploads a unit, applies its pending update and copies it back."""
+        with self.block_store.materialise(unit):
             pass
 
     def stored(self) -> dict[str, torch.Tensor]:
         self.block_store.wait()
-        with told_to_nobody():
+        with without_interception():
             weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
         return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
 
@@ -193,6 +213,6 @@ class StreamedBlocks:
         for block in self._blocks:
             block.close()
         self._pretrained.close()
-        leave_whole = self.state.owns_module() and not sys.is_finalizing()
+        keep_weights = self.state.owns_module() and not sys.is_finalizing()
         self.state.close()
-        self.block_store.close(leave_whole=leave_whole)
+        self.block_store.close(keep_weights=keep_weights)

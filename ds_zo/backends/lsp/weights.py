@@ -1,4 +1,4 @@
-"""DeepSpeed's accessors of whole parameters, for weights that may lag until their next use."""
+"""`state_dict`, `GatheredParameters` and DeepSpeed's full-parameter accessors for weights with pending updates."""
 
 from __future__ import annotations
 
@@ -9,70 +9,76 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
-from ds_zo.streaming.units import Placed, Unit
-from ds_zo.streaming.watched import unwatch, watch
+from ds_zo.streaming.intercepted import intercept, stop_intercepting
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 
-class SettledState(ModuleState):
-    """Weights stay where they are, so all there is to do is to bring them up to date before somebody looks."""
+class UpdateOnAccessState(ModuleState):
+    """Applies pending updates before weights are read or written. The weights stay on the device."""
 
     def __init__(
-        self, module: nn.Module, settle: Callable[[], None], *, lags: Callable[[], bool], device: torch.device
+        self,
+        module: nn.Module,
+        apply_pending_updates: Callable[[], None],
+        *,
+        has_pending: Callable[[], bool],
+        device: torch.device,
     ) -> None:
-        """`lags`: whether some weight is behind the last step."""
-        self._settle, self._lags = settle, lags
+        """`has_pending`: whether the update of some weight is pending."""
+        self._apply_pending_updates, self._has_pending = apply_pending_updates, has_pending
         self._parameters: list[nn.Parameter] = []
         super().__init__((), module, device=device)
         self._parameters = [p for p in module.parameters() if p.is_floating_point()]
-        self._block_store: dict[int, torch.Tensor] = {}
-        """Where a parameter's weights are while it shows somebody's copy."""
+        self._own_data: dict[int, torch.Tensor] = {}
+        """A parameter's own weights, by its id, while the parameter shows a gathered copy."""
         for p in self._parameters:
-            self._answer_for(p, partial(self._full, p))
+            self._attach_accessors(p, partial(self._full, p))
 
-    def watch(self) -> None:
-        """Where weights lag, which nothing but the engine's own work makes them do."""
-        if self._lags():
-            watch(p for p in self._parameters if p not in self.gathered_copies)
+    def intercept(self) -> None:
+        """Watches accesses to parameters while an update is pending. Only the backend's own work makes updates
+        pending, so this need not be called at other times."""
+        if self._has_pending():
+            intercept(p for p in self._parameters if p not in self.gathered_copies)
 
-    def unwatch(self) -> None:
-        unwatch(self._parameters)
+    def stop_intercepting(self) -> None:
+        stop_intercepting(self._parameters)
 
     @torch.no_grad()
-    def bring_up(self, parameter: nn.Parameter) -> None:
-        self._settle()
+    def refresh(self, parameter: nn.Parameter) -> None:
+        self._apply_pending_updates()
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
-        self._settle()
+        self._apply_pending_updates()
         return False
 
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._settle()
-        return self._block_store.setdefault(id(parameter), parameter.data)
+        self._apply_pending_updates()
+        return self._own_data.setdefault(id(parameter), parameter.data)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self._settle()
-        self._block_store.get(id(parameter), parameter.data).copy_(value)
+        self._apply_pending_updates()
+        self._own_data.get(id(parameter), parameter.data).copy_(value)
 
-    def return_home(self, parameter: nn.Parameter) -> None:
-        home = self._block_store.pop(id(parameter), None)
-        if home is not None:
-            parameter.data = home
+    def bind_stored(self, parameter: nn.Parameter) -> None:
+        own_data = self._own_data.pop(id(parameter), None)
+        if own_data is not None:
+            parameter.data = own_data
 
     def _full(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._settle()
+        self._apply_pending_updates()
         return parameter.detach().to(torch.float32, copy=True)
 
-    def _full_fp32(self, unit: Unit, placed: Placed) -> torch.Tensor:
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         return self._full(placed.parameter)
 
     def _before_load(self, unit: Unit) -> None:
-        self._settle()
+        self._apply_pending_updates()
 
     def close(self) -> None:
         super().close()
         for p in self._parameters:
-            self.return_home(p)
-            self._leave(p)
+            self.bind_stored(p)
+            self._detach_accessors(p)
         self._parameters = []

@@ -1,1 +1,1 @@
-"""Blocks that keep only their inputs and are computed again in the backward pass: streamed LOMO and LSP."""
+"""Blocks that save only their inputs and are recomputed in the backward pass, for LOMO and LSP with streaming."""

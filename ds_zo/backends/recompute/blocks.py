@@ -1,17 +1,20 @@
-"""Blocks that keep nothing but their inputs, and are computed again when their gradient comes.
+"""Blocks that save only their inputs in the forward pass and are recomputed in the backward pass.
 
-[Note: recomputed blocks] A block's weights are on the device only while it is visited, so the graph of its forward is
-dropped at once. (It is made all the same, with nothing saved: without one, torch takes other kernels here and there,
-whose results differ in the last bit.) In the backward pass the block is visited once more: it is run again from its
-inputs ([Note: the same again]), and a backward of its own consumes its gradients while the weights are there. What a
-user's checkpointing around a block would do is thereby done; checkpointing inside one still works.
+[Note: recomputed blocks] A streamed block's weights are on the device only while the block is materialised, so the
+graph of its forward cannot be kept. The forward builds a graph that saves no tensors, and frees it at once. Without a
+graph, torch would select other kernels for some operations, whose results differ in the last bit. In the backward pass
+the block is materialised again and recomputed from its inputs ([Note: the context of a forward]). An inner backward,
+over this block alone, computes the gradients, which are consumed while the weights are on the device. This replaces
+activation checkpointing around a block; checkpointing inside a block still works.
 
-[Note: gradients in parts] That inner backward ends with the visit. The gradient of a weight that is used elsewhere too
-is handed to the outer graph, which adds up what comes from all its uses. A block that ran several times is visited as
-often: the gradients of its weights are held until the last of these visits.
+[Note: gradients in parts] The inner backward covers one call of one block. The gradient of a weight that is also used
+outside of the block is returned to the outer graph, which sums the gradients of all uses. If a block was called several
+times, its weights get one part of their gradients from each call. The parts are summed, and the sums are held until the
+last call.
 
-[Note: entries in mappings] A block may leave tensors for later blocks in a dict that it is given, as Gemma 3n's layers
-share keys and values. It gets a copy; entries that it writes are outputs of its node, and then go to the caller's dict.
+[Note: entries in mappings] A block may write tensors for later blocks to a dict that it is passed: the layers of Gemma
+3n share keys and values so. The block gets a copy of the dict. The entries that it writes are outputs of its autograd
+node, and are then written to the caller's dict.
 """
 
 from __future__ import annotations
@@ -42,17 +45,20 @@ _numbers = itertools.count()
 
 
 class Consumer(Protocol):
-    """Who takes gradients."""
+    """The backend, which consumes the gradients of blocks by hooks on their parameters."""
 
-    def begin_visit(self, call: BlockCall) -> bool:
-        """A block's gradient is about to be computed. False: nobody wants it."""
+    def begin_block_backward(self, call: BlockCall) -> bool:
+        """Called before a block is materialised and recomputed in the backward pass. Returns False if its gradients are
+        not needed: the block is then not recomputed."""
 
-    def end_visit(self, block: RecomputedBlock) -> bool:
-        """All gradients of a visit have come. True: weights were changed."""
+    def end_block_backward(self, block: RecomputedBlock) -> bool:
+        """Called when the inner backward of a block has ended, while its weights are on the device. Returns whether its
+        weights were changed."""
 
 
 class BlockCall:
-    """One run of a block, to be made again. Lives as long as the graph that it is a node of."""
+    """One call of a block in a forward pass, with all that is needed to recompute it except the input tensors, which
+    its autograd node saves. It lives as long as that node."""
 
     def __init__(
         self,
@@ -63,33 +69,36 @@ class BlockCall:
         user_dicts: Sequence[bool],
         device: torch.device,
     ) -> None:
-        """`user_dicts`: which of the arguments are of that class, and stand here as plain dicts."""
+        """`leaves`, `spec`: the flattened arguments. `user_dicts`: for each argument, whether the caller passed a
+        `UserDict`, which is a plain dict in `leaves`."""
         self.block = block
         self.number = next(_numbers)
-        """In the order that blocks run in."""
+        """Position in the order in which blocks were called."""
         self.last_pass = 0
-        """The backward pass that it was last computed again in."""
-        self.spent = False
-        """Its graph is freed: it cannot be computed again."""
+        """Number of the last backward pass that recomputed it; zero before the first."""
+        self.graph_freed = False
+        """Its autograd node is freed, or will be at the end of this pass: it is not recomputed again."""
         self.output_spec: TreeSpec | None = None
         self.output_leaves: list[Any] = []
-        self._output_where: list[int] = []
+        self._output_tensor_indices: list[int] = []
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._spec = spec
         self._user_dicts = list(user_dicts)
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
-        """Those that the block is given while it runs, with what stood in them; see [Note: entries in mappings]."""
-        self._surroundings = ForwardContext(block.habits, device)
+        """While the block runs: the mappings among its arguments, each with a copy of its entries before the call. See
+        [Note: entries in mappings]."""
+        self._context = ForwardContext(block.profile, device)
         self._weights: list[int] = []
 
     @property
     def num_inputs(self) -> int:
-        return len(self._where)
+        return len(self._tensor_indices)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments of the call, with `tensors` for its input tensors."""
         leaves = list(self._leaves)
-        for i, tensor in zip(self._where, tensors, strict=False):
+        for i, tensor in zip(self._tensor_indices, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         plain = (*args, *kwargs.values())
@@ -97,48 +106,50 @@ class BlockCall:
         self._mappings = [(v, dict(v)) for v in given if _is_mapping(v)]
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
-    def note_weights(self) -> None:
-        self._weights = self.block.versions()
+    def record_weight_versions(self) -> None:
+        self._weights = self.block.weight_versions()
 
-    def check_weights(self) -> None:
-        """Where a model stays on the device torch finds this out by itself."""
-        if self._weights != self.block.versions():
+    def check_weight_versions(self) -> None:
+        """Raises if weights have changed between the forward and the recomputation. Without streaming, autograd makes
+        the same check on saved tensors."""
+        if self._weights != self.block.weight_versions():
             raise RuntimeError(
                 f"block {self.block.unit.name} is computed again with the weights of its forward, and they were "
-                "changed since, by another engine.backward or by loading: call the engine after that, once for each "
-                "backward (of several losses, add them up)"
+                "changed since, by another engine.backward or by loading: after such a change call the engine again, "
+                "once for each backward (if there are several losses, add them up)"
             )
 
-    def was_run(self) -> None:
-        self._surroundings.was_run()
+    def end_forward(self) -> None:
+        self._context.end_forward()
 
-    def again(self) -> Any:
-        """Context in which the block computes what it did."""
-        return self._surroundings.restored()
+    def restored_context(self) -> Any:
+        """Context in which the block computes the same values as in its forward."""
+        return self._context.restored()
 
-    def keep_output(self, output: Any) -> list[torch.Tensor]:
-        """The tensors of the output and of what the block wrote to mappings; the rest waits here for `output`."""
+    def flatten_output(self, output: Any) -> list[torch.Tensor]:
+        """Returns the tensors of the output and of the entries that the block wrote to mappings. The other leaves are
+        kept for `unflatten_output`."""
         written = [{k: v for k, v in m.items() if v is not before.get(k)} for m, before in self._mappings]
         self._mappings = []
         leaves, self.output_spec = tree_flatten((output, written))
         self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._output_where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._output_tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for leaf in self.output_leaves:
             _refuse_hidden_tensors(leaf, self.block.unit.name)
-        return [leaves[i] for i in self._output_where]
+        return [leaves[i] for i in self._output_tensor_indices]
 
-    def output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
-        """And what the block wrote to each mapping that it was given."""
+    def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
+        """Returns the output of the call with `tensors` in it, and the entries that the block wrote to each mapping."""
         assert self.output_spec is not None
         leaves, self.output_leaves = self.output_leaves, []
-        for i, tensor in zip(self._output_where, tensors, strict=True):
+        for i, tensor in zip(self._output_tensor_indices, tensors, strict=True):
             leaves[i] = tensor
         output, written = tree_unflatten(leaves, self.output_spec)
         return output, written
 
 
 class RecomputedBlock:
-    """Stands before one block's `forward`."""
+    """Replaces the `forward` of one block until `close`."""
 
     def __init__(
         self,
@@ -151,17 +162,18 @@ class RecomputedBlock:
     ) -> None:
         self.unit = unit
         self.shared = list(shared)
-        """Owners and names, inside the block, of parameters that are used outside it too."""
-        self.slots: list[Any] = []
-        """What the consumer keeps of its other parameters."""
-        self.last_visit = 0
-        """The backward pass that last visited it."""
-        self.habits = BlockProfile(unit.module, block_store.device)
+        """Parameters of the block that are also used outside of it: the module inside the block, and the name there."""
+        self.parameter_states: list[Any] = []
+        """The consumer's states of the block's other parameters."""
+        self.last_pass = 0
+        """Number of the last backward pass that materialised the block; zero before the first."""
+        self.profile = BlockProfile(unit.module, block_store.device)
         self._block_store = block_store
         self._consumer = weakref.ref(consumer)
         self._calls: list[weakref.ref[BlockCall]] = []
         self._anchor = torch.zeros((), device=block_store.device, requires_grad=True)
-        """Makes the first block's output require gradients where its input does not."""
+        """An input of each trained block's autograd node. It makes the first block's output require gradients, whose
+        input does not."""
         before = unit.module.__dict__.get("forward")
         previous: RecomputedBlock | None = getattr(before, "_ds_zo_block", None)
         if previous is not None:
@@ -183,31 +195,33 @@ class RecomputedBlock:
                 object.__setattr__(self.unit.module, "forward", self._replaced)
 
     def calls(self) -> list[BlockCall]:
-        """Those that may still be computed again, in the order they were made."""
-        alive = [(ref, call) for ref in self._calls if (call := ref()) is not None and not call.spent]
+        """The calls that may still be recomputed, in the order in which they were made."""
+        alive = [(ref, call) for ref in self._calls if (call := ref()) is not None and not call.graph_freed]
         self._calls = [ref for ref, _ in alive]
         return [call for _, call in alive]
 
-    def more_to_come(self, pass_number: int) -> bool:
+    def has_pending_calls(self, pass_number: int) -> bool:
+        """Whether this backward pass may still recompute a call of the block."""
         return any(
-            call is not None and not call.spent and call.last_pass != pass_number
+            call is not None and not call.graph_freed and call.last_pass != pass_number
             for call in (ref() for ref in self._calls)
         )
 
-    def versions(self) -> list[int]:
-        """Of its weights: a change of any makes another list."""
-        return [p._version for p in self.habits.parameters]
+    def weight_versions(self) -> list[int]:
+        """The version counters of its parameters, which a change in place increases."""
+        return [p._version for p in self.profile.parameters]
 
     # Forward
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's `forward`: one autograd node if the call may be trained, else a forward without a graph."""
         may_train = torch.is_grad_enabled() and self._consumer() is not None
         if may_train and not self._has_cache(args, kwargs):
             given = (*args, *kwargs.values())
             user_dicts = [type(v) is UserDict for v in given]
             plain = tuple(map(_plain, args)), {name: _plain(v) for name, v in kwargs.items()}
             leaves, spec = tree_flatten(plain)
-            # A graph keeps no tensor that was made in inference mode, such as a mask.
+            # Autograd cannot save a tensor that was made in inference mode, as masks may be.
             leaves = [x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for x in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             trains = any(p.requires_grad for p in self.unit.module.parameters())
@@ -218,94 +232,106 @@ class RecomputedBlock:
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
-                output, written = call.output(outputs)
+                output, written = call.unflatten_output(outputs)
                 for mapping, entries in zip(filter(_is_mapping, given), written, strict=True):
                     mapping.update(entries)
                 return output
-        # [Note: whole steps] Ctrl-C on the way out of a context would leave torch's modes as they are inside.
+        # A KeyboardInterrupt while a context exits would leave torch's modes changed. See [Note: whole steps].
         with (
-            interrupts.whole(),
-            self._block_store.visit(self.unit),
+            interrupts.deferred(),
+            self._block_store.materialise(self.unit),
             torch.no_grad(),
             _no_autocast_cache(self._block_store.device),
         ):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
-            leaves = self._own(leaves)
+            leaves = self._copy_own_weights(leaves)
         if may_train and self._has_cache(args, kwargs):
             leaves = [
-                _NoWayBack.apply(leaf, self._anchor, self.unit.name)
+                _RefuseBackward.apply(leaf, self._anchor, self.unit.name)
                 if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
                 else leaf
                 for leaf in leaves
             ]
         return tree_unflatten(leaves, spec)
 
-    def _own(self, leaves: Sequence[Any]) -> list[Any]:
-        """Outputs that are the block's own weights (prompts, tables) as copies: where they are now is lent."""
-        lent = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed}
-        return [leaf.clone() if isinstance(leaf, torch.Tensor) and _memory(leaf) in lent else leaf for leaf in leaves]
+    def _copy_own_weights(self, leaves: Sequence[Any]) -> list[Any]:
+        """Replaces outputs that are weights of the block (prompts, tables) by copies, because the next block will
+        overwrite the slot that holds these weights."""
+        slot_storages = {
+            placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed
+        }
+        return [
+            leaf.clone() if isinstance(leaf, torch.Tensor) and _storage_ptr(leaf) in slot_storages else leaf
+            for leaf in leaves
+        ]
 
     def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an argument is a key-value cache of transformers. Raises in training mode."""
         if not any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values())):
             return False
         if self.unit.module.training:
             raise ValueError(
-                f"block {self.unit.name} got a key-value cache in training, which it would fill twice, got "
-                "past_key_values: pass use_cache=False to the model"
+                "a recomputed block takes no key-value cache in training, because it would fill the cache twice, got "
+                f"past_key_values in block {self.unit.name}: pass use_cache=False to the model"
             )
         return True
 
-    def first_time(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs without a graph; those that had one are leaves that require gradients."""
+    def forward_without_graph(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the block for a training forward. Returns the tensors of its output, detached; those that had a graph
+        require gradients."""
         versions = [t._version for t in tensors]
         args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
         with (
-            interrupts.whole(),  # as in `_call`
-            self._block_store.visit(self.unit),
+            interrupts.deferred(),  # as in `_call`
+            self._block_store.materialise(self.unit),
             _no_autocast_cache(self._block_store.device),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(partial(_keep_nothing, self.unit.name), _nothing_kept),
+            torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
-            call.note_weights()
-            outputs = self._own(call.keep_output(self._compute(*args, **kwargs)))
-        call.was_run()
+            call.record_weight_versions()
+            outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
+        call.end_forward()
         if versions != [t._version for t in tensors]:
             raise ValueError(
-                f"block {self.unit.name} changes its input in place, so it cannot be computed again from it: make a "
-                "copy there, or keep the model on the device (remove zero_optimization.offload_param)"
+                f"block {self.unit.name} changes its input in place, so it cannot be computed again from that input: "
+                "copy the input in the block's forward, or keep the model on the device (remove "
+                "zero_optimization.offload_param)"
             )
         return [t.detach().requires_grad_(t.requires_grad) for t in outputs]
 
     # Backward
 
-    def again(
+    def recompute_backward(
         self, call: BlockCall, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grads: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs, then of the shared weights."""
+        """Recomputes the block and runs its inner backward. `tensors`: the inputs. `needed`: for each input, then for
+        each shared weight, whether its gradient is needed. `grads`: the gradients of the outputs. Returns the gradients
+        of the inputs, then of the shared weights."""
         consumer = self._consumer()
-        is_wanted = consumer is not None and consumer.begin_visit(call)
+        is_wanted = consumer is not None and consumer.begin_block_backward(call)
         if consumer is None or all(grad is None for grad in grads):
             return [None] * len(needed)
-        if not is_wanted:  # zeros without memory: hooks of a user's on what is before the block take no None
+        if not is_wanted:  # expanded zeros, which take no memory: a user's hooks before the block do not accept None
             before = (*tensors, *(getattr(owner, name) for owner, name in self.shared))
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
-        with interrupts.whole(), self._block_store.visit(self.unit) as visit:
-            call.check_weights()
-            with torch.enable_grad(), call.again(), self._stand_ins(wanted) as stand_ins:
+        with interrupts.deferred(), self._block_store.materialise(self.unit) as materialised:
+            call.check_weight_versions()
+            with torch.enable_grad(), call.restored_context(), self._shared_as_leaves(wanted) as shared_leaves:
                 args, kwargs = call.arguments(inputs)
-                outputs = call.keep_output(self._compute(*args, **kwargs))
+                outputs = call.flatten_output(self._compute(*args, **kwargs))
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
             del args, kwargs, outputs
             if reached:
                 torch.autograd.backward([o for o, _ in reached], [g for _, g in reached])
-            visit.changed = consumer.end_visit(self)
-        return [t.grad for t in (*inputs, *stand_ins)]
+            materialised.changed = consumer.end_block_backward(self)
+        return [t.grad for t in (*inputs, *shared_leaves)]
 
     @contextmanager
-    def _stand_ins(self, wanted: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
-        """Leaves in the place of shared weights, so that the inner backward does not complete their gradients."""
+    def _shared_as_leaves(self, wanted: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
+        """Context in which detached leaves replace the shared weights, so that the inner backward does not run the
+        hooks of these weights. `wanted`: which of them need gradients. Yields the leaves."""
         parameters = [getattr(owner, name) for owner, name in self.shared]
         found = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted, strict=True)]
         try:
@@ -318,14 +344,15 @@ class RecomputedBlock:
 
 
 class _Recompute(torch.autograd.Function):
-    """The one node that a block is in the outer graph."""
+    """The one autograd node that represents a block's call in the outer graph. Its inputs are the call, the anchor, the
+    input tensors and the shared weights."""
 
     @staticmethod
     def forward(
         ctx: Any, call: BlockCall, anchor: torch.Tensor | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         inputs = tensors[: call.num_inputs]
-        outputs = call.block.first_time(call, inputs)
+        outputs = call.block.forward_without_graph(call, inputs)
         ctx.call = call
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
@@ -336,12 +363,12 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: BlockCall = ctx.call
-        return None, None, *call.block.again(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
+        return None, None, *call.block.recompute_backward(call, ctx.saved_tensors, ctx.needs_input_grad[2:], grads)
 
 
-class _NoWayBack(torch.autograd.Function):
-    """An output that was computed for evaluation alone: without a node of its own, a loss would train what is behind
-    the block and nothing else, in silence."""
+class _RefuseBackward(torch.autograd.Function):
+    """The autograd node of an output that was computed without a graph; its backward raises. Without such a node a loss
+    would silently train only the modules after the block."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, block: str) -> torch.Tensor:
@@ -351,20 +378,21 @@ class _NoWayBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise ValueError(
-            f"block {ctx.block} got a key-value cache in evaluation, so it was not kept for a backward: pass "
+            f"block {ctx.block} got a key-value cache in evaluation, so its inputs were not saved for a backward: pass "
             "use_cache=False to the model, or call engine.train() first"
         )
 
 
-def _keep_nothing(block: str, tensor: Any) -> str:
-    """What a graph saves that nobody goes back through: nothing here, nor in a checkpoint around the block."""
+def _pack_nothing(block: str, tensor: Any) -> str:
+    """Saves the block's name in place of a tensor of the forward's graph, which is never run backward. Hooks of a
+    checkpoint around the block do not see the tensor either."""
     return block
 
 
-def _nothing_kept(block: str) -> torch.Tensor:
+def _unpack_nothing(block: str) -> torch.Tensor:
     raise RuntimeError(
-        f"a streamed block's gradients pass through its outputs alone, and the loss reaches into block {block} past "
-        "them, by a tensor in an object that it returns or that a hook took from inside: return tensors in tuples, "
+        "a streamed block's gradients pass through its outputs alone, and the loss uses another tensor of block "
+        f"{block}, which is inside an object that the block returns or was taken by a hook: return tensors in tuples, "
         "lists or dicts, or keep the model on the device (remove zero_optimization.offload_param)"
     )
 
@@ -378,13 +406,14 @@ def _plain(value: Any) -> Any:
     return value.data if type(value) is UserDict else value
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
+def _storage_ptr(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 @contextmanager
 def _no_autocast_cache(device: torch.device) -> Iterator[None]:
-    """It would keep a cast of every block, and of weights that are gone."""
+    """Context in which autocast caches no casts: the cache would keep the cast weights of every block, also after the
+    slot holds another block."""
     with torch.autocast(
         device.type,
         enabled=torch.is_autocast_enabled(device.type),
@@ -395,6 +424,7 @@ def _no_autocast_cache(device: torch.device) -> Iterator[None]:
 
 
 def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
+    """Raises if a leaf of the flattened arguments or outputs is an object with tensors among its attributes."""
     inside = getattr(leaf, "__dict__", None)
     if inside and any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in inside.values()):
         raise ValueError(
@@ -405,7 +435,8 @@ def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
 
 
 def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = None) -> None:
-    """transformers' hooks take them from inside a block. `call`: keywords of a forward; without, the config is read."""
+    """Raises if the model returns router logits, which hooks of transformers take from inside a block. `call`: the
+    keywords of a forward. None: the model's configs are checked instead."""
     configs = (getattr(m, "config", None) for m in module.modules())
     if call is not None and call.get("output_router_logits") is True:
         found = "output_router_logits=True in a call"
@@ -414,14 +445,15 @@ def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = Non
     else:
         return
     raise ConfigError(
-        "router logits leave a block past its outputs, so a streamed block gives their loss no gradient, got "
+        "router logits are not outputs of a block, so a streamed block computes no gradient of their loss, got "
         f"{found}: set it to false, or remove offload_param",
         at="zero_optimization.offload_param.device",
     )
 
 
 def refuse_shared_modules(units: Sequence[Unit]) -> None:
-    """A module that stands in two blocks has one home, and would be used where it is not brought up."""
+    """Raises if a module with parameters belongs to two blocks. It would be stored with one of them, and would not be
+    on the device when the other runs."""
     seen: dict[int, str] = {}
     for unit in units:
         for name, m in unit.module.named_modules():
@@ -434,7 +466,7 @@ def refuse_shared_modules(units: Sequence[Unit]) -> None:
 
 
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """For each block, owners and names in it of parameters that stand outside of it as well."""
+    """For each block, the parameters that are also used outside of it: the module inside the block, and the name."""
     uses: dict[int, int] = {}
     for m in module.modules():
         for p in m._parameters.values():

@@ -1,16 +1,16 @@
-"""Blocks compiled by torch, each by itself: one graph for all blocks of a kind, whatever stands around them as it was.
+"""torch.compile of single blocks: one compiled graph for all blocks of a class. Modules outside of blocks run eagerly.
 
-What runs between matrix products in a block (norms, rotary positions, gates, residual sums) are many kernels that only
-read and write memory; compiled, they are a few. Results are equal to rounding, not in bits. A block's backward becomes
-one piece of code, which hands over the gradients of all its parameters together: those of one block are alive at a
-time, in place of one parameter's.
+In an eager block the operations between matrix products (norms, rotary positions, gates, residual sums) run as many
+memory-bound kernels; torch.compile fuses them into a few. Results are equal up to rounding, not bit for bit. A compiled
+block's backward returns the gradients of all its parameters together. So the gradients of one block are alive at a
+time, where an eager backward has those of one parameter.
 
-[Note: run backward twice] Compiled code may let its backward overwrite what its forward saved, and is not to be
-retained then. torch's `donated_buffer` says whether it may. Three things have to keep apart what was compiled with it
-and without: in a process, code is found again by the backend it was compiled with, so there are two; on disk (torch
-2.13) it is found by a key that knows nothing of this setting, so the key gets a tag; and the setting is read once more
-when the backward runs, where a patched value does not reach the threads that autograd has for GPUs, so the thread that
-asks for such a backward runs it.
+[Note: run backward twice] By default the backward of compiled code may overwrite tensors that its forward has saved,
+and then cannot run twice. torch's setting `donated_buffer` permits this. Code that was compiled with the setting and
+without it must be kept apart in three places. In a process, dynamo finds compiled code by its backend function, so
+there are two backend functions. On disk (torch 2.13) the cache key does not include the setting, so a tag is added to
+the key. When the backward runs, the setting is read again, and a patched value is not visible in autograd's threads for
+GPUs. So such a backward runs in the thread that called it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ compiler_config: Any = importlib.import_module("torch.compiler.config")
 
 
 class BlockCompiler:
-    """Compiles when the first block runs in training. Where the compiler fails, blocks run as they are."""
+    """Compiles blocks when the first one runs in training. If the compiler fails, blocks run eagerly."""
 
-    def __init__(self, *, twice: bool = False) -> None:
-        """`twice`: [Note: run backward twice]."""
-        self._backend = _compile_to_run_backward_twice if twice else _compile
+    def __init__(self, *, backward_twice: bool = False) -> None:
+        """`backward_twice`: the same graph may be run backward twice. See [Note: run backward twice]."""
+        self._backend = _compile_to_run_backward_twice if backward_twice else _compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._started = False
         self.failure: str | None = None
-        """Why blocks run as they are."""
+        """The compiler's error, after which blocks run eagerly. None: it has not failed."""
         self._installed: list[tuple[nn.Module, _CallWithHooks]] = []
 
     def install(self, blocks: Iterable[nn.Module]) -> None:
-        """Where torch looks for a module's compiled form, and copies and pickles do not. A user's own stays."""
+        """Sets `_compiled_call_impl` of each block, which `nn.Module.__call__` uses, and which copies and pickles of a
+        module leave out. A block that the user has compiled is left alone."""
         for block in blocks:
             if block._compiled_call_impl is None or isinstance(block._compiled_call_impl, _CallWithHooks):
                 block._compiled_call_impl = call = _CallWithHooks(self, block)
@@ -59,7 +60,8 @@ class BlockCompiler:
         self._installed = []
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same method of many blocks is one function, compiled once."""
+        """Calls a bound method by its compiled function. Blocks of one class share the function, so that it is compiled
+        once."""
         if self.failure is not None:
             return method(*args, **kwargs)
         function = getattr(method, "__func__", method)
@@ -73,13 +75,14 @@ class BlockCompiler:
             why = str(error).split("\n\n")[0]
             self.failure = f"{type(error).__name__}: {' '.join(why.split())}"
             logger.warning(
-                f"ds_zo: blocks could not be compiled and run as they are ({self.failure}); leave out "
-                "ds_zo.compile_blocks to spare the attempt"
+                f"ds_zo: blocks could not be compiled and run without torch.compile ({self.failure}); remove "
+                "ds_zo.compile_blocks to avoid the attempt"
             )
         return method(*args, **kwargs)
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
+        """Context of a compiled call. It logs the start and the duration of the first one."""
         if self._started:
             yield
             return
@@ -91,8 +94,8 @@ class BlockCompiler:
 
 
 class CompiledForward:
-    """Stands for a block's `forward`, and leaves alone what is not a training pass or would be compiled anew for every
-    block: calls that fill a cache go by the block's number."""
+    """A replacement of a block's `forward`, compiled in training. Calls in evaluation run eagerly. So do calls that
+    fill a key-value cache: they depend on the block's index, and would be compiled once for every block."""
 
     def __init__(self, compiler: BlockCompiler, block: nn.Module, forward: Callable[..., Any]) -> None:
         self._compiler = compiler
@@ -107,7 +110,7 @@ class CompiledForward:
 
 
 class _CallWithHooks:
-    """A call of a block: its hooks run as they are, only `forward` between them is compiled."""
+    """A replacement of a block's `__call__`. Only `forward` is compiled; the block's hooks run eagerly."""
 
     def __init__(self, compiler: BlockCompiler, block: nn.Module) -> None:
         self._compiler = compiler
@@ -115,7 +118,7 @@ class _CallWithHooks:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
-        if torch.compiler.is_compiling():  # by a user, and everything at once
+        if torch.compiler.is_compiling():  # the user compiles the whole model
             return block._call_impl(*args, **kwargs)
         own = block.__dict__.get("forward")
         object.__setattr__(block, "forward", CompiledForward(self._compiler, block, block.forward))
@@ -129,20 +132,22 @@ class _CallWithHooks:
 
 
 def _compile(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
-    """The backward at once too: a compiler that fails has to do so in the forward, where blocks can still run as they
-    are."""
+    """The torch.compile backend. It compiles the backward together with the forward: if the compiler fails, it must
+    fail in the forward, where a block can still run eagerly."""
     at_once = {name: True for name in ("force_non_lazy_backward_lowering",) if hasattr(functorch_config, name)}
     with functorch_config.patch(at_once):
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
 
 
 def _compile_to_run_backward_twice(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:
+    """The torch.compile backend for code whose backward runs twice. See [Note: run backward twice]."""
     with _nothing_donated():
         return _compile(graph, inputs, **options)
 
 
 @contextmanager
 def _nothing_donated() -> Iterator[None]:
+    """Context in which a compiled backward does not overwrite saved tensors."""
     tag = f"{compiler_config.cache_key_tag} nothing donated"
     with functorch_config.patch(donated_buffer=False), compiler_config.patch(cache_key_tag=tag):
         yield
@@ -150,16 +155,17 @@ def _nothing_donated() -> Iterator[None]:
 
 @contextmanager
 def run_backward_twice() -> Iterator[None]:
-    """Around forwards and backwards of code that may be compiled; see [Note: run backward twice]."""
+    """Context of forwards and backwards of code that may be compiled. See [Note: run backward twice]."""
     with _nothing_donated(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Any part of it, by us or by a user."""
+    """Whether any submodule is compiled, by `BlockCompiler` or by the user."""
     return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in module.modules())
 
 
 def is_compiled_by_user(module: nn.Module) -> bool:
+    """Whether the user has compiled the module or a submodule."""
     calls = (m._compiled_call_impl for m in module.modules() if not isinstance(m._compiled_call_impl, _CallWithHooks))
     return any(call is not None for call in calls) or any("_orig_mod" in m._modules for m in module.modules())

@@ -1,10 +1,11 @@
-"""What a block's forward depends on besides its arguments and weights, so that it can be made again as it was.
+"""The state besides arguments and weights on which a block's forward depends.
 
-[Note: the same again] Between a forward and its backward anything may happen: an evaluation, a second forward in
-another mode or with other weights frozen. A block that is computed again finds the randomness, the autocast state, the
-modes and the frozen weights of its first time. A buffer that a forward changes in place (running statistics, the
-vectors of a spectral norm) is then a copy of what it was, and the real one keeps what the first time left in it. One
-that a forward replaces stays: its owner may remember what it made of it, as lazy caches do.
+[Note: the context of a forward] Between a forward and its recomputation a user may evaluate, or call the model in
+another mode or with other weights frozen. So a recomputation restores the state of the forward: random generators,
+autocast, `training` flags, `requires_grad` flags. A buffer that the forward changes in place (running statistics, the
+vectors of a spectral norm) is replaced by a copy of its value before the forward. The real buffer keeps the value that
+the forward has left in it. A buffer that the forward replaces by another tensor is not restored. Its module may have
+stored results that depend on the new tensor, as lazy caches do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ds_zo.backends.common.random_state import RandomState, generators_of
 
 
 class BlockProfile:
-    """What a block has been seen to do, so that only what it does is looked after."""
+    """What is known about a block from its earlier forwards, so that `ForwardContext` copies only the state that the
+    block uses."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
@@ -29,11 +31,14 @@ class BlockProfile:
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
         self.draws: bool | None = None
-        """From Python's or numpy's generators, which are slow to copy. None: it has not been trained yet."""
+        """Whether its forward draws from the global generators of Python or numpy, which are slow to copy. None: not
+        known before the first training forward."""
         self.changes: set[tuple[int, str]] | None = None
-        """Buffers that its forward changes, by their owner's number and name. None: it has not been trained yet."""
+        """Buffers that its forward changes or replaces: the module's index in `modules`, and the buffer's name. None:
+        not known before the first training forward."""
 
     def buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+        """The block's buffers by their keys, which are as in `changes`."""
         for number, m in enumerate(self.modules):
             for name, buffer in m._buffers.items():
                 if buffer is not None:
@@ -41,74 +46,79 @@ class BlockProfile:
 
 
 class ForwardContext:
-    """Those of one forward, taken before it."""
+    """The context of one forward ([Note: the context of a forward]). Made before the forward; `end_forward` is called
+    after it."""
 
-    def __init__(self, habits: BlockProfile, device: torch.device) -> None:
-        self._habits = habits
-        self._random = habits.random.cheap()
-        looks = habits.draws or (habits.draws is None and habits.module.training)
-        self._python = RandomState.python() if looks else None
+    def __init__(self, profile: BlockProfile, device: torch.device) -> None:
+        self._profile = profile
+        self._random = profile.random.get_state()
+        records_python = profile.draws or (profile.draws is None and profile.module.training)
+        self._python = RandomState.python_state() if records_python else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
-        self._training = [m.training for m in habits.modules]
-        self._trained = [p.requires_grad for p in habits.parameters]
-        self._seen = [(key, buffer, _version(buffer)) for key, buffer in habits.buffers()]
+        self._training = [m.training for m in profile.modules]
+        self._trained = [p.requires_grad for p in profile.parameters]
+        self._seen = [(key, buffer, _version(buffer)) for key, buffer in profile.buffers()]
         self._buffers = {
             key: buffer.detach().clone()
             for key, buffer, _ in self._seen
-            if habits.changes is None or key in habits.changes
+            if profile.changes is None or key in profile.changes
         }
-        """As they were, of those that this forward changes in place."""
+        """Copies, made before the forward, of the buffers that it changes in place. Until `end_forward`: of those that
+        it may change."""
 
-    def was_run(self) -> None:
-        """The forward has ended: forgets what it had no part in."""
-        habits, now = self._habits, dict(self._habits.buffers())
+    def end_forward(self) -> None:
+        """Drops the copies of state that the forward has not used, and records in the profile what it has used."""
+        profile, now = self._profile, dict(self._profile.buffers())
         stays = {key: buffer for key, buffer, _ in self._seen if now.get(key) is buffer}
         changes = {key for key, _, _ in self._seen if key not in stays}
         changes |= {key for key, buffer, version in self._seen if key in stays and _version(buffer) != version}
-        if habits.changes is None:  # batch norms write past the counter of versions
+        if profile.changes is None:  # batch norms do not increase the version counters of their statistics
             changes |= {key for key, buffer in stays.items() if not torch.equal(buffer, self._buffers[key])}
-        changes |= habits.changes or set()
-        if habits.module.training:
-            habits.changes = changes
+        changes |= profile.changes or set()
+        if profile.module.training:
+            profile.changes = changes
         self._buffers = {
             key: self._buffers[key] if key in self._buffers else stays[key].detach().clone()
             for key in changes & stays.keys()
         }
         self._seen = []
         if self._python is not None:
-            if RandomState.same_python(self._python, RandomState.python()):
+            if RandomState.equal_python_states(self._python, RandomState.python_state()):
                 self._python = None
-            habits.draws = habits.draws or self._python is not None
+            profile.draws = profile.draws or self._python is not None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """Context of a recomputation: the state of the forward is restored, and the present state is put back on
+        exit."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            for m, training in zip(self._habits.modules, self._training, strict=True):
+            for m, training in zip(self._profile.modules, self._training, strict=True):
                 if m.training is not training:
                     stack.callback(setattr, m, "training", m.training)
                     m.training = training
-            for p, trained in zip(self._habits.parameters, self._trained, strict=True):
+            for p, trained in zip(self._profile.parameters, self._trained, strict=True):
                 if p.requires_grad is not trained:
                     stack.callback(p.requires_grad_, p.requires_grad)
                     p.requires_grad_(trained)
-            for number, name in self._habits.changes or self._buffers:
-                held = self._habits.modules[number]._buffers
+            for number, name in self._profile.changes or self._buffers:
+                held = self._profile.modules[number]._buffers
                 if name in held:
                     stack.callback(held.__setitem__, name, held[name])
                     before = self._buffers.get((number, name))
                     held[name] = held[name] if before is None else before.clone()
             if self._python is not None:
-                stack.callback(RandomState.set_python, RandomState.python())
-                RandomState.set_python(self._python)
-            stack.callback(self._habits.random.set_cheap, self._habits.random.cheap())
-            self._habits.random.set_cheap(self._random)
+                stack.callback(RandomState.set_python_state, RandomState.python_state())
+                RandomState.set_python_state(self._python)
+            stack.callback(self._profile.random.set_state, self._profile.random.get_state())
+            self._profile.random.set_state(self._random)
             yield
 
 
 def _version(tensor: Any) -> int | None:
-    """None of one that was made in inference mode, which nothing changes in place outside of it."""
+    """The version counter of a tensor. None for an inference tensor, which has no counter and cannot be changed in
+    place outside of inference mode."""
     return None if tensor.is_inference() else tensor._version

@@ -1,1 +1,1 @@
-"""ZO: two or more forwards a step on perturbed weights, blocks streamed from host memory."""
+"""The ZO backend: two or more forward passes per step on perturbed weights, with blocks streamed from host memory."""

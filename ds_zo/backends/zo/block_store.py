@@ -1,4 +1,5 @@
-"""Where a ZO model's weights live: placed once, within a budget, and moved to the device later where room is left."""
+"""Stores a ZO model's weights: places them once, within a memory budget, and later moves blocks to the device where
+memory is left."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import (
-    REHEARSED,
+    TIMED_NUM_UPDATES,
     StepTimeModel,
     TimedForward,
     compute_and_draw_s,
@@ -27,19 +28,19 @@ from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
-from ds_zo.streaming.allocator import Room
+from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
-    give_back_unused,
-    measure_from_here,
+    release_cached_memory,
+    reset_peak_memory,
     usable_nbytes,
     zo_sizes,
 )
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
-from ds_zo.streaming.placement import Placement, move_buffers, plan_units, settle, spread
+from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -47,12 +48,12 @@ from ds_zo.streaming.sharing import share_store
 from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
-"""`writeback_interval` where the user left it out and blocks stream, by master, until it is chosen by measurement, and
-where nothing can be measured. A fold of split storage also brings the low plane up."""
+"""`writeback_interval`, by master, where the user left it out and blocks stream. It holds until measurements choose
+another, and for the whole run where nothing can be measured. A fold of split storage also uploads the low plane."""
 
 
 class ZOBlockStore:
-    """The placement, the host store, and the runtime and visits made for them."""
+    """The placement, the host store, and the runtime and materialiser that are made for them."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ZOBlockStore:
         settings = config.optimizer
         self._stream = config.section.stream
         self.device = device
-        self._num_passes = 2 * ranks.num_own
+        self._num_passes = 2 * ranks.num_own_directions
         self._first_direction = ranks.first_direction
         rounding = config.section.rounding
         assert rounding != "kahan"
@@ -86,7 +87,7 @@ class ZOBlockStore:
         if not self._stream.fuse_update:
             self.interval = 1
         self.shared: SharedStore | None = None
-        """The host store, where ranks of a machine keep it together."""
+        """The host store if the ranks of a machine share one, else None."""
         if config.stream and config.zero_stage == 3 and num_resident < num_blocks and ranks.size > 1:
             self.shared = share_store(
                 self.placement,
@@ -96,48 +97,53 @@ class ZOBlockStore:
                 pin=config.pin_memory,
             )
         streams_on_cuda = config.stream and device.type == "cuda" and num_resident < num_blocks
-        self.measures = (
+        self.must_choose_interval = (
             streams_on_cuda
             and self._stream.writeback_interval is None
             and self._stream.fuse_update
             and self._stream.overlap
             and self.shared is None
         )
-        """The interval is still to be chosen; see `tempo`."""
+        """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
         self.step_time: str | None = None
-        """Why it was chosen so."""
-        self._rehearsals: list[TimedForward] = []
-        self._computing_sets_pace = False
+        """The expected step time and the measured rates that led to the interval, as text; None if nothing was
+        measured."""
+        self._timed_forwards: list[TimedForward] = []
+        self._is_compute_bound = False
         if config.stream:
             self._check_budget(num_resident)
         self.store = self.shared or HostStore(device, pin=config.pin_memory)
-        spares = self.store if self.shared is None else HostStore(device, pin=False)
-        self.claims = Claims(spares, swaps=self.shared is None)
-        stays = {id(self.placement.blocks[i]) for i in spread(num_blocks, num_resident)}
-        give_back_unused(device)
-        settle(self.placement, self.store, device, resident=lambda unit: id(unit) in stays, read=reader_of(module))
+        spare_store = self.store if self.shared is None else HostStore(device, pin=False)
+        self.claims = Claims(spare_store, swaps=self.shared is None)
+        resident_ids = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
+        release_cached_memory(device)
+        place_units(
+            self.placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)
+        )
         move_buffers(module, device)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
         self._make_materialiser()
         self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
-        """Activations are known only after a step, so an automatic choice starts with every block on the host."""
-        if self.may_fill_device or self.measures:
-            measure_from_here(device)
-        self._room = Room(device)
+        """Whether blocks may still move to the device. The memory of activations is known only after a step, so an
+        automatic choice starts with every block on the host."""
+        if self.may_fill_device or self.must_choose_interval:
+            reset_peak_memory(device)
+        self._retry_check = AllocatorRetryCheck(device)
 
     def _sizes(self, num_resident: int) -> dict[str, Any]:
+        """Numbers of slots and kinds of copies with `num_resident` blocks on the device."""
         return zo_sizes(
             self._stream,
             num_blocks=len(self.placement.blocks),
             num_resident=num_resident,
             num_passes=self._num_passes,
             interval=self.interval,
-            in_pairs=self.placement.narrow or self._computing_sets_pace,
+            in_pairs=self.placement.narrow or self._is_compute_bound,
             shared=self.shared is not None,
         )
 
     def _check_budget(self, num_resident: int) -> None:
-        """Before memory is taken."""
+        """Raises if the planned buffers exceed the budget, before memory is allocated."""
         check_fits(
             device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident)),
             budget_gb=self._stream.device_memory_gb,
@@ -145,8 +151,10 @@ class ZOBlockStore:
         )
 
     def _make_materialiser(self) -> None:
+        """Makes the runtime and the materialiser, with slots and scratch for the present placement and interval."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # small buffers are not to stand in what held a large one: it would not fit again
+            # Else small buffers could be carved from the memory of a large freed one, which would not fit again.
+            torch.cuda.empty_cache()
         sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
         make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
         self.runtime: Runtime = make(
@@ -172,8 +180,9 @@ class ZOBlockStore:
 
     @contextmanager
     def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
-        """Around writes to homes that are no folds, by all ranks alike: tells which units this one has to write. What
-        was sent back has landed before; every rank sees what was written after."""
+        """Context around writes to store buffers that are not folds; all ranks enter it. Yields a function that tells
+        whether this rank writes a unit. Downloads to the units have completed on entry. On exit, every rank sees the
+        writes."""
         self.claims.wait()
         for unit in units:
             self.runtime.host_wait(unit)
@@ -185,73 +194,74 @@ class ZOBlockStore:
         yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
         shared.node.barrier()
 
-    def rehearse(self, forward: Callable[[], object]) -> None:
-        """Times forwards as training will make them, before the first update: with updates to replay, all neutral, of
-        which nothing stays."""
+    def time_forwards(self, forward: Callable[[], object]) -> None:
+        """Times forwards as training will make them, before the first update. Their blocks replay updates that change
+        nothing, and the log is empty again afterwards."""
         if self.log.length:
             return
         self.log.rows[:, 1 : 1 + self.log.num_groups] = 1.0
         try:
-            for num_updates in REHEARSED:
-                self.materialiser.rehearsal = rehearsal = TimedForward(num_updates, self.device)
-                with rehearsal.running():
+            for num_updates in TIMED_NUM_UPDATES:
+                self.materialiser.timed_forward = timed_forward = TimedForward(num_updates, self.device)
+                with timed_forward.running():
                     forward()
-                self._rehearsals.append(rehearsal)
+                self._timed_forwards.append(timed_forward)
         finally:
-            self.materialiser.rehearsal = None
+            self.materialiser.timed_forward = None
             self.log.rows.zero_()
-            self.runtime.forget()
+            self.runtime.invalidate_slots()
 
     @torch.no_grad()
-    def choose_interval(self, *, num_visits: int, agree: Callable[[int], int]) -> None:
-        """After the first step, when it is settled which blocks stay: nothing has been folded yet. `num_visits`: how
-        often a step brings each block; `agree` makes every rank take the same."""
+    def choose_interval(self, *, num_uploads: int, agree: Callable[[int], int]) -> None:
+        """Chooses the interval after the first step, when it is known which blocks stay on the device and none has
+        folded yet. `num_uploads`: how often a step uploads each block. `agree` returns the first rank's value on every
+        rank."""
         blocks = self.placement.blocks
         streamed = [u for u in blocks if u.streamed]
-        if not self._rehearsals or not streamed:
+        if not self._timed_forwards or not streamed:
             self.set_interval(agree(self.interval if streamed else 1))
             return
-        compute_s, draw_s = compute_and_draw_s(self._rehearsals)
-        self._rehearsals = []
+        compute_s, draw_s = compute_and_draw_s(self._timed_forwards)
+        self._timed_forwards = []
         link = measure_link(self.runtime, streamed[0], streamed[-1])
-        # Where the host or something else is what a step waits for, rehearsals do not see what a replay costs.
+        # If a step waits for the host, say, timed forwards do not show the cost of a replay: it is measured alone too.
         replay = partial(self.materialiser.time_replay, streamed[0], self.runtime.slots[0])
         num_blocks = sum(map(_numel, blocks)) / max(_numel(streamed[0]), 1)
         draw_s = max(draw_s, num_blocks * measure_draw(replay, self.device))
-        edges_numel = self.placement.numel - sum(_numel(u) for u in blocks)
-        compute_s += draw_s * edges_numel / max(self.placement.numel - edges_numel, 1)  # folded each step
-        tempo = StepTimeModel(*link, compute_s, draw_s)
+        outer_numel = self.placement.numel - sum(_numel(u) for u in blocks)
+        compute_s += draw_s * outer_numel / max(self.placement.numel - outer_numel, 1)  # outer units fold each step
+        model = StepTimeModel(*link, compute_s, draw_s)
         sizes = {
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
-            "num_visits": num_visits,
+            "num_uploads": num_uploads,
         }
-        interval = agree(tempo.best_interval(**sizes))
-        computing_sets_pace = tempo.busy_s(interval) > tempo.link_s(interval, **sizes)
+        interval = agree(model.best_interval(**sizes))
+        is_compute_bound = model.busy_s(interval) > model.link_s(interval, **sizes)
         second_copy = self.placement.pair_scratch_nbytes - self.placement.scratch_nbytes
         more = torch.cuda.max_memory_allocated(self.device) + second_copy
-        self._computing_sets_pace = computing_sets_pace and more <= usable_nbytes(
+        self._is_compute_bound = is_compute_bound and more <= usable_nbytes(
             self.device, budget_gb=self._stream.device_memory_gb
         )
         self.set_interval(interval)
-        self.step_time = f"{tempo.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({tempo})"
+        self.step_time = f"{model.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({model})"
         show(
-            f"ds_zo: blocks are folded every {self.interval} steps from now on, {self.step_time}; set "
-            "ds_zo.stream.writeback_interval to have the same in every run"
+            f"ds_zo: from now on blocks are folded every {self.interval} steps, {self.step_time}; set "
+            "ds_zo.stream.writeback_interval to use the same interval in every run"
         )
 
     def set_interval(self, interval: int) -> None:
-        """Shared buffers are made anew: how many there are depends on it."""
-        self.measures = False
+        """Sets the interval, and makes the slots and the scratch anew: their number and size depend on it."""
+        self.must_choose_interval = False
         self.interval = interval
-        self._let_go()
+        self._free_device_buffers()
         self._make_materialiser()
-        self._room.watch_afresh()
+        self._retry_check.restart()
 
     def fill_device(self) -> None:
-        """After the first step: what the activations leave of the budget is filled with blocks that never leave
-        again."""
-        self._room.check()
+        """After the first step, moves blocks to the device for good, as far as activations leave memory of the
+        budget."""
+        self._retry_check.check()
         if not self.may_fill_device:
             return
         self.may_fill_device = False
@@ -264,17 +274,19 @@ class ZOBlockStore:
             device=self.device,
             budget_gb=self._stream.device_memory_gb,
             sizes=self._sizes,
-            buffers=DeviceBuffers(self._let_go, self._make_materialiser),
+            buffers=DeviceBuffers(self._free_device_buffers, self._make_materialiser),
         )
         if filled:
-            self._room.watch()
+            self._retry_check.start()
 
-    def _let_go(self) -> None:
-        self.runtime.forget()
+    def _free_device_buffers(self) -> None:
+        """Frees slots and scratch."""
+        self.runtime.invalidate_slots()
         self.materialiser.close()
-        self.runtime.let_go()  # also one that has no visits yet
+        self.runtime.free_buffers()  # also a new runtime whose materialiser could not be made
 
     def describe(self) -> str:
+        """Lines for the log: placement, memory, storage formats and the bound on rounding."""
         gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
         num_streamed = sum(u.streamed for u in blocks)
@@ -285,7 +297,7 @@ class ZOBlockStore:
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         lines = [
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            f"modules around them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
+            f"modules outside them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
             f"scratch {self.materialiser.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
             f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
@@ -294,33 +306,36 @@ class ZOBlockStore:
         ]
         if self.shared is not None:
             lines.append(
-                f"ds_zo: the {self.shared.share.size} ranks of this machine keep the streamed blocks together: the "
-                "host memory above is one rank's part, which it uploads"
+                f"ds_zo: the {self.shared.partition.size} ranks of this machine share one host store of the streamed "
+                "blocks: the host memory above is the part of one rank, which that rank uploads"
             )
         if bound := self.rounding_bound(1000):
             lines.append(
-                "ds_zo: without a low plane every fold rounds: by chance alone a weight moves by a relative standard "
-                f"deviation of at most {bound:.2g} in 1,000 steps, growing with their square root; master: split keeps "
-                "what rounding drops (ds_zo.stream.master)"
+                "ds_zo: without a low plane every fold rounds: stochastic rounding moves a weight by a relative "
+                f"standard deviation of at most {bound:.2g} in 1,000 steps, which grows with the square root of the "
+                "number of steps; master: split keeps the bits that rounding drops (ds_zo.stream.master)"
             )
         return "\n".join(lines)
 
     def rounding_bound(self, num_steps: int) -> float:
-        """Largest relative standard deviation that stochastic rounding adds to a block's weight in so many steps."""
+        """Largest relative standard deviation that stochastic rounding adds to a block's weight in `num_steps`
+        steps."""
         lossy = [part.wire for unit in self.placement.blocks for part in unit.parts if part.loses_bits]
         per_fold = max((ops.rounding_std(wire) for wire in lossy), default=0.0)
         return per_fold * math.sqrt(num_steps / self.interval)
 
     def close(self) -> None:
+        """Waits for copies that are in flight, and closes the host store."""
         if self.store.pinned_nbytes:
             for unit in self.placement.units:
                 self.runtime.host_wait(unit)
-            self.runtime.end_copies()
+            self.runtime.wait_for_copies()
         self.store.close()
 
 
 def _check_dtypes(placement: Placement) -> None:
-    """A model comes in its checkpoint's dtype where the JSON names none."""
+    """Raises if a trained parameter has a dtype that ZO cannot train. Where the JSON names no dtype, a model has the
+    dtype of its checkpoint."""
     for part in (part for unit in placement.units for part in unit.parts):
         if not part.direct and part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(

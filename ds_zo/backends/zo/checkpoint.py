@@ -1,7 +1,7 @@
-"""What of a ZO run goes into a checkpoint, and how a run goes on from one.
+"""Writes a ZO run to a checkpoint, and restores a run from one.
 
-Planes as they are stored, their versions, and the log of what is pending: a resumed run has the bits of the run that
-was saved, in every storage format.
+A checkpoint holds the planes as they are stored, the units' versions, and the log of pending updates. A resumed run has
+the same bits as the saved run, in every storage format.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ds_zo.streaming.fold_schedule import FOLD_ORDER, turn
 from ds_zo.streaming.units import Unit
 
 
-class HomesCheckpoint:
-    """Snapshots of, and restores into, one model's block_store."""
+class ZOCheckpoint:
+    """Makes snapshots of one model's block store, and restores them."""
 
     def __init__(self, block_store: ZOBlockStore, module: nn.Module, *, aliases: Mapping[str, str]) -> None:
         self._block_store = block_store
@@ -48,11 +48,12 @@ class HomesCheckpoint:
     # Saving
 
     def snapshot(self, *, hold: bool, omit_frozen: bool) -> Snapshot:
-        """`hold`: training goes on while it is written ([Note: replaced buffers])."""
+        """Returns the pieces to write. With `hold`, training goes on while they are written: see [Note: replaced
+        buffers]."""
         block_store, units = self._block_store, self._block_store.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
         if self._block_store.device.type == "cuda" and not hold:
-            torch.cuda.current_stream(block_store.device).synchronize()  # downloads are waited for unit by unit
+            torch.cuda.current_stream(block_store.device).synchronize()  # `_piece` waits for each unit's download
         state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
         state["units"] = [{**describe(u), "version": u.version} for u in units]
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
@@ -64,14 +65,15 @@ class HomesCheckpoint:
         try:
             for unit in units:
                 held.append(self._piece(unit, hold=hold, omitted=omitted))
-        except BaseException:  # no memory for a copy, say: whoever rewrites weights would wait for ever
+        except BaseException:  # no memory for a copy, say: code that rewrites weights would wait for ever
             for piece in held:
                 piece.written()
             raise
         return Snapshot([*held, *pieces], lambda: state, order=order)
 
     def recorder(self) -> TrajectoryRecorder:
-        """For the trajectory of a run that starts here: reads all weights once, to know later what it started from."""
+        """A recorder for the trajectory of a run that starts here. Reads all weights once, for the hash of the starting
+        point."""
         block_store = self._block_store
         digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in block_store.placement.units}
         on_device = block_store.device.type == "cuda"
@@ -80,6 +82,7 @@ class HomesCheckpoint:
         )
 
     def _header(self) -> dict[str, Any]:
+        """The trajectory's header: the model, the facts that determine its updates, and the layout of its units."""
         config = getattr(self._module, "config", None)
         return {
             "model": getattr(config, "_name_or_path", None) or type(self._module).__name__,
@@ -92,7 +95,7 @@ class HomesCheckpoint:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What decides how updates are made and stored, besides the units themselves."""
+        """The settings that determine how updates are made and stored, besides the units themselves."""
         block_store = self._block_store
         return {
             "step": block_store.log.length,
@@ -108,6 +111,8 @@ class HomesCheckpoint:
         }
 
     def _piece(self, unit: Unit, *, hold: bool, omitted: set[str]) -> Piece:
+        """One unit's tensors as a piece of the snapshot. With `hold`, the claim keeps them as they are until they are
+        written."""
         if hold:
             if self._block_store.shared is not None:
                 self._block_store.runtime.host_wait(unit)
@@ -121,7 +126,8 @@ class HomesCheckpoint:
         return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
 
     def _steps_to_fold(self, unit: Unit) -> int:
-        """Copied ones last: nothing waits for them."""
+        """Steps until the unit's next fold. Units that the snapshot copies come last, because no fold waits for them to
+        be written."""
         step, interval = self._block_store.log.length, self._block_store.interval
         return (-(step + turn(unit.index, interval))) % interval if unit.streamed or unit.low_streamed else interval
 
@@ -129,7 +135,8 @@ class HomesCheckpoint:
 
     @torch.no_grad()
     def restore(self, saved: Saved, *, resume: bool, strict: bool) -> None:
-        """`resume` False takes the weights only: what is logged and counted here stays."""
+        """Restores a checkpoint. Without `resume` only weights and buffers are taken, and this run keeps its log and
+        its step."""
         state = saved.backend_state
         with reading_content(saved.folder, "its state"):
             self._check_state(saved)
@@ -142,7 +149,7 @@ class HomesCheckpoint:
         buffers = dict(persistent_buffers(self._module))
         forms = {name: saved.form(name) for name in state["buffers"] if name in buffers}
         check_forms(forms, buffers, of=f"checkpoint {saved.folder}")
-        if resume and self._block_store.measures:
+        if resume and self._block_store.must_choose_interval:
             self._block_store.set_interval(state["interval"])
         if resume:
             self._take_still(state["units"])
@@ -154,17 +161,17 @@ class HomesCheckpoint:
             if resume:
                 self._block_store.log.length = state["step"]
                 logger.warning(
-                    f"ds_zo: the checkpoint and this run differ in {', '.join(reasons)}: its weights are taken with "
-                    "every update, and the run goes on, but not bit for bit as it would have"
+                    f"ds_zo: the checkpoint and this run differ in {', '.join(reasons)}: the run resumes from the "
+                    "checkpoint's weights with every update applied, but not bit for bit as the saved run would"
                 )
                 for unit in self._block_store.placement.units:
                     unit.version = self._block_store.log.length
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
-        self._block_store.runtime.forget()
+        self._block_store.runtime.invalidate_slots()
 
     def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
-        """A run goes on as it began: with the same rows left alone, or none."""
+        """Takes over which rows get no noise, so that a resumed run perturbs the same rows as the saved one."""
         still = {p["name"]: still_of(p) for unit in descriptions for part in unit["parts"] for p in part["params"]}
         for part in (part for unit in self._block_store.placement.units for part in unit.parts):
             for p in part.placed:
@@ -172,22 +179,27 @@ class HomesCheckpoint:
             part.forget_tables()
 
     def _check_state(self, saved: Saved) -> None:
+        """Raises if a field of the saved state has the wrong type or shape."""
         state = saved.backend_state
         check_stored(state, saved.form)
         names = ("step", "seed", "noise_version", "num_directions", "num_groups", "interval")
         numbers = [state[name] for name in names] + [unit["version"] for unit in state["units"]]
         if not all(type(number) is int for number in numbers) or not 1 <= state["interval"] <= CAPACITY:
-            raise TypeError(f"numbers are {numbers}")
+            raise TypeError(f"numbers must be integers, with an interval from 1 to {CAPACITY}, got {numbers}")
         if not set(state["buffers"]) <= saved.names():
-            raise KeyError(f"buffers are {state['buffers']}")
+            raise KeyError(f"buffers must all be stored, got {state['buffers']}")
         shape = (CAPACITY, 1 + state["num_groups"] * (1 + state["num_directions"]))
         if state["rows"].dtype is not torch.float32 or tuple(state["rows"].shape) != shape:
-            raise TypeError(f"rows are {state['rows'].dtype} of {tuple(state['rows'].shape)}, expected {shape}")
+            raise TypeError(
+                f"rows must be float32 of {shape}, got {state['rows'].dtype} of {tuple(state['rows'].shape)}"
+            )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {p.name: tuple(p.parameter.shape) for u in self._block_store.placement.units for p in u.placed}
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        """Settings in which the checkpoint and this run differ, as text. If there are any, a resumed run has other
+        bits."""
         ours, theirs = self.facts(), {"fold_order": 1, **state}
         names = ("noise_version", "seed", "distribution", "rounding", "num_directions", "num_groups", "interval")
         found = [f"{n} ({theirs[n]} there, {ours[n]} here)" for n in (*names, "fold_order") if theirs[n] != ours[n]]
@@ -198,6 +210,7 @@ class HomesCheckpoint:
         return found
 
     def _restore_planes(self, saved: Saved, omitted: set[str]) -> None:
+        """Restores stored planes, versions and the log, bit for bit."""
         block_store, state = self._block_store, saved.backend_state
         versions = {unit_key(u): u["version"] for u in state["units"]}
         with block_store.rewriting(*block_store.placement.units) as writes:
@@ -210,10 +223,11 @@ class HomesCheckpoint:
         block_store.log.length = state["step"]
 
     def _restore_values(self, saved: Saved, *, partial: bool) -> None:
-        """Every weight as it is at the saved step, stored as this run stores weights."""
+        """Restores every weight's value at the saved step, in this run's storage format. `partial`: the checkpoint
+        lacks some weights."""
         block_store = self._block_store
         where = {p.name: (unit, p) for unit in block_store.placement.units for p in unit.placed}
-        if partial:  # what the checkpoint lacks stays, with its updates
+        if partial:  # weights that the checkpoint lacks keep their values, with pending updates
             for unit in block_store.placement.units:
                 block_store.materialiser.fold_now(unit)
         with block_store.rewriting(*block_store.placement.units) as writes:
@@ -229,4 +243,6 @@ class HomesCheckpoint:
 
 
 def _without(tensors: Mapping[str, torch.Tensor], omitted: set[str]) -> Mapping[str, torch.Tensor]:
+    """The tensors of parameters that are not omitted. A tensor's name is its parameter's, with `:plane` after it for
+    planes besides the storage."""
     return {name: value for name, value in tensors.items() if name.partition(":")[0] not in omitted}

@@ -1,13 +1,14 @@
-"""CUDA graphs of blocks that are too small to keep the GPU busy while Python launches their kernels.
+"""Records CUDA graphs of blocks that are too small to keep the GPU busy while Python launches their kernels.
 
-Working copies made in pairs lie in the same two places for every step, so a block's forward of one pass is the same
-list of kernels each time: recorded once, replayed by one launch. Inputs are copied to where the recording read them,
-outputs are copied out. Recorded is only what was seen to be replayable: tensors in, tensors out, no random numbers
-drawn, no number read back, no input changed. Whatever can't be recorded runs as it did.
+Working copies made in pairs lie at the same two addresses in every step. So a block's forward in one pass is the same
+list of kernels each time: it is recorded once and replayed by one launch. Inputs are copied to the addresses that the
+recording reads, and outputs are copied out. A block is recorded only if one run showed that it can be replayed. It must
+take and return tensors, draw no random numbers, read no value back to the host, and change no input. Every other block
+runs as usual.
 
-[Note: tensors that modules keep] Kernels read masks and tables of positions where these were when they were recorded. A
-module that makes a longer table for a longer batch lets the first one go, and its memory becomes something else's. So
-each is looked at before a replay.
+[Note: tensors that modules keep] Recorded kernels read masks and position tables at their addresses at recording time.
+A module that makes a longer table for a longer batch frees the first table, and its memory is used for something else.
+So the address of each such tensor is checked before a replay.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from ds_zo.ops.recording import recorded
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
 from ds_zo.streaming.units import Unit
 
-MOST_KINDS = 16
-"""Shapes of inputs that are recorded: each keeps a graph a block and pass."""
+MAX_INPUT_KINDS = 16
+"""Kinds of inputs (shapes, dtypes, other arguments) that are recorded: each kind keeps one graph per block and pass."""
 
 Key = tuple[Any, ...]
 
 
 class CaptureState:
-    """What a block's forward depends on besides arguments, parameters and code; see [Note: tensors that modules
-    keep]."""
+    """State that a block's forward depends on besides arguments, parameters and code. It consists of hooks and of
+    tensors that modules keep ([Note: tensors that modules keep])."""
 
     def __init__(self, block: nn.Module) -> None:
         self._hooks = [
@@ -46,7 +47,7 @@ class CaptureState:
             torch.nn.modules.module._global_forward_pre_hooks,
             *(hooks for m in block.modules() if m is not block for hooks in (m._forward_hooks, m._forward_pre_hooks)),
         ]
-        """Of modules inside: the block's own run around its forward."""
+        """Hooks of the modules inside the block. The block's own hooks run around its forward."""
         self._tensors = [
             (places, name, tensor, tensor.data_ptr())
             for m in block.modules()
@@ -57,11 +58,12 @@ class CaptureState:
 
     @property
     def has_hooks(self) -> bool:
-        """A replay would not call them."""
+        """Whether any hook is registered: a replay would not call it."""
         return any(self._hooks)
 
     @property
-    def have_moved(self) -> bool:
+    def is_stale(self) -> bool:
+        """Whether a module has replaced a tensor that it kept, or the tensor's memory has moved."""
         return any(
             places.get(name) is not tensor or tensor.data_ptr() != address
             for places, name, tensor, address in self._tensors
@@ -70,15 +72,16 @@ class CaptureState:
 
 @dataclass
 class Recording:
-    """One block's forward of one pass for inputs of one shape."""
+    """The CUDA graph of one block's forward in one pass, for one kind of inputs."""
 
     graph: torch.cuda.CUDAGraph
-    surroundings: CaptureState
+    capture_state: CaptureState
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     spec: Any
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
+        """Copies the inputs in, launches the graph, and returns copies of the outputs."""
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
         self.graph.replay()
@@ -86,26 +89,27 @@ class Recording:
 
 
 class BlockGraphs:
-    """Stands before the forward of each block and replays it where it can."""
+    """Replaces the forward of each block by one that replays a recording where there is one."""
 
     def __init__(self, block_store: ZOBlockStore, lockstep: Lockstep, *, device: torch.device) -> None:
         self._block_store = block_store
         self._lockstep = lockstep
         self._device = device
         self._recordings: dict[Key, Recording | None] = {}
-        """None: seen not to be replayable."""
+        """Recordings by unit, pass and kind of inputs. None for a block that cannot be replayed."""
         self._outputs: dict[Key, list[torch.Tensor]] = {}
-        """Where the replayable put their outputs."""
-        self._statics: dict[Key, list[torch.Tensor]] = {}
-        self._moved: set[Key] = set()
-        """Recorded once more because tensors inside had moved."""
-        self._kinds: set[Key] = set()
+        """Tensors to which the recordings write their outputs, for blocks that can be replayed."""
+        self._static_tensors: dict[Key, list[torch.Tensor]] = {}
+        self._rerecorded: set[Key] = set()
+        """Keys that were recorded a second time because tensors inside had moved."""
+        self._input_kinds: set[Key] = set()
         self._has_warned = self._has_warned_of_hooks = False
-        self._made_for: object = None
-        self._gave_up = False
+        self._recorded_for: object = None
+        self._disabled = False
         self._stream = torch.cuda.Stream(device)
         self._wrapped: list[tuple[nn.Module, Any]] = []
-        """Modules, and a forward of their own that they had before."""
+        """Modules whose forward is replaced, and the `forward` attribute that each had set on itself before, or
+        None."""
         entered = {id(module) for module in block_store.placement.entered_by}
         for unit in block_store.placement.blocks:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
@@ -115,13 +119,14 @@ class BlockGraphs:
                 unit.module.forward = StandIn(partial(self._forward, unit, method), method)
 
     def close(self) -> None:
+        """Drops all recordings and restores the modules' forwards."""
         self.forget()
-        self._statics.clear()
+        self._static_tensors.clear()
         while self._wrapped:
             _unwrap(*self._wrapped.pop())
 
-    def leave(self, units: Sequence[Unit]) -> None:
-        """They are no longer visited as blocks."""
+    def exclude(self, units: Sequence[Unit]) -> None:
+        """Restores the forwards of these units, which are blocks no more."""
         modules = {id(unit.module) for unit in units}
         leaving = [(module, before) for module, before in self._wrapped if id(module) in modules]
         self._wrapped = [(module, before) for module, before in self._wrapped if id(module) not in modules]
@@ -129,94 +134,102 @@ class BlockGraphs:
             _unwrap(module, before)
 
     def forget(self) -> None:
-        """Modules or working copies are others now."""
+        """Drops all recordings: the modules have changed, or the working copies have other addresses."""
         self._recordings.clear()
         self._outputs.clear()
-        self._moved.clear()
+        self._rerecorded.clear()
 
     @property
     def _pool(self) -> Any:
-        """Memory that recordings share, since they run one after the other; None: one of its own for the first. It
-        goes with the last of them, and its name with it, so those that live are asked."""
+        """The memory pool that recordings share, which is safe because they run one after the other. None before the
+        first recording, which then makes a pool. A pool and its id end with its last recording, so the id is asked of a
+        live recording."""
         return next((r.graph.pool() for r in self._recordings.values() if r is not None), None)
 
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces a block's forward: replays its recording, records it, or runs it as usual."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if self._made_for is not self._block_store.materialiser:  # working copies have moved
+        if self._recorded_for is not self._block_store.materialiser:  # working copies have other addresses
             self.forget()
-            self._made_for = self._block_store.materialiser
-        if self._gave_up or not (self._lockstep.inside and self._block_store.materialiser.in_one_launch):
+            self._recorded_for = self._block_store.materialiser
+        if self._disabled or not (self._lockstep.inside and self._block_store.materialiser.in_one_launch):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        if not self._pays(unit, tensors) or not all(_is_plain(leaf) for leaf in others):
+        if not self._is_small(unit, tensors) or not all(_is_plain(leaf) for leaf in others):
             return forward(*args, **kwargs)
         shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        same = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
-        if not self._is_one_of_few(same):
+        kind = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
+        if not self._admits(kind):
             return forward(*args, **kwargs)
-        key = (id(unit), self._lockstep.current, *same)
+        key = (id(unit), self._lockstep.current, *kind)
         if key not in self._recordings:
-            surroundings = CaptureState(unit.module)
-            if self._calls_hooks(surroundings):
+            capture_state = CaptureState(unit.module)
+            if self._calls_hooks(capture_state):
                 return forward(*args, **kwargs)
             if key not in self._outputs:
-                return self._watched(key, same, tensors, partial(forward, *args, **kwargs))
-            self._recordings[key] = self._record(forward, leaves, spec, surroundings, key=key, same=same)
+                return self._run_checked(key, kind, tensors, partial(forward, *args, **kwargs))
+            self._recordings[key] = self._record(forward, leaves, spec, capture_state, key=key, kind=kind)
         recording = self._recordings[key]
-        if recording is None or self._calls_hooks(recording.surroundings):
+        if recording is None or self._calls_hooks(recording.capture_state):
             return forward(*args, **kwargs)
-        if recording.surroundings.have_moved:
+        if recording.capture_state.is_stale:
             self._drop(key)
             return forward(*args, **kwargs)
         return recording.replay(tensors)
 
-    def _calls_hooks(self, surroundings: CaptureState) -> bool:
-        if not surroundings.has_hooks:
+    def _calls_hooks(self, capture_state: CaptureState) -> bool:
+        """Whether hooks inside the block must be called, so that it runs without a graph. Warns once."""
+        if not capture_state.has_hooks:
             return False
         if not self._has_warned_of_hooks:
             self._has_warned_of_hooks = True
             logger.warning(
-                "ds_zo: forward hooks on modules inside blocks are called, so while there are any, blocks run without "
-                "CUDA graphs: remove them after use"
+                "ds_zo: CUDA graphs do not call forward hooks on modules inside blocks, so blocks with such hooks run "
+                "without CUDA graphs: remove the hooks after use"
             )
         return True
 
     def _drop(self, key: Key) -> None:
-        """To be recorded anew, once: what moves again and again is better not."""
-        if key in self._moved:
+        """Drops a recording whose tensors have moved, to record it anew. After the second time, the block is not
+        recorded again."""
+        if key in self._rerecorded:
             self._recordings[key] = None
         else:
-            self._moved.add(key)
+            self._rerecorded.add(key)
             del self._recordings[key]
 
-    def _pays(self, unit: Unit, tensors: list[torch.Tensor]) -> bool:
+    def _is_small(self, unit: Unit, tensors: list[torch.Tensor]) -> bool:
+        """Whether the block has so few floating-point operations for these inputs that launching its kernels takes
+        longer."""
         num_tokens = max(
             (t.shape[0] * t.shape[1] for t in tensors if t.dim() == 3 and t.is_floating_point()), default=0
         )
         on_device = all(t.device == self._device for t in tensors)
         return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_RECORDED_FLOPS
 
-    def _is_one_of_few(self, same: Key) -> bool:
-        if same in self._kinds:
+    def _admits(self, kind: Key) -> bool:
+        """Whether inputs of this kind are recorded. Warns once when there are too many kinds."""
+        if kind in self._input_kinds:
             return True
-        if len(self._kinds) < MOST_KINDS:
-            self._kinds.add(same)
+        if len(self._input_kinds) < MAX_INPUT_KINDS:
+            self._input_kinds.add(kind)
             return True
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"ds_zo: inputs came in more than {MOST_KINDS} shapes; further ones run without CUDA graphs: pad "
-                "batches to a multiple of some length, or set ds_zo.cuda_graphs to false"
+                f"ds_zo: CUDA graphs are recorded for at most {MAX_INPUT_KINDS} shapes of inputs, and this run has "
+                "more, which run without CUDA graphs: pad batches to a multiple of some length, or set "
+                "ds_zo.cuda_graphs to false"
             )
         return False
 
-    def _watched(self, key: Key, same: Key, tensors: list[torch.Tensor], call: Callable[[], Any]) -> Any:
-        """A run as usual, in which libraries set themselves up and it is seen whether replaying could do the same: a
-        recording that fails would leave the allocator recording."""
+    def _run_checked(self, key: Key, kind: Key, tensors: list[torch.Tensor], call: Callable[[], Any]) -> Any:
+        """Runs the block as usual, and notes whether it can be replayed. Libraries also set themselves up in this run.
+        A recording must not fail: it would leave the allocator in recording mode."""
         generator = torch.cuda.default_generators[self._device.index or 0]
         before, mode = generator.get_offset(), torch.cuda.get_sync_debug_mode()
         versions = [_version(t) for t in tensors]
@@ -230,30 +243,32 @@ class BlockGraphs:
         leaves, _ = pytree.tree_flatten(result)
         waits = any("synchronizing" in str(warning.message) for warning in seen)
         draws = generator.get_offset() != before
-        writes = versions != [_version(t) for t in tensors]  # a replay would write to copies
+        writes = versions != [_version(t) for t in tensors]  # a replay would write to copies of the inputs
         if waits or draws or writes or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
             return result
-        self._outputs[key] = self._shared(("out", same, *((t.shape, t.dtype) for t in leaves)), leaves)
+        self._outputs[key] = self._static_like(("out", kind, *((t.shape, t.dtype) for t in leaves)), leaves)
         return result
 
-    def _shared(self, key: Key, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Blocks and passes run one after the other, so those with tensors of one shape share them."""
-        if key not in self._statics:
-            self._statics[key] = [torch.empty_like(t) for t in like]
-        return self._statics[key]
+    def _static_like(self, key: Key, like: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors at fixed addresses, shaped like `like`. Blocks and passes run one after the other, so all with the
+        same key share them."""
+        if key not in self._static_tensors:
+            self._static_tensors[key] = [torch.empty_like(t) for t in like]
+        return self._static_tensors[key]
 
     def _record(
         self,
         forward: Callable[..., Any],
         leaves: list[Any],
         spec: Any,
-        surroundings: CaptureState,
+        capture_state: CaptureState,
         *,
         key: Key,
-        same: Key,
+        kind: Key,
     ) -> Recording | None:
-        inputs = self._shared(("in", same), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        """Records the block's forward on static inputs. Returns None if the block cannot be replayed."""
+        inputs = self._static_like(("in", kind), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         rest = iter(inputs)
         args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
         output_spec: Any = None
@@ -267,12 +282,12 @@ class BlockGraphs:
         try:
             graph = recorded(work, stream=self._stream, pool=self._pool)
         except Exception as error:
-            self._gave_up = True
-            logger.warning(f"ds_zo: blocks run without CUDA graphs from now on, for one can't be recorded: {error}")
+            self._disabled = True
+            logger.warning(f"ds_zo: from now on blocks run without CUDA graphs, because recording failed: {error}")
             return None
-        if surroundings.have_moved:  # by the forward itself: its next run would start from other ones
+        if capture_state.is_stale:  # the forward itself replaced a tensor: its next run would read another one
             return None
-        return Recording(graph, surroundings, inputs, self._outputs[key], output_spec)
+        return Recording(graph, capture_state, inputs, self._outputs[key], output_spec)
 
 
 def _unwrap(module: nn.Module, before: Any) -> None:
@@ -286,5 +301,5 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Values that decide what a forward does by being what they are; a cache, say, changes."""
+    """Whether the value alone determines its effect on a forward. A cache, for example, changes its contents."""
     return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))

@@ -1,9 +1,10 @@
-"""Several passes of one forward in lockstep: at every block each pass runs it before any goes on.
+"""Runs several passes of one forward in lockstep: all passes run a block before any pass goes on to the next block.
 
-[Note: twin forward] The user's own forward runs in coroutines (greenlets), so no model needs code of ours. A pass that
-reaches a block asks for it and pauses; when all have asked, the block is there once and each pass runs it with its own
-perturbed copy. What PyTorch and Python keep per thread would leak from one pass into another at a pause, so each pass
-owns its grad mode, autocast state, current stream, random states and context variables.
+[Note: passes in lockstep] The user's own forward runs in coroutines (greenlets), so a model needs no code for ZO. A
+pass that reaches a block requests it and pauses. When all passes have requested the block, it is uploaded once, and
+each pass runs it with its own perturbed copy. PyTorch and Python keep some state per thread, which would leak from one
+pass into another at a pause. So each pass has its own grad mode, autocast state, current stream, random states and
+context variables.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ds_zo.backends.common.random_state import RandomState
 
 
 class CannotInterleave(RuntimeError):
-    """This forward can't run in lockstep; one pass after the other is still right."""
+    """Raised when a forward cannot run in lockstep. Running one pass after the other gives the right result."""
 
 
 _ATTENTION_KERNELS = (
@@ -31,12 +32,13 @@ _ATTENTION_KERNELS = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
-"""What `sdpa_kernel` sets and puts back: forwards open it around all their blocks."""
+"""Getters and setters of the flags that `sdpa_kernel` sets and restores: forwards use it around all their blocks."""
 
 
 @dataclass
 class ThreadState:
-    """What PyTorch keeps per thread or globally and a forward may set around its blocks, besides random states."""
+    """State that PyTorch keeps per thread or globally and that a forward may set around its blocks, besides random
+    states."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -47,6 +49,7 @@ class ThreadState:
 
     @classmethod
     def capture(cls, device: torch.device) -> ThreadState:
+        """The state of the current thread."""
         kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         return cls(
             grad=torch.is_grad_enabled(),
@@ -58,12 +61,13 @@ class ThreadState:
         )
 
     def restore(self) -> None:
+        """Sets the current thread to this state."""
         torch.set_grad_enabled(self.grad)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        torch.clear_autocast_cache()  # casts of a parameter outlive the copy they were made from
+        torch.clear_autocast_cache()  # it holds casts of copies that are overwritten
         torch.set_default_dtype(self.default_dtype)
         for (_, enable), enabled in zip(_ATTENTION_KERNELS, self.attention_kernels, strict=True):
             enable(enabled)
@@ -72,35 +76,37 @@ class ThreadState:
 
 
 class _LockstepPass:
+    """One pass: its coroutine, and the thread state and random states to restore when it resumes."""
+
     def __init__(self, call: Callable[[], Any], thread: ThreadState, randomness: tuple[Any, ...]) -> None:
         self.coroutine = greenlet.greenlet(call)
         self.coroutine.gr_context = contextvars.copy_context()
         self.thread = thread
         self.randomness = randomness
-        self.asked: Any = None
-        """What it paused for, or its result once it is dead."""
+        self.request: Any = None
+        """The object that the pass requested when it paused, or the pass's result once its coroutine is dead."""
 
 
 class Lockstep:
-    """Runs passes of one forward, together or one after the other, each from the same random state."""
+    """Runs passes of one forward, in lockstep or one after the other, each from the same random state."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._random = RandomState(device)
         self._hub: greenlet.greenlet | None = None
         self._thread = threading.get_ident()
-        """The hub's."""
+        """Identifier of the thread in which the hub runs."""
         self._modes = _open_modes()
         self._start: Any = None
         self.current = 0
-        """Which pass is running."""
+        """Index of the pass that is running."""
         self.on_switch: Callable[[int], None] = lambda index: None
-        """Called before pass `index` starts or goes on."""
-        self.on_again: Callable[[], None] = lambda: None
-        """Called before passes that have run, or broken off, are run again."""
+        """Called before pass `index` starts or resumes."""
+        self.before_rerun: Callable[[], None] = lambda: None
+        """Called before passes that have run, or were interrupted, are run again."""
 
-    def heed(self, generators: Iterable[Any]) -> None:
-        """Gives passes the same numbers from these, too."""
+    def track_generators(self, generators: Iterable[Any]) -> None:
+        """Gives every pass the same random numbers from these generators too."""
         self._random.own = list({id(generator): generator for generator in generators}.values())
 
     @property
@@ -108,74 +114,77 @@ class Lockstep:
         """Whether the caller runs in one of the passes of a lockstep run."""
         return self._hub is not None and greenlet.getcurrent() is not self._hub
 
-    def pause(self, asked: Any) -> None:
-        """Called from a hook inside a pass: returns when the hub has made ready what was asked for."""
+    def pause(self, request: Any) -> None:
+        """Called from a hook inside a pass. Returns when all passes have made the request and the hub has prepared it
+        for this pass."""
         assert self._hub is not None
         if threading.get_ident() != self._thread:
             raise CannotInterleave("blocks run in other threads than the one that called the engine")
         if _open_modes() != self._modes:
-            asked = CannotInterleave(
-                "a torch function mode (such as `with torch.device(...)`) is open while a block runs, and would reach "
-                "the other pass"
+            request = CannotInterleave(
+                "a torch function mode (such as `with torch.device(...)`) is open while a block runs, and would also "
+                "apply to the other passes"
             )
-        self._hub.switch(asked)
+        self._hub.switch(request)
 
     def snapshot(self) -> Any:
-        """The random state, for running the same passes again."""
-        return self._random.cheap(), self._random.python()
+        """The random state, from which the same passes can run again."""
+        return self._random.get_state(), self._random.python_state()
 
     def set_snapshot(self, snapshot: Any) -> None:
-        self._random.set_cheap(snapshot[0])
-        self._random.set_python(snapshot[1])
+        """Restores the random state that `snapshot` returned."""
+        self._random.set_state(snapshot[0])
+        self._random.set_python_state(snapshot[1])
 
     def rewind(self) -> None:
-        """To the random state that the last passes started from."""
+        """Restores the random state that the last passes started from."""
         self.set_snapshot(self._start)
 
     def together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
-        """The calls' results. `ready(asked, i)` is called before pass i goes on with what all asked for."""
+        """Runs the calls in lockstep and returns their results. `ready(request, i)` is called before pass i resumes
+        with the object that all passes requested."""
         start = self._start = self.snapshot()
         try:
             results = self._together(calls, ready)
         except CannotInterleave:
             self.set_snapshot(start)
-            self.on_again()
+            self.before_rerun()
             raise
-        if not self._random.swap_python and not self._random.same_python(start[1], self._random.python()):
-            # The passes drew different numbers from generators that were not swapped: again, swapping them.
+        if not self._random.swap_python and not self._random.equal_python_states(start[1], self._random.python_state()):
+            # The passes drew different numbers from generators that were not swapped: run again, swapping them.
             self._random.swap_python = True
             self.set_snapshot(start)
-            self.on_again()
+            self.before_rerun()
             results = self._together(calls, ready)
         return results
 
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         outside = ThreadState.capture(self._device)
         inside = replace(outside, autocast_cache=False)
-        start = self._random.cheap()
-        twins = [_LockstepPass(call, inside, start) for call in calls]
+        start = self._random.get_state()
+        passes = [_LockstepPass(call, inside, start) for call in calls]
         self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
-        inside.restore()  # the hub's state too: passes mostly share it, and then switching costs little
+        inside.restore()  # the hub has the same state as most passes, so that switching costs little
         try:
-            for index, twin in enumerate(twins):
-                self._resume(twin, index, inside)
-            while not all(twin.coroutine.dead for twin in twins):
-                asked = twins[0].asked
-                if any(twin.coroutine.dead or twin.asked is not asked for twin in twins):
-                    raise CannotInterleave("the passes visit different blocks")
-                for index, twin in enumerate(twins):
-                    ready(asked, index)
-                    self._resume(twin, index, inside)
-            return [twin.asked for twin in twins]
+            for index, pass_ in enumerate(passes):
+                self._resume(pass_, index, inside)
+            while not all(pass_.coroutine.dead for pass_ in passes):
+                request = passes[0].request
+                if any(pass_.coroutine.dead or pass_.request is not request for pass_ in passes):
+                    raise CannotInterleave("the passes call different blocks")
+                for index, pass_ in enumerate(passes):
+                    ready(request, index)
+                    self._resume(pass_, index, inside)
+            return [pass_.request for pass_ in passes]
         finally:
-            with ExitStack() as ending:  # a pass may raise once more on its way out
+            with ExitStack() as ending:  # a pass may raise again while it unwinds
                 ending.callback(outside.restore)
                 ending.callback(setattr, self, "_hub", None)
-                for twin in reversed(twins):
-                    ending.callback(self._end, twin)
+                for pass_ in reversed(passes):
+                    ending.callback(self._end, pass_)
 
     def one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The calls' results, each pass run whole from the same random state."""
+        """Runs the calls one after the other, each from the same random state, and returns their results."""
         outside = ThreadState.capture(self._device)
         start = self._start = self.snapshot()
         results = []
@@ -190,32 +199,33 @@ class Lockstep:
             outside.restore()
         return results
 
-    def _resume(self, twin: _LockstepPass, index: int, hub: ThreadState) -> None:
+    def _resume(self, pass_: _LockstepPass, index: int, hub: ThreadState) -> None:
+        """Runs the pass until its next request or its end, in its own thread state and random states."""
         self.current = index
         self.on_switch(index)
-        if twin.thread != hub:
-            twin.thread.restore()
-        self._random.set_cheap(twin.randomness)
+        if pass_.thread != hub:
+            pass_.thread.restore()
+        self._random.set_state(pass_.randomness)
         try:
-            twin.asked = twin.coroutine.switch()
+            pass_.request = pass_.coroutine.switch()
         finally:
-            twin.thread = ThreadState.capture(self._device)
-            twin.randomness = self._random.cheap()
-            if twin.thread != hub:
+            pass_.thread = ThreadState.capture(self._device)
+            pass_.randomness = self._random.get_state()
+            if pass_.thread != hub:
                 hub.restore()
-            if any(enabled for _, enabled, _ in twin.thread.autocast):
-                torch.clear_autocast_cache()  # casts of a parameter outlive the copy they were made from
-        if isinstance(twin.asked, CannotInterleave):
-            raise twin.asked
+            if any(enabled for _, enabled, _ in pass_.thread.autocast):
+                torch.clear_autocast_cache()  # it holds casts of copies that are overwritten
+        if isinstance(pass_.request, CannotInterleave):
+            raise pass_.request
 
-    def _end(self, twin: _LockstepPass) -> None:
-        """An abandoned pass would keep its activations and leave its grad mode behind."""
-        if twin.coroutine.dead or not twin.coroutine:  # finished, or never started
+    def _end(self, pass_: _LockstepPass) -> None:
+        """Ends a pass that has not finished: it would keep its activations alive, and leave its grad mode set."""
+        if pass_.coroutine.dead or not pass_.coroutine:  # finished, or never started
             return
-        twin.thread.restore()
-        twin.coroutine.throw(greenlet.GreenletExit)
+        pass_.thread.restore()
+        pass_.coroutine.throw(greenlet.GreenletExit)
 
 
 def _open_modes() -> tuple[int, int, bool]:
-    """What can't be set aside at a pause: only whoever opened it can close it."""
+    """Modes that cannot be suspended at a pause: only the code that entered one can exit it."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.is_inference_mode_enabled()

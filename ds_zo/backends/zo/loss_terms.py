@@ -1,10 +1,10 @@
-"""Terms of a loss that ZO would drop are refused.
+"""Refuses losses with terms that ZO would drop.
 
-[Note: terms that ZO cannot see] ZO measures the losses that a model's forward returns, in passes that keep no graph. So
-these have no effect on the update: a function of the model's other outputs, of its parameters, or of a module that made
-an input. Each is a node in the graph of a loss. Other outputs get a node that keeps no tensor. Parameters are leaves.
-Inputs that require grad stand before the node of the measured loss. `engine.backward` looks for these nodes first and
-raises. In a bare `loss.backward()`, the nodes raise.
+[Note: terms that ZO cannot see] ZO measures the losses that a model's forward returns, in passes that keep no graph.
+Other terms of a loss have no effect on the update. Such terms are functions of the model's other outputs, of its
+parameters, or of a module that made an input. Each is a node in the loss's graph. Other outputs get a node that keeps
+no tensor. Parameters are leaves. Inputs that require grad come before the node of the measured loss. `engine.backward`
+searches the graph for these nodes and raises. In a direct `loss.backward()`, the nodes raise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_zo.backends.common.autograd_graph import nodes_before
 from ds_zo.backends.common.plain_copies import Hook
-from ds_zo.streaming.units import Placed
+from ds_zo.streaming.units import PlacedParameter
 
 _OUTPUT_REMEDY = (
     "return the whole loss from the model's forward, call the model without labels so that ZO measures its outputs, or "
@@ -30,6 +30,7 @@ _INPUT_REMEDY = "compute the input inside the module that deepspeed.initialize i
 
 
 def refusal(found: str, remedy: str) -> ValueError:
+    """The error for a loss that depends on `found`."""
     return ValueError(
         "ZO follows the losses that the model's forward returns, and no other part of a loss. This loss also depends "
         f"on {found}: {remedy} (engine.backward)"
@@ -37,7 +38,7 @@ def refusal(found: str, remedy: str) -> ValueError:
 
 
 class _Mark(torch.autograd.Function):
-    """The same values behind a node that refuses gradients. `dropped` says why, for each output."""
+    """Returns the same values behind a node whose backward raises. `dropped` holds (found, remedy) for each output."""
 
     @staticmethod
     def forward(
@@ -53,7 +54,8 @@ class _Mark(torch.autograd.Function):
 
 
 def _marked(tensors: Sequence[torch.Tensor], found: str, remedy: str) -> list[torch.Tensor]:
-    """Parameters and tensors with a graph stay: they are found as such."""
+    """The tensors with marks. Parameters and tensors with a graph stay as they are: `TrainedParameters.check` finds
+    them."""
     others = [t for t in tensors if not (isinstance(t, nn.Parameter) or t.requires_grad)]
     if not others:
         return list(tensors)
@@ -65,26 +67,27 @@ def _marked(tensors: Sequence[torch.Tensor], found: str, remedy: str) -> list[to
 
 
 def marked_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs of a training forward that stand beside its loss."""
+    """Marks outputs of a training forward other than its loss."""
     return _marked(tensors, "an output of the model besides its loss", _OUTPUT_REMEDY)
 
 
 def marked_results(tensors: Sequence[torch.Tensor], module: nn.Module) -> list[torch.Tensor]:
-    """Results of a module of the model that was called outside the engine's forward."""
+    """Marks results of a module of the model that was called outside the engine's forward."""
     return _marked(tensors, f"{type(module).__name__} called outside the engine's forward", _CALL_REMEDY)
 
 
 def dropped_inputs(inputs: Sequence[torch.Tensor]) -> tuple[str, str] | None:
-    """Why a loss can't be differentiated in these inputs, which require grad."""
+    """The (found, remedy) for a loss that has a gradient in these inputs; None if there are no inputs that require
+    grad."""
     if not inputs:
         return None
     return f"an input that requires grad (of shape {tuple(inputs[0].shape)})", _INPUT_REMEDY
 
 
-class OwnParameters:
-    """Looks for a model's parameters, and for marks, in the graph of a loss."""
+class TrainedParameters:
+    """The model's trained parameters. Refuses losses whose graph contains one of them, or a mark."""
 
-    def __init__(self, placed: Iterable[Placed]) -> None:
+    def __init__(self, placed: Iterable[PlacedParameter]) -> None:
         trained = [p for p in placed if p.trainable]
         self._names = {id(p.parameter): p.name for p in trained}
         self._handles = [
@@ -95,7 +98,8 @@ class OwnParameters:
         return id(tensor) in self._names
 
     def check(self, loss: torch.Tensor) -> None:
-        """Before the backward pass, so that a refused loss changes nothing."""
+        """Raises if the loss's graph contains a trained parameter or a mark. Runs before the backward pass, so that a
+        refused loss changes nothing."""
         edges = [(loss.grad_fn, loss.output_nr)]
         edges += [edge for node in nodes_before([loss.grad_fn]) for edge in node.next_functions]
         for node, number in edges:
@@ -107,10 +111,12 @@ class OwnParameters:
                 raise refusal(f"parameter {self._names[id(variable)]}", _PARAMETER_REMEDY)
 
     def close(self) -> None:
+        """Removes the hooks from the parameters."""
         while self._handles:
             self._handles.pop().remove()
 
 
 def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
+    """Gradient hook of a parameter: raises in a direct `loss.backward()`."""
     parameter.grad = None
     raise refusal(f"parameter {name}", _PARAMETER_REMEDY)

@@ -1,10 +1,11 @@
-"""From the outputs of twin passes to one output with an autograd node.
+"""Combines the outputs of all passes into one output with an autograd node.
 
-[Note: the chain rule does the bookkeeping] A ZO step has no backward pass through the model, yet
-`engine.backward(loss)` must mean what it says. The loss that is returned is the mean over the passes, tied to a node
-that keeps `l+ - l-`. Its backward receives whatever scale the caller applied (1/accumulation, token counts, a user's `2
-* loss`) and adds `grad * (l+ - l-) / (2 zo_eps)` to the projected gradient of each direction. An output without a loss
-is tied as a whole: `<grad_o, o+ - o-> / (2 zo_eps)` is exact for a loss that is linear in it and first order otherwise.
+[Note: the chain rule does the bookkeeping] A ZO step has no backward pass through the model. Still, any scale that the
+caller applies before `engine.backward(loss)` (1/accumulation, token counts, `2 * loss`) must scale the update. So the
+returned loss is the mean over the passes, and its autograd node keeps `l+ - l-`. The node's backward receives the
+caller's scale as `grad`. It adds `grad * (l+ - l-) / (2 zo_eps)` to the projected gradient of each direction. If the
+output has no loss, the node covers all its floating-point tensors and adds `<grad_o, o+ - o-> / (2 zo_eps)`. This is
+exact for a loss that is linear in the output, and first order otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ds_zo.backends.zo.loss_terms import dropped_inputs, marked_outputs, refusal
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The scalar a model returned as its loss, by the conventions in use: `.loss`, `["loss"]`, first of a tuple, or the
+    """The scalar that a model returned as its loss, or None. Conventions: `.loss`, `["loss"]`, first of a tuple, or the
     output itself."""
     if isinstance(output, torch.Tensor):
         found: Any = output
@@ -37,8 +38,9 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def losses_of(output: Any) -> list[torch.Tensor]:
-    """The loss, and what stands beside it that the caller may make a loss of: losses of other heads, regularisers, and
-    the labels' log-probabilities of a fused head, which TRL's trainers sum themselves. None where there is no loss."""
+    """The loss, and the output's other tensors of which the caller may make a loss. These are losses of other heads,
+    regularisers, and the labels' log-probabilities of a fused head, which TRL's trainers sum themselves. Empty if the
+    output has no loss."""
     loss = loss_of(output)
     return [] if loss is None else [loss, *(t for t in floats_of(output) if t is not loss and _is_loss(t, output))]
 
@@ -48,8 +50,8 @@ def _is_loss(tensor: torch.Tensor, output: Any) -> bool:
 
 
 def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
-    """The same output with others in the place of `losses_of` it, and its other tensors marked; the original is not
-    touched. See [Note: terms that ZO cannot see]."""
+    """A copy of the output with `losses` in place of `losses_of` it, and its other tensors marked. See [Note: terms
+    that ZO cannot see]."""
     loss, floats, others = loss_of(output), floats_of(output), iter(losses[1:])
     rest = iter(marked_outputs([t for t in floats if t is not loss and not _is_loss(t, output)]))
     if len(floats) > 1:
@@ -59,7 +61,7 @@ def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
 
 
 def with_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The same output with another loss; the original is not touched."""
+    """A copy of the output with another loss."""
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, (tuple, list)):
@@ -74,12 +76,14 @@ def _set(output: Any, name: str, value: Any) -> None:
     if isinstance(output, MutableMapping):
         output[name] = value
     elif dataclasses.is_dataclass(output):
-        object.__setattr__(output, name, value)  # it may be frozen
+        object.__setattr__(output, name, value)  # the dataclass may be frozen
     else:
         setattr(output, name, value)
 
 
 def floats_of(output: Any) -> list[torch.Tensor]:
+    """The output's floating-point tensors, also those inside dataclasses and mappings that PyTorch's pytrees do not
+    flatten."""
     found: list[torch.Tensor] = []
     for leaf in tree_flatten(_fields(output))[0]:
         if _is_float(leaf):
@@ -90,6 +94,7 @@ def floats_of(output: Any) -> list[torch.Tensor]:
 
 
 def with_floats(output: Any, floats: Iterable[torch.Tensor]) -> Any:
+    """A copy of the output with `floats` in place of `floats_of` it."""
     left = iter(floats)
     leaves, spec = tree_flatten(_fields(output))
     filled = [
@@ -109,7 +114,8 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _fields(output: Any) -> Any:
-    """What torch does not look into, as a dict: plain dataclasses, mappings of other kinds, objects with a loss."""
+    """The output as a dict if pytrees treat it as a leaf: plain dataclasses, other mappings, objects with a loss. Else
+    the output itself."""
     if tree_is_leaf(output) and not isinstance(output, torch.Tensor):
         if isinstance(output, MutableMapping):
             return dict(output)
@@ -121,11 +127,12 @@ def _fields(output: Any) -> Any:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
+    """The value in float32, or in float64 if it is that."""
     return value if value.dtype is torch.float64 else value.float()
 
 
 class _Tie(torch.autograd.Function):
-    """Means over the passes, differentiable in the directions that were tried."""
+    """Returns means over the passes. Its backward passes the directional differences to `accumulate`."""
 
     @staticmethod
     def forward(
@@ -172,9 +179,10 @@ def tie(
     accumulate: Callable[[torch.Tensor], None],
     inputs: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """`passes` are outputs in the order +, -, +, - ..., one pair a direction. `accumulate` is given, a direction, the
-    sum of `grad * (plus - minus)`. `anchor` is any leaf that requires grad: it is what makes the result
-    differentiable. `inputs` are those of the forward that require grad, for which there is no gradient."""
+    """Makes differentiable means over the passes. `passes` are outputs in the order +, -, +, -, one pair per direction.
+    `accumulate` receives, per direction, the sum of `grad * (plus - minus)`. `anchor` is any leaf that requires grad:
+    it makes the result differentiable. `inputs` are the forward's inputs that require grad: a backward to them is
+    refused."""
     with torch.enable_grad():
         tied: tuple[torch.Tensor, ...] = _Tie.apply(anchor, accumulate, passes, *inputs)
     return tied

@@ -1,4 +1,4 @@
-"""A caller's arguments, for several passes each of which may change them."""
+"""The caller's arguments, for several passes each of which may change them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ds_zo.backends.zo.outputs import floats_of
 
 
 class PassInputs:
-    """Containers are made anew for each pass: forwards pop labels from a batch. Tensors are the caller's own, unless
-    `copies`: then each pass has copies to write to."""
+    """Makes each pass's arguments. Containers are made anew for each pass, because forwards pop labels from a batch.
+    Tensors are the caller's own, unless `copies` is set: then each pass gets copies."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, copies: bool) -> None:
         self._leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -24,23 +24,23 @@ class PassInputs:
         self._before: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What one pass is called with."""
+        """The arguments for one pass."""
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(map(self._own, self._leaves), self._spec)
         return made
 
     def _own(self, leaf: Any) -> Any:
-        if isinstance(leaf, UserDict):  # tokenizers return such
+        if isinstance(leaf, UserDict):  # such as a tokenizer's BatchEncoding
             return copy.copy(leaf)
         return leaf.clone() if self.copies and isinstance(leaf, torch.Tensor) else leaf
 
     def watch(self) -> None:
-        """From now on it can be told whether passes write to the caller's tensors."""
+        """Notes the versions and values of the caller's tensors, for `were_written`."""
         writable = (x for x in self._leaves if isinstance(x, torch.Tensor) and not x.is_inference())
         self._before = [(x, x._version, x.detach().clone()) for x in writable]
 
     @torch.no_grad()
     def were_written(self) -> bool:
-        """Whether they did. If so, the tensors are as they were again."""
+        """Whether passes wrote to the caller's tensors after `watch`. If so, restores their values."""
         written = [(x, value) for x, version, value in self._before if x._version != version]
         self._before = []
         for x, value in written:
@@ -48,7 +48,9 @@ class PassInputs:
         return bool(written)
 
     def generators(self) -> Iterator[Any]:
+        """Random generators among the arguments."""
         return filter(is_generator, self._leaves)
 
     def requiring_grad(self) -> list[torch.Tensor]:
+        """Tensors among the arguments that require grad."""
         return [x for x in floats_of(self._leaves) if x.requires_grad]

@@ -1,10 +1,11 @@
-"""State that modules keep besides parameters, for forwards that are made again and for passes side by side.
+"""Saves and exchanges the state that modules keep besides parameters, for forwards that run again and for passes in
+lockstep.
 
-[Note: state of a pass] A forward may leave something on its modules: running statistics, counters, tables for a longer
-batch, hooks that it installs once. The passes of one training forward all start from the same state, and the state that
-the last pass leaves stays, so that the module is as one forward would leave it. State is: buffers, attributes, and the
-contents of lists, dicts and sets that attributes hold, hooks among them. Other objects that a module mutates are not
-seen. Contents are exchanged inside the same container, because handles and other modules refer to it.
+[Note: state of a pass] A forward may change its modules: running statistics, counters, tables for a longer batch, hooks
+that it registers once. The passes of one training forward all start from the same state. The state that the last pass
+leaves stays, so the module is as one forward would leave it. State means: buffers, attributes, and the contents of
+lists, dicts and sets that attributes hold, hooks among them. Other objects that a module mutates are not tracked.
+Contents are exchanged inside the same container, because hook handles and other modules refer to it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from torch import nn
 _ABSENT: Any = object()
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, set, deque))
 _STRUCTURE = frozenset(("_parameters", "_modules", "_buffers"))
-"""Containers of a module that are not looked into as such: buffers are compared by name and value."""
+"""Containers of a module that are not searched like other attributes: buffers are compared by name and value."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a forward leaves another state than it finds."""
+    """The places in which a forward leaves another state than it found."""
 
     values: Sequence[tuple[dict[str, Any], str, bool]] = ()
-    """A module's attributes or buffers, the name of one, and whether it is a buffer."""
+    """Each entry: a module's dict of attributes or of buffers, a name in it, and whether it is a buffer."""
     contents: Sequence[Any] = ()
-    """Containers."""
+    """Containers whose contents change."""
     hooks: Sequence[Any] = ()
-    """Containers of hooks."""
+    """Containers of hooks whose contents change."""
 
     def __bool__(self) -> bool:
         return bool(self.values or self.contents or self.hooks)
@@ -43,31 +44,33 @@ class Places:
 
 
 class SavedState:
-    """State as it is now. Parameters need none of this: a pass works on copies of them."""
+    """A copy of module state, taken when it is made. Parameters are not saved: passes work on copies of them."""
 
     def __init__(self, places: Places) -> None:
         self._named: list[tuple[dict[str, Any], Sequence[str] | None, dict[str, Any]]] = [
             (owner, (name,), {name: owner[name]} if name in owner else {}) for owner, name, _ in places.values
         ]
-        """Attributes or buffers, those names of them that are saved (None: all), and their values."""
+        """Each entry: a dict of attributes or buffers, the names in it that are saved (None for all), and their
+        values."""
         self._contents: dict[int, tuple[Any, Any]] = {}
-        """Containers and copies of them, by id."""
+        """Containers and copies of them, by the container's id."""
         self._tensors: dict[int, _SavedTensor] = {}
         self._buffers: set[int] = set()
-        """Dicts of buffers, by id."""
+        """Ids of dicts of buffers."""
         self._hooks: set[int] = set()
-        """Dicts of hooks, by id."""
+        """Ids of dicts of hooks."""
         self._save([owner.get(name) for owner, name, _ in places.values], by_value=True)
         self._save([*places.contents, *places.hooks], by_value=True)
 
     @classmethod
     def of(cls, module: nn.Module, *, tensors: bool = True) -> SavedState:
-        """All state of a module and its submodules. Without `tensors`, what is written to tensors is not seen."""
+        """Saves all state of a module and its submodules. Without `tensors`, writes to tensors are not tracked."""
         saved = cls(Places())
         saved.renew(module, tensors=tensors)
         return saved
 
     def renew(self, module: nn.Module, *, tensors: bool = True) -> None:
+        """Saves all state of the module again, in place of the saved one."""
         self._named, self._contents, self._tensors = [], {}, {}
         for m in module.modules():
             self._buffers.add(id(m._buffers))
@@ -79,7 +82,7 @@ class SavedState:
             self._save(attributes, by_value=False, tensors=tensors)
 
     def _save(self, values: list[Any], *, by_value: bool, tensors: bool = True) -> None:
-        """Containers and tensors among `values`, and in containers among them."""
+        """Saves the containers and tensors among `values`, and in containers among them."""
         while values:
             value = values.pop()
             if type(value) in _CONTAINERS:
@@ -90,8 +93,8 @@ class SavedState:
                 self._tensors[id(value)] = _SavedTensor(value, by_value=by_value)
 
     def keep_changed(self) -> Places:
-        """Where something has changed since. The values of other tensors are no longer kept: masks and tables, most of
-        them, that no forward changes."""
+        """Returns the places that differ from the saved state. Drops the saved values of unchanged tensors: these are
+        mostly masks and tables that no forward changes."""
         self._tensors = {key: saved for key, saved in self._tensors.items() if saved.is_written()}
         values = [
             (held, name, id(held) in self._buffers)
@@ -111,8 +114,9 @@ class SavedState:
         )
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """The same objects with the contents and values they had: recorded kernels know tensors by address."""
+    def restore(self) -> None:
+        """Gives the same objects the contents and values that they had. Tensors keep their addresses, which recorded
+        CUDA graphs refer to."""
         for held, names, before in self._named:
             for name in [name for name in (held if names is None else names) if name in held and name not in before]:
                 del held[name]
@@ -121,52 +125,58 @@ class SavedState:
             if not _same_contents(container, before):
                 _refill(container, before)
         for saved in self._tensors.values():
-            saved.put_back()
+            saved.restore()
 
 
 class _SavedTensor:
+    """A tensor, a copy of its value, and how to tell whether it was written."""
+
     def __init__(self, tensor: torch.Tensor, *, by_value: bool) -> None:
         self._tensor = tensor
         self._value = tensor.detach().clone()
         self._version = None if by_value or tensor.is_inference() else tensor._version
-        """None: it is compared by value, because batch norms write past the counter of versions."""
+        """The tensor's version counter, or None to compare by value: batch norms write without a change of the
+        counter."""
 
     def is_written(self) -> bool:
         if self._version is not None:
             return self._tensor._version != self._version
         return not torch.equal(self._tensor, self._value)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self._tensor.is_inference() or (self._version is not None and not self.is_written()):
-            return  # an evaluation made it and nothing else may write to it, or nothing did
+            return  # nothing has written to it: outside inference mode, writes to inference tensors raise
         self._tensor.copy_(self._value)
         self._version = None if self._version is None else self._tensor._version
 
 
-class OwnState:
-    """One state a pass; see [Note: state of a pass]."""
+class PassState:
+    """Keeps one module state per pass; see [Note: state of a pass]."""
 
     def __init__(self, num_passes: int) -> None:
         self._num_passes = num_passes
         self._places = Places()
-        self._made: list[list[torch.Tensor | None]] = []
-        """Tensors of all passes but the last, which has the module's: recorded kernels know them by address."""
+        self._pass_buffers: list[list[torch.Tensor | None]] = []
+        """Buffers of all passes but the last, which uses the module's own. They are reused, because recorded CUDA
+        graphs refer to their addresses."""
         self._held: list[tuple[list[Any], list[Any]]] = []
         """Values and contents of each pass that is not running."""
         self._start = SavedState(self._places)
         self._current = num_passes - 1
 
     def set_places(self, places: Places) -> None:
+        """Sets the places that each pass has its own state in."""
         self._places = places
-        self._made = [[None] * len(places.values) for _ in range(self._num_passes - 1)]
+        self._pass_buffers = [[None] * len(places.values) for _ in range(self._num_passes - 1)]
 
     def forget_hooks(self) -> None:
-        """Forwards install hooks once, so only the first forward's passes need hooks of their own."""
+        """Stops exchanging hooks. Forwards register hooks once, so only the first forward's passes need hooks of their
+        own."""
         self._places = self._places.without_hooks()
 
     @contextmanager
     def in_passes(self) -> Iterator[None]:
-        """Around the passes of one forward. One that breaks off leaves nothing."""
+        """Context around the passes of one forward. If they are interrupted, the module's state is restored."""
         self._start = SavedState(self._places)
         self._begin()
         try:
@@ -177,26 +187,27 @@ class OwnState:
         else:
             self.switch(self._num_passes - 1)
         finally:
-            self._held, self._start = [], SavedState(Places())  # activations may be among them
+            self._held, self._start = [], SavedState(Places())  # frees activations that may be among them
 
     def restart(self) -> None:
-        """As it was when the passes began."""
+        """Restores the state at the start of the passes, for every pass."""
         self.switch(self._num_passes - 1)
-        self._start.put_back()
+        self._start.restore()
         self._begin()
 
     @torch.no_grad()
     def _begin(self) -> None:
+        """Copies the module's state for every pass but the last, which uses the module's own."""
         self._current = self._num_passes - 1
         values, contents = self._read()
         held = []
-        for made in self._made:
+        for made in self._pass_buffers:
             memo: dict[int, Any] = {}
             for i, (value, (_, _, is_buffer)) in enumerate(zip(values, self._places.values, strict=True)):
                 if is_buffer and _is_state(value):
                     memo[id(value)] = made[i] = _copy(value, into=made[i])
-            own = [_own(value, memo) for value in values]
-            held.append((own, [_own(container, memo) for container in self._containers]))
+            own = [_deep_copy(value, memo) for value in values]
+            held.append((own, [_deep_copy(container, memo) for container in self._containers]))
         self._held = [*held, (values, contents)]
 
     @property
@@ -204,17 +215,18 @@ class OwnState:
         return [*self._places.contents, *self._places.hooks]
 
     def _read(self) -> tuple[list[Any], list[Any]]:
+        """The module's values and contents at the tracked places."""
         values = [owner.get(name, _ABSENT) for owner, name, _ in self._places.values]
         return values, [container.copy() for container in self._containers]
 
     def switch(self, index: int) -> None:
-        """Pass `index` starts or goes on."""
+        """Saves the running pass's state, and gives the modules that of pass `index`, which starts or resumes."""
         if index != self._current and self._places:
             self._held[self._current] = self._read()
             self.enter(index)
 
     def enter(self, index: int) -> None:
-        """The modules get the state of pass `index`."""
+        """Gives the modules the state of pass `index`, without saving the present one."""
         if not self._places:
             return
         values, contents = self._held[index]
@@ -229,6 +241,7 @@ class OwnState:
 
 
 def _is_state(value: Any) -> bool:
+    """Whether the value is a tensor that holds state. Parameters and meta tensors do not."""
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
 
 
@@ -237,7 +250,7 @@ def _items(container: Any) -> list[Any]:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """By identity; numbers and strings that are made anew may be equal."""
+    """Whether two values differ, by identity. Numbers and strings that are created again may be equal."""
     return a is not b and not (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b)
 
 
@@ -256,8 +269,9 @@ def _refill(container: Any, contents: Any) -> None:
     (container.extend if isinstance(container, deque) else container.update)(contents)
 
 
-def _own(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a tensor or a container, with copies of those inside; of what is in `memo`, the one there."""
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Copies a tensor, or a container with copies of the tensors and containers in it. A value in `memo` has its copy
+    there."""
     if id(value) in memo:
         return memo[id(value)]
     if _is_state(value):
@@ -265,13 +279,14 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
     elif type(value) in _CONTAINERS:
         memo[id(value)] = made = value.copy()
         if isinstance(value, Mapping):
-            made.update({key: _own(item, memo) for key, item in value.items()})
+            made.update({key: _deep_copy(item, memo) for key, item in value.items()})
         elif not isinstance(value, set):
-            _refill(made, [_own(item, memo) for item in value])
+            _refill(made, [_deep_copy(item, memo) for item in value])
     return memo.get(id(value), value)
 
 
 def _copy(value: torch.Tensor, *, into: torch.Tensor | None) -> torch.Tensor:
+    """Copies `value` into the tensor `into` if shape, dtype and device match, else into a new tensor."""
     if into is None or (into.shape, into.dtype, into.device) != (value.shape, value.dtype, value.device):
         return value.detach().clone()
     return into.copy_(value)

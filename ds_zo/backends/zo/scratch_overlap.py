@@ -1,8 +1,8 @@
-"""Which modules a pass is in, as far as copies of their weights could get in one another's way.
+"""Records which modules each pass is inside of, to detect working copies that would overlap in the scratch.
 
-All units share one scratch, so a module's copy lasts while no other module is entered. A block is planned with room for
-the modules that it contains. A module may run others all the same: by a reference that torch does not know of, or
-because the caller passed it one.
+All units share one scratch, so a module's copy stays valid only until another module is entered. A block is planned
+with room for the modules that it contains. A module may still call modules that it does not contain. It may refer to
+one that PyTorch does not register as its child, or the caller may pass it one.
 """
 
 from __future__ import annotations
@@ -13,47 +13,55 @@ from ds_zo.streaming.units import Unit
 
 
 class ScratchOverlap:
+    """The modules that each pass is inside of, and the units whose copies overlap."""
+
     def __init__(self) -> None:
         self._within: dict[int, list[Sequence[Unit]]] = {}
-        self.crowded: dict[int, Unit] = {}
-        """Units whose copies were in the way of others', by id: they need memory of their own. None of them streams."""
+        """By pass: for each module that it is inside of, the units that are materialised for it, innermost last."""
+        self.overlapping: dict[int, Unit] = {}
+        """Units whose copies would overlap those of another module, by id: they need memory of their own. None of them
+        streams."""
 
-    def around(self, index: int) -> list[Unit]:
-        """What the modules that pass `index` is in have brought up, the innermost last."""
+    def enclosing(self, index: int) -> list[Unit]:
+        """The units that are materialised for the modules that pass `index` is inside of, innermost last."""
         return [unit for units in self._within.get(index, ()) for unit in units]
 
     def enter(self, index: int, units: Sequence[Unit]) -> None:
+        """Notes that pass `index` enters a module that materialises `units`."""
         self._within.setdefault(index, []).append(units)
 
     def leave(self, index: int, units: Sequence[Unit]) -> None:
-        """Nothing where entering failed."""
+        """Undoes `enter`. Does nothing if entering failed."""
         within = self._within.get(index)
         if within and within[-1] is units:
             within.pop()
 
     def clear(self) -> None:
-        """No pass is in any module."""
+        """Forgets all entered modules: no pass is inside of any."""
         self._within.clear()
 
-    def note_block(self, block: Unit, around: Sequence[Unit], *, streams: bool) -> None:
-        """`block` is entered in a training pass. `streams`: some block does."""
-        for outer in around:
-            if streams and outer.is_block:
+    def note_block(self, block: Unit, enclosing: Sequence[Unit], *, streams: bool) -> None:
+        """Notes that a training pass enters `block` inside of the `enclosing` units. `streams`: whether any block
+        streams."""
+        for holder in enclosing:
+            if streams and holder.is_block:
                 raise ValueError(
-                    f"block {block.name} is run inside block {outer.name}, whose weights are in its place then: name "
-                    "the list whose entries are called whole, or [] for none (ds_zo.stream.blocks)"
+                    "a block must not run inside another block, whose weights occupy its memory, got block "
+                    f"{block.name} inside block {holder.name}: name the list whose entries are called whole, or [] for "
+                    "none (ds_zo.stream.blocks)"
                 )
-            self.crowded[id(outer)] = outer
+            self.overlapping[id(holder)] = holder
 
-    def note_edge(self, entering: Sequence[Unit], around: Sequence[Unit], *, at: int | None) -> None:
-        """The same of a module outside the blocks, with room planned `at` bytes into the scratch."""
-        for outer in around:
-            if not outer.is_block:
-                self.crowded[id(outer)] = outer
-        if not has_room(around, at=at):
-            self.crowded |= {id(unit): unit for unit in entering if not any(unit is outer for outer in around)}
+    def note_outer(self, entering: Sequence[Unit], enclosing: Sequence[Unit], *, at: int | None) -> None:
+        """Notes that a training pass enters an outer module (one outside the blocks) inside of the `enclosing` units.
+        `at` is the offset in bytes of the room that the scratch has for it, or None if none was planned."""
+        for holder in enclosing:
+            if not holder.is_block:
+                self.overlapping[id(holder)] = holder
+        if not has_room(enclosing, at=at):
+            self.overlapping |= {id(unit): unit for unit in entering if not any(unit is holder for holder in enclosing)}
 
 
-def has_room(around: Sequence[Unit], *, at: int | None) -> bool:
-    """Whether `at` is behind the copies of all that is `around`."""
-    return all(outer.is_block and at is not None and outer.scratch_nbytes <= at for outer in around)
+def has_room(enclosing: Sequence[Unit], *, at: int | None) -> bool:
+    """Whether the scratch at offset `at` (in bytes, or None) lies behind the copies of all `enclosing` units."""
+    return all(holder.is_block and at is not None and holder.scratch_nbytes <= at for holder in enclosing)

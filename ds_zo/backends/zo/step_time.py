@@ -1,7 +1,8 @@
-"""How often to fold: from the speeds of the link, of the kernels and of the blocks, measured once at the start.
+"""Predicts a step's time, to choose how often blocks fold. The speeds of the link, of the kernels and of the blocks are
+measured once, at the start.
 
-A long interval spares the link downloads and costs a noise draw more for each step that a block lags behind: long is
-best when the link is the bottleneck, short when computing is.
+A longer interval means fewer downloads, but one more noise draw per block for each step that the block lags behind. So
+a long interval is best when the link is the bottleneck, and a short one when computing is.
 """
 
 from __future__ import annotations
@@ -17,49 +18,53 @@ from ds_zo.planner.choices import FOLD_DRAWS, best_interval, lags
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.units import Unit
 
-_FRICTION = 0.01
-"""Copying takes longer by this part of the computing beside it: on an H200 0 to 3 ms of 160 to 320, with OPT-6.7B and
-13B in bf16, bf12 and fp8."""
-REHEARSED = (5, 1, 5)
-"""Updates to replay in the forwards that are timed. The first counts for nothing: it brings the device to the clock
-that it keeps under load, which is up to a tenth lower than that of a first step."""
+_COPY_SLOWDOWN = 0.01
+"""Fraction of the computing time that is added to the copying time beside it. On an H200, with OPT-6.7B and 13B in
+bf16, bf12 and fp8, it measured 0 to 3 ms of 160 to 320 ms."""
+TIMED_NUM_UPDATES = (5, 1, 5)
+"""Numbers of updates to replay in the timed forwards. The first forward is not counted: it brings the device to the
+clock that it keeps under load. That clock is up to a tenth lower than at a first step."""
 _REPEATS = 4
 
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Measured seconds and rates of one model on one machine."""
+    """Seconds and rates measured for one model on one machine."""
 
     up_nbytes_per_s: float
     down_nbytes_per_s: float
     both_nbytes_per_s: float
-    """Up and down together, while both are busy."""
+    """Sum of both directions while both are busy."""
     compute_s: float
-    """A step with nothing pending, on the compute stream, without its waits for blocks but beside their uploads."""
+    """Seconds of a step's computing with nothing to replay: without its waits for uploads, but while uploads run beside
+    it."""
     draw_s: float
-    """Replaying one pending update in all blocks."""
+    """Seconds to replay one pending update in all blocks."""
 
-    def link_s(self, interval: int, *, streamed_nbytes: int, low_nbytes: int, num_visits: int = 1) -> float:
-        """Uploads, slower while something comes down. `num_visits`: how often a step brings each block."""
-        up = num_visits * streamed_nbytes + low_nbytes / interval
+    def link_s(self, interval: int, *, streamed_nbytes: int, low_nbytes: int, num_uploads: int = 1) -> float:
+        """Seconds that a step's copies take. Uploads are slower while downloads run. `num_uploads`: how often a step
+        uploads each block."""
+        up = num_uploads * streamed_nbytes + low_nbytes / interval
         down = (streamed_nbytes + low_nbytes) / interval
         slower = max(0.0, 2 / self.both_nbytes_per_s - 1 / self.up_nbytes_per_s)
         return max(up / self.up_nbytes_per_s + min(up, down) * slower, down / self.down_nbytes_per_s)
 
     def busy_s(self, interval: int) -> float:
+        """Seconds of a step's computing, averaged over the lags that blocks have."""
         return sum(self._busy_s(interval)) / interval
 
     def _busy_s(self, interval: int) -> list[float]:
-        """Were every block as far behind, for each lag."""
+        """For each lag, the seconds of a step's computing if every block had that lag."""
         return [self.compute_s + self.draw_s * (lag + FOLD_DRAWS * (lag == interval)) for lag in lags(interval)]
 
     def step_s(self, interval: int, **nbytes: int) -> float:
-        """What a step is expected to take. Computing and copying overlap, and share the device's memory. Two slots even
-        out little: the link waits for blocks that are far behind, and the others for the link."""
-        link_s = self.link_s(interval, **nbytes) + _FRICTION * self.busy_s(interval)
+        """Expected seconds of a step. Computing and copying overlap, and share the device's memory bandwidth. Two slots
+        balance them little: the link waits for blocks with a large lag, and the other blocks wait for the link."""
+        link_s = self.link_s(interval, **nbytes) + _COPY_SLOWDOWN * self.busy_s(interval)
         return sum(max(link_s, busy_s) for busy_s in self._busy_s(interval)) / interval
 
     def best_interval(self, **nbytes: int) -> int:
+        """The interval with the shortest expected step."""
         return best_interval(lambda interval: self.step_s(interval, **nbytes))
 
     def __str__(self) -> str:
@@ -71,15 +76,15 @@ class StepTimeModel:
 
 
 def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, float, float]:
-    """(up, down, both) in bytes a second, by copying two units to slots and back: their homes get what they hold.
-    Only between passes, with at least two slots."""
+    """Returns the rates (up, down, both) in bytes per second. Copies two units to slots and back, which leaves their
+    store buffers unchanged. Must be called between passes, with at least two slots."""
     slots = runtime.slots[:2]
     device = runtime.device
     streams = [torch.cuda.Stream(device) for _ in slots]
-    runtime.forget()
+    runtime.invalidate_slots()
     torch.cuda.current_stream(device).synchronize()
-    there = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
-    for buffer, u in zip(there, (unit, other), strict=True):
+    slot_bytes = [slot.buffer[: u.nbytes] for slot, u in zip(slots, (unit, other), strict=True)]
+    for buffer, u in zip(slot_bytes, (unit, other), strict=True):
         buffer.copy_(u.store_buffer)
 
     def rate(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -97,17 +102,18 @@ def measure_link(runtime: Runtime, unit: Unit, other: Unit) -> tuple[float, floa
         nbytes = sum(to.numel() for to, _ in copies)
         return _REPEATS * nbytes / (begin.elapsed_time(end) / 1e3)
 
-    up, down = (there[0], unit.store_buffer), (other.store_buffer, there[1])
+    up, down = (slot_bytes[0], unit.store_buffer), (other.store_buffer, slot_bytes[1])
     rates = rate(up), rate(down), rate(up, down)
-    runtime.forget()
+    runtime.invalidate_slots()
     return rates
 
 
 def measure_draw(replay: Callable[[int], None], device: torch.device) -> float:
-    """Seconds of one more update to replay, by launches of `replay` with few and with many and nothing beside them."""
+    """Returns the seconds that one more replayed update takes: launches `replay` with few and with many updates, while
+    nothing else runs."""
 
     def seconds(num_updates: int) -> float:
-        replay(num_updates)  # tuned, and on its way before the clock starts
+        replay(num_updates)  # autotunes the kernel, and gives the device work before the clock starts
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record(torch.cuda.current_stream(device))
         for _ in range(_REPEATS):
@@ -120,8 +126,8 @@ def measure_draw(replay: Callable[[int], None], device: torch.device) -> float:
 
 
 class TimedForward:
-    """A forward whose blocks replay updates that change nothing, timed on the compute stream: all of it, less what it
-    waits for blocks. (On a CPU the same by the host's clock, for tests.)"""
+    """A forward whose blocks replay updates that change nothing, timed on the compute stream. The time excludes waits
+    for uploads of blocks. On a CPU the host's clock is used, for tests."""
 
     def __init__(self, num_updates: int, device: torch.device) -> None:
         self.num_updates = num_updates
@@ -131,12 +137,14 @@ class TimedForward:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Times the whole forward."""
         begin = self._mark()
         yield
         self._whole = (begin, self._mark())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
+        """Times one wait for a block's upload, which `busy_s` subtracts."""
         begin = self._mark()
         yield
         self._waits.append((begin, self._mark()))
@@ -150,7 +158,7 @@ class TimedForward:
 
     @property
     def busy_s(self) -> float:
-        """Waits for the forward to end."""
+        """Seconds of the forward without its waits for uploads. Blocks the host until the forward has ended."""
         assert self._whole is not None
         return _seconds(self._whole) - sum(map(_seconds, self._waits))
 
@@ -167,8 +175,9 @@ def _seconds(span: _Span) -> float:
     return end - begin
 
 
-def compute_and_draw_s(rehearsals: Sequence[TimedForward]) -> tuple[float, float]:
-    """(a step with nothing pending, replaying one update in all blocks), from forwards with few and with many."""
-    few, many = sorted(rehearsals[1:], key=lambda r: r.num_updates)
+def compute_and_draw_s(timed_forwards: Sequence[TimedForward]) -> tuple[float, float]:
+    """Returns the seconds of a step with nothing to replay, and the seconds to replay one update in all blocks. They
+    follow from forwards that replay few and many updates."""
+    few, many = sorted(timed_forwards[1:], key=lambda r: r.num_updates)
     draw_s = max(0.0, many.busy_s - few.busy_s) / (many.num_updates - few.num_updates)
     return few.busy_s - few.num_updates * draw_s, draw_s

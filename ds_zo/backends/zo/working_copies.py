@@ -1,4 +1,5 @@
-"""Hooks that put working copies under the user's forward: perturbed ones in a training pass, clean ones otherwise."""
+"""Module hooks that point parameters at working copies while the user's forward runs: perturbed copies in a training
+pass, copies without noise otherwise."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
-_ALL_HERE = object()
-"""What a pass asks for that waits for the others to have run the blocks it has left."""
+_WAIT_FOR_ALL = object()
+"""Request of a pass that waits until all passes have run the blocks before it."""
 _NO_PASS = -1
-"""Stands for an evaluation where passes are counted."""
+"""Index used in place of a pass during an evaluation."""
 
 
 class WorkingCopies:
-    """While a module runs, its parameters are the copies of the pass that runs it; between visits they are at home.
+    """Binds parameters to working copies while their module runs, and to the stored weights otherwise.
 
-    Blocks are visited by all passes before any goes on to the next one. Modules around them are visited by each pass as
-    it comes by; those that are too large to lie beside copies of a block, after all have left it.
-    Parameters of modules that contain other modules are alive through a whole pass (`ambient`): each pass has copies of
-    its own, swapped in when it goes on.
+    All passes run a block before any pass goes on to the next block. An outer module (one outside the blocks) is
+    materialised for each pass when that pass calls it. An outer module that is too large to lie beside copies of a
+    block waits until all passes have left the block. A module that contains other modules may own parameters itself.
+    These are needed through a whole pass (pass-long units, `Placement.ambient`): each pass has its own copies, bound
+    when it resumes.
     """
 
     def __init__(
@@ -46,40 +48,46 @@ class WorkingCopies:
         self._device = device
         self._placement = block_store.placement
         self._training = False
-        self.visited: set[int] = set()
+        self.materialised: set[int] = set()
         """Units whose parameters are working copies now, by id."""
         self._entered: dict[int, list[Unit]] = {}
-        """What a module outside the blocks brought up for itself, by `id(module)`."""
-        self._kept: set[int] = set()
-        """Units that became ambient because they are used outside their module, by id."""
-        self.nesting = ScratchOverlap()
-        self._alone = {id(unit): (unit,) for unit in self._placement.blocks}
-        self._brought_by: dict[int, nn.Module] = {}
-        """The module whose evaluation brought up a unit that several modules may bring, by the unit's id."""
+        """The units that the call of an outer module materialised, by `id(module)`."""
+        self._made_pass_long: set[int] = set()
+        """Units that became pass-long after the model was placed (`make_pass_long`), by id."""
+        self.overlap = ScratchOverlap()
+        self._as_tuple = {id(unit): (unit,) for unit in self._placement.blocks}
+        """Each block in a tuple of its own: `ScratchOverlap` compares sequences of units by identity."""
+        self._materialised_by: dict[int, nn.Module] = {}
+        """For an evaluation: the module whose call materialised a unit that several modules may materialise, by the
+        unit's id."""
         self._block_hooks: dict[int, list[Any]] = {}
-        """Handles by the unit's id."""
-        self._unvisited: dict[int, list[Any]] = {}
-        """Units that no training forward has visited yet, by id, and the handles that guard blocks."""
-        self._went_on: set[int] = set()
-        """Passes that have left a block which others may still have to run."""
+        """Hook handles by the unit's id."""
+        self._unused: dict[int, list[Any]] = {}
+        """Trainable units that no training forward has used yet, by id, and the handles of the hooks that guard blocks
+        among them."""
+        self._passes_ahead: set[int] = set()
+        """Indices of passes that have left a block which other passes may still have to run."""
         self._grad_modes: list[bool] = []
-        self._ambient: dict[int, list[torch.Tensor]] = {}
+        """Grad modes to restore when the evaluations that are running leave their modules, innermost last."""
+        self._pass_long_copies: dict[int, list[torch.Tensor]] = {}
+        """Memory for one copy per pass of each pass-long unit, by the unit's id."""
         self._handles: list[Any] = []
         for unit in self._placement.blocks:
             enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
             self._block_hooks[id(unit)] = self._hook(unit.module, enter, leave)
-        self._unvisited |= {id(u): [] for u in (*self._placement.blocks, *self._placement.edges) if u.trainable}
-        for edge in self._placement.entered_by:
-            self._hook(edge, self._enter_edge, self._leave_edge)
+        self._unused |= {id(u): [] for u in (*self._placement.blocks, *self._placement.leaf_units) if u.trainable}
+        for outer in self._placement.entered_by:
+            self._hook(outer, self._enter_outer, self._leave_outer)
         for unit in self._placement.ambient:
-            for visitor in {module, unit.module}:  # its own may be a container that nobody calls
-                self._hook(visitor, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+            for hooked in {module, unit.module}:  # the unit's own module may be a container that is never called
+                self._hook(hooked, partial(self._enter_pass_long, unit), partial(self._leave_pass_long, unit))
 
-        before = Hook(torch.compiler.disable(self._enter_unwatched))
-        self._probation = module.register_forward_pre_hook(before, prepend=True)
+        before = Hook(torch.compiler.disable(self._fold_before_first_forward))
+        self._first_forward_hook = module.register_forward_pre_hook(before, prepend=True)
 
     def _hook(self, module: nn.Module, enter: Any, leave: Any) -> list[Any]:
-        # A compiled forward breaks here: what moves weights and switches passes can't be traced.
+        """Registers the two hooks on the module, and returns their handles."""
+        # A compiled forward has a graph break here: moving weights and switching passes can't be traced.
         enter, leave = Hook(torch.compiler.disable(enter)), Hook(torch.compiler.disable(leave))
         made = [
             module.register_forward_pre_hook(enter, prepend=True),
@@ -90,151 +98,172 @@ class WorkingCopies:
 
     @property
     def streams(self) -> bool:
+        """Whether any block streams from the host."""
         return any(unit.streamed for unit in self._placement.blocks)
 
-    def end_probation(self) -> None:
-        """A training forward was watched."""
-        self._probation.remove()
+    def remove_first_forward_hook(self) -> None:
+        """Ends the folds before evaluations: a training forward has shown which weights are used outside their
+        modules."""
+        self._first_forward_hook.remove()
 
-    def _enter_unwatched(self, module: nn.Module, args: Any) -> None:
-        """An evaluation of a model that was resumed, before a training forward has shown which weights are used outside
-        their modules: all that are not blocks' are brought up to date, as that forward would."""
+    def _fold_before_first_forward(self, module: nn.Module, args: Any) -> None:
+        """Folds all units outside the blocks before an evaluation that comes before the first training forward. A
+        resumed model has pending updates then, and it is not known yet which weights are used outside their modules.
+        The first training forward would make the same folds."""
         if not self._training:
             with torch.inference_mode(False), torch.no_grad():
-                self._block_store.materialiser.fold_now(*self._placement.edges, *self._placement.ambient)
+                self._block_store.materialiser.fold_now(*self._placement.leaf_units, *self._placement.ambient)
 
     def close(self) -> None:
-        self.end_probation()
+        """Removes all hooks."""
+        self.remove_first_forward_hook()
         while self._handles:
             self._handles.pop().remove()
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """Visits inside are of perturbed copies. However it ends, every parameter is at home afterwards."""
+        """Inside, modules run on perturbed copies. On exit, also after an error, every parameter is bound to the stored
+        weights."""
         try:
             self._training = True
-            self._went_on.clear()
-            self.nesting.clear()
-            self._block_store.materialiser.begin()
-            self._fill_ambient()
+            self._passes_ahead.clear()
+            self.overlap.clear()
+            self._block_store.materialiser.begin_pass()
+            self._fill_pass_long()
             yield
         finally:
             self._training = False
-            self._block_store.materialiser.end()
+            self._block_store.materialiser.end_pass()
             for unit in self._placement.units:
-                if id(unit) in self.visited:
+                if id(unit) in self.materialised:
                     unit.bind_stored()
-            self.visited.clear()
-            self.nesting.clear()
+            self.materialised.clear()
+            self.overlap.clear()
 
     @property
     def _index(self) -> int:
-        """The pass that is running."""
+        """Index of the pass that is running, or `_NO_PASS` in an evaluation."""
         return self._lockstep.current if self._training else _NO_PASS
 
     # Blocks
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        around = self.nesting.around(self._index)
+        """Pre-hook of a block: materialises its weights for the pass that calls it."""
+        enclosing = self.overlap.enclosing(self._index)
         if not self._training:
-            self._enter_clean(unit, self._aside(unit) if around else self._block_store.materialiser.scratch)
+            self._enter_clean(
+                unit, self._temporary_scratch(unit) if enclosing else self._block_store.materialiser.scratch
+            )
         else:
-            _remove(self._unvisited.pop(id(unit), ()))
-            if around:
-                self.nesting.note_block(unit, around, streams=self.streams)
+            _remove(self._unused.pop(id(unit), ()))
+            if enclosing:
+                self.overlap.note_block(unit, enclosing, streams=self.streams)
             if self._lockstep.inside:
                 self._pause(unit)
             else:
                 self._make_ready(unit, self._lockstep.current, last=True)
-        self.nesting.enter(self._index, self._alone[id(unit)])
-        self.visited.add(id(unit))
+        self.overlap.enter(self._index, self._as_tuple[id(unit)])
+        self.materialised.add(id(unit))
 
-    def _aside(self, *units: Unit) -> torch.Tensor:
+    def _temporary_scratch(self, *units: Unit) -> torch.Tensor:
+        """Memory for copies of the units, apart from the shared scratch."""
         return torch.empty(sum(unit.scratch_nbytes for unit in units), dtype=torch.uint8, device=self._device)
 
-    def _pause(self, asked: Any) -> None:
-        self._lockstep.pause(asked)
-        self._went_on.discard(self._lockstep.current)
+    def _pause(self, request: Any) -> None:
+        """Pauses this pass until the hub has answered the request. All passes are then at the same block."""
+        self._lockstep.pause(request)
+        self._passes_ahead.discard(self._lockstep.current)
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-        self.nesting.leave(self._index, self._alone[id(unit)])
-        kept = self._saved_from_reuse(output)
+        """Hook after a block: releases its weights once the last pass has run it."""
+        self.overlap.leave(self._index, self._as_tuple[id(unit)])
+        kept = self._outside_shared_buffers(output)
         if not self._training:
             self._leave_clean(unit)
             return self._marked(module, output, kept)
         if self._lockstep.inside:
-            self._went_on.add(self._lockstep.current)
+            self._passes_ahead.add(self._lockstep.current)
             if self._lockstep.current < self._num_passes - 1:
-                return kept  # the other passes have still to run it
-        self._block_store.materialiser.leave_block(unit)
-        self.visited.discard(id(unit))
+                return kept  # later passes have still to run the block
+        self._block_store.materialiser.release_block(unit)
+        self.materialised.discard(id(unit))
         return kept
 
-    def _saved_from_reuse(self, output: Any) -> Any:
-        """The output with copies of what is a view of weights, or None where nothing is: their memory is the next
-        unit's."""
+    def _outside_shared_buffers(self, output: Any) -> Any:
+        """Returns the output with copies in place of tensors that lie in a shared buffer, which the next unit
+        overwrites. Returns None if there are no such tensors."""
         if isinstance(output, torch.Tensor):
-            return output.detach().clone() if self._block_store.materialiser.lends(output) else None
+            return output.detach().clone() if self._block_store.materialiser.is_in_shared_buffer(output) else None
         is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
-        leaves = output if is_flat else tree_flatten(output)[0]  # which takes longer than a small block's launches
-        if not any(isinstance(leaf, torch.Tensor) and self._block_store.materialiser.lends(leaf) for leaf in leaves):
+        leaves = output if is_flat else tree_flatten(output)[0]  # flattening takes longer than a small block's launches
+        if not any(
+            isinstance(leaf, torch.Tensor) and self._block_store.materialiser.is_in_shared_buffer(leaf)
+            for leaf in leaves
+        ):
             return None
         return tree_map_only(
-            torch.Tensor, lambda leaf: leaf if (own := self._saved_from_reuse(leaf)) is None else own, output
+            torch.Tensor, lambda leaf: leaf if (own := self._outside_shared_buffers(leaf)) is None else own, output
         )
 
-    def ready(self, asked: Any, index: int) -> None:
-        """All passes have asked for a block: makes pass `index`'s copy of it."""
-        if asked is not _ALL_HERE:
-            self._make_ready(asked, index, last=index == self._num_passes - 1)
+    def ready(self, request: Any, index: int) -> None:
+        """Called by the hub when all passes have made the same request: makes pass `index`'s copy of the requested
+        block."""
+        if request is not _WAIT_FOR_ALL:
+            self._make_ready(request, index, last=index == self._num_passes - 1)
 
     @torch.no_grad()
     def _make_ready(self, unit: Unit, index: int, *, last: bool) -> None:
-        views = self._block_store.materialiser.perturb_block(unit, index=index, last=last)
+        """Materialises the block for pass `index`, and binds its parameters to that copy."""
+        views = self._block_store.materialiser.materialise_block(unit, index=index, last=last)
         if views is not None:
             unit.bind(views)
 
-    # Modules around them
+    # Modules outside the blocks
 
-    def _enter_edge(self, module: nn.Module, args: Any) -> None:
+    def _enter_outer(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of an outer module: materialises the units that it owns."""
         at = self._placement.nested_at.get(id(module))
-        # A unit that is kept through the whole pass is entered here only where its module is called by itself.
-        there = self._kept & self.visited
-        entering = [unit for unit in self._placement.entered_by[module] if id(unit) not in there]
-        around = self.nesting.around(self._index)
+        # A unit that was made pass-long is entered here only if its module is called by itself.
+        bound = self._made_pass_long & self.materialised
+        entering = [unit for unit in self._placement.entered_by[module] if id(unit) not in bound]
+        enclosing = self.overlap.enclosing(self._index)
         if self._training:
-            self.nesting.note_edge(entering, around, at=at)
+            self.overlap.note_outer(entering, enclosing, at=at)
             self._wait_for_room((at or 0) + sum(unit.scratch_nbytes for unit in entering))
         self._entered[id(module)] = entering
-        self.nesting.enter(self._index, entering)
-        shares = self._training or has_room(around, at=at)
-        scratch = self._block_store.materialiser.scratch[at:] if shares else self._aside(*entering)
+        self.overlap.enter(self._index, entering)
+        shares = self._training or has_room(enclosing, at=at)
+        scratch = self._block_store.materialiser.scratch[at:] if shares else self._temporary_scratch(*entering)
         for unit in entering:
             if self._training:
                 with torch.no_grad():
                     unit.bind(
-                        self._block_store.materialiser.perturb_edge(unit, index=self._lockstep.current, scratch=scratch)
+                        self._block_store.materialiser.materialise_outer(
+                            unit, index=self._lockstep.current, scratch=scratch
+                        )
                     )
-                self.visited.add(id(unit))
-                self._unvisited.pop(id(unit), None)
+                self.materialised.add(id(unit))
+                self._unused.pop(id(unit), None)
             else:
                 self._enter_clean(unit, scratch)
             scratch = scratch[unit.scratch_nbytes :]
 
     def _wait_for_room(self, nbytes: int) -> None:
-        """Before so much of the scratch is written. Every pass comes by here alike, and so they meet."""
-        is_ahead = self._lockstep.inside and self._lockstep.current in self._went_on
+        """Waits for the other passes if `nbytes` of scratch would overwrite a block's second copy that they still read.
+        Every pass reaches this point with the same `nbytes`, so all of them pause."""
+        is_ahead = self._lockstep.inside and self._lockstep.current in self._passes_ahead
         if is_ahead and nbytes > self._block_store.materialiser.free_nbytes:
-            self._pause(_ALL_HERE)
+            self._pause(_WAIT_FOR_ALL)
 
-    def _leave_edge(self, module: nn.Module, args: Any, output: Any) -> Any:
-        kept = self._saved_from_reuse(output)
+    def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook after an outer module: binds its units to the stored weights."""
+        kept = self._outside_shared_buffers(output)
         entered = self._entered.pop(id(module), [])
-        self.nesting.leave(self._index, entered)
+        self.overlap.leave(self._index, entered)
         for unit in reversed(entered):
             if self._training:
                 unit.bind_stored()
-                self.visited.discard(id(unit))
+                self.materialised.discard(id(unit))
             else:
                 self._leave_clean(unit)
         return kept if self._training else self._marked(module, output, kept)
@@ -242,146 +271,158 @@ class WorkingCopies:
     # Outside training
 
     def _enter_clean(self, unit: Unit, scratch: torch.Tensor) -> None:
-        """Without gradients: the working copy is gone when a backward would need it."""
+        """Binds the unit to a copy without noise, and disables gradients: the copy is overwritten before a backward
+        could read it."""
         with torch.inference_mode(False), torch.no_grad():
-            unit.bind(self._block_store.materialiser.clean(unit, scratch=scratch))
+            unit.bind(self._block_store.materialiser.materialise_clean(unit, scratch=scratch))
         self._grad_modes.append(torch.is_grad_enabled())
         torch.set_grad_enabled(False)
-        self.visited.add(id(unit))
+        self.materialised.add(id(unit))
 
     def _leave_clean(self, unit: Unit) -> None:
-        if id(unit) not in self.visited:  # entering failed
+        """Binds the unit to the stored weights, and restores the grad mode."""
+        if id(unit) not in self.materialised:  # entering failed
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._block_store.materialiser.leave_clean(unit)
+            self._block_store.materialiser.release_clean(unit)
         if torch.is_autocast_enabled(self._device.type):
-            torch.clear_autocast_cache()  # it would keep a cast of every block, and of weights that are gone
+            torch.clear_autocast_cache()  # it would keep a cast of every block, also of overwritten weights
         torch.set_grad_enabled(self._grad_modes.pop())
-        self.visited.discard(id(unit))
+        self.materialised.discard(id(unit))
 
     def _marked(self, module: nn.Module, output: Any, kept: Any) -> Any:
-        """A call in train mode, outside the engine's forward, has a result without a graph. It is marked for
-        [Note: terms that ZO cannot see]. `kept` is what the hook returns otherwise."""
+        """Marks the result of a module that is called in train mode outside the engine's forward. Such a result has no
+        graph; see [Note: terms that ZO cannot see]. `kept` is what the hook returns otherwise."""
         if not (module.training and torch.is_grad_enabled()):
             return kept
         output = output if kept is None else kept
         return with_floats(output, marked_results(floats_of(output), module))
 
     def recover(self) -> None:
-        """Before a training forward: puts back what an evaluation left that Ctrl-C broke off. Torch calls hooks after
-        an error, but not after that."""
+        """Cleans up before a training forward if Ctrl-C interrupted an evaluation. PyTorch calls forward hooks after an
+        `Exception`, but not after a `KeyboardInterrupt`."""
         if not self._grad_modes:
             return
         if self._grad_modes[0]:
             torch.set_grad_enabled(True)
         self._grad_modes.clear()
         self._entered.clear()
-        self._brought_by.clear()
-        self.nesting.clear()
+        self._materialised_by.clear()
+        self.overlap.clear()
         with torch.no_grad():
-            self._block_store.materialiser.end()
+            self._block_store.materialiser.end_pass()
         for unit in self._placement.units:
-            if id(unit) in self.visited:
+            if id(unit) in self.materialised:
                 unit.bind_stored()
-        self.visited.clear()
+        self.materialised.clear()
 
-    # Parameters that are alive through a whole pass
+    # Pass-long units: parameters that are needed through a whole pass
 
     @torch.no_grad()
-    def _fill_ambient(self) -> None:
+    def _fill_pass_long(self) -> None:
+        """Makes every pass's copy of every pass-long unit."""
         for unit in self._placement.ambient:
-            if id(unit) not in self._ambient:
-                self._ambient[id(unit)] = [
+            if id(unit) not in self._pass_long_copies:
+                self._pass_long_copies[id(unit)] = [
                     torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device)
                     for _ in range(self._num_passes)
                 ]
-            for index, copy in enumerate(self._ambient[id(unit)]):
-                self._block_store.materialiser.perturb_edge(unit, index=index, scratch=copy)
+            for index, copy in enumerate(self._pass_long_copies[id(unit)]):
+                self._block_store.materialiser.materialise_outer(unit, index=index, scratch=copy)
 
-    def swap_ambient(self, index: int) -> None:
-        """Pass `index` starts or goes on."""
+    def bind_pass_long(self, index: int) -> None:
+        """Binds pass-long units to the copies of pass `index`, which starts or resumes."""
         if not self._training:
             return
         for unit in self._placement.ambient:
-            unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._ambient[id(unit)][index])))
-            self.visited.add(id(unit))
+            unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._pass_long_copies[id(unit)][index])))
+            self.materialised.add(id(unit))
 
-    def _enter_ambient(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _enter_pass_long(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        """Pre-hook for a pass-long unit. In lockstep `bind_pass_long` has bound the unit already."""
         if self._training:
             if module is self._module and not self._lockstep.inside:
-                self.swap_ambient(self._lockstep.current)
+                self.bind_pass_long(self._lockstep.current)
         else:
-            self._bring_clean(unit, module)
+            self._enter_clean_once(unit, module)
 
-    def _leave_ambient(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._training or self._brought_by.get(id(unit)) is not module:
+    def _leave_pass_long(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook that ends what `_enter_clean_once` began for this module. Does nothing in training."""
+        if self._training or self._materialised_by.get(id(unit)) is not module:
             return None
-        del self._brought_by[id(unit)]
+        del self._materialised_by[id(unit)]
         self._leave_clean(unit)
         return self._marked(module, output, None)
 
-    def _bring_clean(self, unit: Unit, module: nn.Module) -> None:
-        """For an evaluation of `module`, unless the evaluation of a module around it has brought the unit."""
-        if id(unit) not in self.visited:
-            self._enter_clean(unit, self._aside(unit))
-            self._brought_by[id(unit)] = module
+    def _enter_clean_once(self, unit: Unit, module: nn.Module) -> None:
+        """Materialises the unit for an evaluation of `module`, unless the evaluation of an enclosing module has done
+        so."""
+        if id(unit) not in self.materialised:
+            self._enter_clean(unit, self._temporary_scratch(unit))
+            self._materialised_by[id(unit)] = module
 
-    def make_ambient(self, units: Sequence[Unit]) -> None:
-        """Their weights are used outside their own module's forward (a tied head by `F.linear`, say), or would lie
-        where those of another module do. None of them streams."""
+    def make_pass_long(self, units: Sequence[Unit]) -> None:
+        """Gives each pass its own copies of the units. Their weights are used outside their own module's forward (a
+        tied head by `F.linear`, say), or their copies would overlap those of another module. None of them may
+        stream."""
         if not units:
             return
         for unit in units:
-            visitors = {self._module}  # from here on it is entered with the whole model
-            _remove(self._unvisited.pop(id(unit), ()))
+            hooked_modules = {self._module}  # the unit is now materialised when the whole model is called
+            _remove(self._unused.pop(id(unit), ()))
             if unit.is_block:
                 self._placement.blocks.remove(unit)
                 _remove(self._block_hooks.pop(id(unit)))
-                visitors |= _owners(unit)
+                hooked_modules |= _owners(unit)
             else:
-                self._placement.edges.remove(unit)
+                self._placement.leaf_units.remove(unit)
             self._placement.ambient.append(unit)
-            self._kept.add(id(unit))
+            self._made_pass_long.add(id(unit))
             unit.module = self._module
-            for visitor in visitors:
-                self._hook(visitor, partial(self._enter_ambient, unit), partial(self._leave_ambient, unit))
+            for hooked in hooked_modules:
+                self._hook(hooked, partial(self._enter_pass_long, unit), partial(self._leave_pass_long, unit))
         blocks = any(unit.is_block for unit in units)
         show(
-            f"ds_zo: {', '.join(u.name for u in units)}: used outside the module's own forward, or while others' are: "
-            f"kept as {self._num_passes} copies during a step"
+            f"ds_zo: {', '.join(u.name for u in units)}: these weights are used outside their module's own forward, or "
+            f"while another module runs, so a step keeps {self._num_passes} copies of them"
             f"{'; name the list whose entries are called whole (ds_zo.stream.blocks)' if blocks else ''}"
         )
 
-    def crowd(self, units: Iterable[Unit]) -> None:
-        """They are to be made ambient."""
-        self.nesting.crowded |= {id(unit): unit for unit in units}
+    def request_pass_long(self, units: Iterable[Unit]) -> None:
+        """Notes units that `make_pass_long` has to change before the passes run again."""
+        self.overlap.overlapping |= {id(unit): unit for unit in units}
 
-    def take_crowded(self) -> list[Unit]:
-        found = list(self.nesting.crowded.values())
-        self.nesting.crowded.clear()
+    def take_overlapping(self) -> list[Unit]:
+        """Returns the units that have to become pass-long, and forgets them."""
+        found = list(self.overlap.overlapping.values())
+        self.overlap.overlapping.clear()
         return found
 
-    # Units that the first training forward did not visit
+    # Units that the first training forward did not use
 
     @property
-    def has_unvisited(self) -> bool:
-        return bool(self._unvisited)
+    def has_unused(self) -> bool:
+        """Whether some trainable unit has been used by no training forward yet."""
+        return bool(self._unused)
 
-    def guard_unvisited(self) -> None:
-        """A later forward may run modules inside them without the block. Modules that are not run cost nothing."""
+    def guard_unused(self) -> None:
+        """Hooks the modules inside unused blocks: a later forward may call them without calling the block. Modules that
+        are not called cost nothing."""
         for unit in self._placement.blocks:
-            if id(unit) in self._unvisited:
-                enter, leave = partial(self._enter_inside, unit), partial(self._leave_ambient, unit)
+            if id(unit) in self._unused:
+                enter, leave = partial(self._enter_inside_unused, unit), partial(self._leave_pass_long, unit)
                 for inside in _owners(unit) - {unit.module}:
-                    self._unvisited[id(unit)] += self._hook(inside, enter, leave)
+                    self._unused[id(unit)] += self._hook(inside, enter, leave)
 
-    def _enter_inside(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _enter_inside_unused(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        """Pre-hook of a module inside a block that no training forward has called. In training, the block has to become
+        pass-long; this raises if blocks stream."""
         if not self._training:
-            self._bring_clean(unit, module)
-        elif id(unit) not in self.visited and unit.trainable:
+            self._enter_clean_once(unit, module)
+        elif id(unit) not in self.materialised and unit.trainable:
             if self.streams:
                 raise used_outside(next(p.name for p in unit.placed))
-            self.crowd([unit])
+            self.request_pass_long([unit])
 
 
 def _remove(handles: Iterable[Any]) -> None:
@@ -390,6 +431,6 @@ def _remove(handles: Iterable[Any]) -> None:
 
 
 def _owners(unit: Unit) -> set[nn.Module]:
-    """Modules of a block that have parameters of the unit, and the block."""
+    """The block's module, and the modules inside it that own parameters of the unit."""
     own = {id(placed.parameter) for placed in unit.placed}
     return {unit.module, *(m for m in unit.module.modules() if any(id(p) in own for p in m._parameters.values()))}

@@ -133,7 +133,7 @@ def test_delays_on_any_stream_change_nothing(slow: str, monkeypatch: pytest.Monk
         elif slow == "everything at random":
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
-    upload, send_back, arrive = Runtime._upload, Runtime._send_back, Runtime.arrive
+    upload, send_back, arrive = Runtime._upload, Runtime._download, Runtime.acquire
 
     def slow_upload(self: Runtime, *args: Any) -> None:
         with self._on(self._up):
@@ -151,8 +151,8 @@ def test_delays_on_any_stream_change_nothing(slow: str, monkeypatch: pytest.Monk
         return slot
 
     monkeypatch.setattr(Runtime, "_upload", slow_upload)
-    monkeypatch.setattr(Runtime, "_send_back", slow_send_back)
-    monkeypatch.setattr(Runtime, "arrive", slow_arrive)
+    monkeypatch.setattr(Runtime, "_download", slow_send_back)
+    monkeypatch.setattr(Runtime, "acquire", slow_arrive)
     for stream in ({"device_slots": 2}, {"device_slots": 2, "resident_blocks": NUM_BLOCKS - 2}, {"device_slots": 3}):
         # With two streamed blocks and two slots a block is updated where its last update may still be on the way home.
         assert_same_weights(run(stream, num_steps=8), resident_run("LOMO", None, 0.0, 8))
@@ -200,7 +200,7 @@ def test_streamed_peak_is_slots_edges_and_one_gradient(dtype: str | None) -> Non
         taken = torch.cuda.max_memory_allocated() - start
         placement = engine.backend._block_store.placement
     block = placement.blocks[0].nbytes
-    edges = sum(unit.nbytes for unit in (*placement.edges, *placement.ambient))
+    edges = sum(unit.nbytes for unit in (*placement.leaf_units, *placement.ambient))
     largest = LARGEST_NUMEL * (2 if dtype else 4)
     assert taken < 2 * block + edges + 1.5 * largest + 96 * MIB  # two threads' cuBLAS workspaces among them
 

@@ -269,7 +269,7 @@ def test_one_gradient_is_alive_at_a_time(clipping: float) -> None:
     engine = start(streamed(clipping=clipping), model)
     train(engine, batches("llama", 2))
     assert len(alive) == (4 if clipping else 2) * len(parameters) and max(alive) == 1
-    assert all(slot.held is None for slot in engine.backend._slots)
+    assert all(state.partial_grad is None for state in engine.backend._parameter_states)
 
 
 def test_a_block_keeps_its_inputs_and_nothing_else() -> None:

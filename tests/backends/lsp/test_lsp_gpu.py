@@ -11,7 +11,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 from lomo_runs import assert_close, start
-from lsp_runs import identity_projectors, lsp_json, settled
+from lsp_runs import current_weights, identity_projectors, lsp_json
 from torch import nn
 from zoo import Wandering, plain_batch, seeded
 
@@ -53,10 +53,10 @@ def run(
         loss = engine(**batch)
         engine.backward(loss)
         if schedule == "layerwise" and engine.backend._host_groups and "gradient_accumulation_steps" not in json:
-            assert any(group.moment is GroupPhase.UPDATING for group in engine.backend._host_groups)
+            assert any(group.phase is GroupPhase.UPDATING for group in engine.backend._host_groups)
         engine.step()
         losses.append(loss.detach().clone())  # nobody waits
-    weights = settled(engine)
+    weights = current_weights(engine)
     engine.destroy()
     return losses, weights
 

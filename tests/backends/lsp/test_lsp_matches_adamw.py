@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, batches, start, train, train_plain, weights_of
-from lsp_runs import identity_projectors, lsp_json, settled, small
+from lsp_runs import current_weights, identity_projectors, lsp_json, small
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -30,17 +30,17 @@ def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: py
     identity_projectors(monkeypatch)
     json = lsp_json(lr=1e-3, offload=offload, params={"weight_decay": 0.1, "eps": EPS})
     engine = start(json, small(name))
-    assert sum(slot.subspace is not None for slot in engine.backend._slots) > 8
+    assert sum(matrix.subspace is not None for matrix in engine.backend._matrices) > 8
     train(engine, batches(name, NUM_STEPS))
-    assert_close(settled(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
+    assert_close(current_weights(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
 
 
 def test_without_projectors_it_is_adamw() -> None:
     json = lsp_json(lr=1e-3, params={"weight_decay": 0.1, "eps": EPS, "projector": "none"})
     engine = start(json, small("gpt2"))
-    assert all(slot.subspace is None for slot in engine.backend._slots)
+    assert all(matrix.subspace is None for matrix in engine.backend._matrices)
     train(engine, batches("gpt2", 10))
-    assert_close(settled(engine), adamw("gpt2", batches("gpt2", 10)), atol=1e-5)
+    assert_close(current_weights(engine), adamw("gpt2", batches("gpt2", 10)), atol=1e-5)
 
 
 def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in batches("llama", 8):
         train(engine, [batch])
         norms.append(engine.get_global_grad_norm())
-    assert_close(settled(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
+    assert_close(current_weights(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, eps=EPS)
     _, expected = train_plain(model, batches("llama", 8), optimizer, max_norm=0.5)
@@ -85,11 +85,11 @@ def test_it_is_adam_in_the_subspace_by_dense_algebra(offload: bool) -> None:
     json = lsp_json(lr=lr, offload=offload, clipping=clip, params={"weight_decay": decay})
     engine = start(json, small())
     model = small()
-    slots = {slot.name: slot for slot in engine.backend._slots}
+    matrices = {matrix.name: matrix for matrix in engine.backend._matrices}
     hands = {
-        name: ByHand(slot.subspace.P.dense(), slot.subspace.Q.dense())
-        for name, slot in slots.items()
-        if slot.subspace is not None
+        name: ByHand(matrix.subspace.P.dense(), matrix.subspace.Q.dense())
+        for name, matrix in matrices.items()
+        if matrix.subspace is not None
     }
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"} <= hands.keys()
     rest = [(n, p) for n, p in model.named_parameters() if n not in hands]
@@ -105,4 +105,4 @@ def test_it_is_adam_in_the_subspace_by_dense_algebra(offload: bool) -> None:
                 if n in hands:
                     p.mul_(1 - lr * decay).sub_(hands[n].direction(p.grad, clip=clip), alpha=lr)
         model.zero_grad()
-    assert_close(settled(engine), weights_of(model), atol=1e-5)
+    assert_close(current_weights(engine), weights_of(model), atol=1e-5)

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
-from lsp_runs import adopt_always, lsp_json, settled, small
+from lsp_runs import adopt_always, current_weights, lsp_json, small
 from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
@@ -22,7 +22,7 @@ from ds_zo.backends.lsp.scheduler import Job, UpdateQueue, transition_layer
 from ds_zo.optim import subspace_adam
 from ds_zo.plugin import engine as plugin
 from ds_zo.projectors import workspace
-from ds_zo.streaming.watched import told_to_nobody
+from ds_zo.streaming.intercepted import without_interception
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -50,7 +50,7 @@ def run(schedule: str, *, num_batches: int = 4, **json: Any) -> tuple[list[float
     engine = start(lsp_json(**json), small())
     losses = train(engine, batches("llama", num_batches))
     assert engine.backend._starts_early == (schedule == "layerwise")
-    return losses, settled(engine)
+    return losses, current_weights(engine)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -66,7 +66,7 @@ def test_whole_matrices_in_chunks_train_the_same_bits(monkeypatch: pytest.Monkey
     """As Adam does with many threads. Not clipped: norms are equal to rounding."""
     json: dict[str, Any] = {"params": {"projector": "none"}, "bf16": {"enabled": True}, "lr": 1e-3}
     losses, expected = run("sync", num_batches=3, **json)
-    monkeypatch.setattr(subspace_adam, "MANY_THREADS", 1)
+    monkeypatch.setattr(subspace_adam, "MIN_THREADS_FOR_CHUNKS", 1)
     monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", 128)
     parts: list[int] = []
     adam = subspace_adam._adam_
@@ -93,7 +93,7 @@ def test_a_slow_cpu_changes_nothing_and_forward_waits(monkeypatch: pytest.Monkey
 
 def stored(engine: Any) -> dict[str, torch.Tensor]:
     """Weights as they are in memory: reading a parameter would bring it up to date."""
-    with told_to_nobody():
+    with without_interception():
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
@@ -103,16 +103,16 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     train(engine, data[:1])
     engine.backward(engine(**data[1]).loss)
     groups = engine.backend._host_groups
-    assert all(group.moment is GroupPhase.UPDATING for group in groups)
+    assert all(group.phase is GroupPhase.UPDATING for group in groups)
     engine.step()
-    assert all(group.moment is GroupPhase.DUE for group in groups)
+    assert all(group.phase is GroupPhase.UPDATE_PENDING for group in groups)
     lagging = stored(engine)
     layer = engine.module.model.layers[1]
     layer.register_forward_pre_hook(lambda *args: seen.update(weight=layer.mlp.up_proj.weight.detach().clone()))
     seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         engine.module(**data[0])  # evaluation of the raw module, as Trainer does
-    weights = settled(engine)
+    weights = current_weights(engine)
     assert torch.equal(seen["weight"], weights["model.layers.1.mlp.up_proj.weight"])
     assert not torch.equal(lagging["lm_head.weight"], weights["lm_head.weight"])
 
@@ -166,7 +166,7 @@ def test_an_evaluation_in_inference_mode_changes_nothing() -> None:
             if evaluates:
                 with torch.inference_mode():
                     engine(**batch)
-        weights.append(settled(engine))
+        weights.append(current_weights(engine))
     assert_equal(*weights)
 
 
@@ -183,7 +183,7 @@ def test_a_weight_of_two_blocks_is_up_to_date_in_either() -> None:
             engine.step()
             with torch.no_grad():
                 losses.append(engine(**plain_batch(step, order=[2])).item())
-        found.append((losses, settled(engine)))
+        found.append((losses, current_weights(engine)))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
 
@@ -203,7 +203,7 @@ def test_what_is_written_to_a_gathered_weight_stays() -> None:
     assert first.data_ptr() == where
     assert bool((first == 0.5).all()) and bool((second == 0.25).all())
     train(engine, batches("llama", 1))
-    engine.backend.settle()
+    engine.backend.apply_pending_updates()
     assert 0 < float((first.detach() - 0.5).abs().max()) < 0.1
 
 
@@ -219,7 +219,7 @@ def test_two_losses_a_step_add_up() -> None:
                 engine.backward(engine(**first).loss)
                 engine.backward(engine(**second).loss)
                 engine.step()
-            weights.append(settled(engine))
+            weights.append(current_weights(engine))
             assert not engine.backend._starts_early
         assert_close(*weights, atol=1e-6)
 
@@ -237,7 +237,7 @@ def test_zero_grad_forgets_what_was_begun() -> None:
                 engine.backward(engine(**data[2]).loss)
                 (engine if who == "engine" else getattr(engine, who)).zero_grad()
             train(engine, data[3:])
-            weights.append(settled(engine))
+            weights.append(current_weights(engine))
         assert_close(*weights, atol=1e-6)
 
 
@@ -247,7 +247,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
     for kind in (reentrant, None):
         engine = start(lsp_json(), checkpointed(small(), kind))
         train(engine, batches("llama", 3))
-        weights.append(settled(engine))
+        weights.append(current_weights(engine))
     assert_close(*weights, atol=1e-5)
 
 
@@ -302,7 +302,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
     json = lsp_json(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}, **streamed})
     engine = start(json, small())
     train(engine, batches("llama", 2))
-    expected = settled(engine)
+    expected = current_weights(engine)
     engine.destroy()
 
     engine = start(json, small())
@@ -319,7 +319,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
         queue.put(Job(collect))
     engine.backward(loss)
     engine.step()
-    assert any(group.moment is GroupPhase.DUE for group in engine.backend._host_groups)
+    assert any(group.phase is GroupPhase.UPDATE_PENDING for group in engine.backend._host_groups)
     del engine, loss
     dropped.set()
     if where == "here":
@@ -362,7 +362,7 @@ def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: 
     monkeypatch.setattr(lsp_calibration, "fit", may_fail)
     params = {"projector": "learned", "check_interval": 1, "bias_threshold": 0.01}
     engine = start(lsp_json(params=params), small())
-    projected = [slot for slot in engine.backend._slots if slot.subspace is not None]
+    projected = [matrix for matrix in engine.backend._matrices if matrix.subspace is not None]
     for _ in range(2):
         failing = True
         with pytest.raises(torch.OutOfMemoryError):
@@ -372,4 +372,4 @@ def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: 
         fitted.clear()
         train(engine, batches("llama", 1))
         assert len(fitted) == len(projected)
-    assert {slot.subspace.num_draws for slot in projected} == {1}
+    assert {matrix.subspace.num_draws for matrix in projected} == {1}

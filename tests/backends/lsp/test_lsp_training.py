@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import CPU, adopt_always, lsp_json, settled, small
+from lsp_runs import CPU, adopt_always, current_weights, lsp_json, small
 from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_zo.backends.lsp import backend as lsp
 from ds_zo.backends.lsp import calibration as lsp_calibration
 from ds_zo.backends.lsp import matrices as lsp_matrices
-from ds_zo.backends.lsp.payload import Carry, Places, Wire
+from ds_zo.backends.lsp.payload import BufferLayout, ErrorFeedback, PayloadCodec
 from ds_zo.config import ConfigError
 from ds_zo.optim.subspace_adam import Moments
-from ds_zo.projectors import SparseProjector, apply_, captured_share, flattened
+from ds_zo.projectors import SparseProjector, apply_, captured_share, flatten_spectrum
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def kinds(engine: Any) -> dict[str, bool]:
     """Parameter: whether it is projected."""
-    return {slot.name: slot.subspace is not None for slot in engine.backend._slots}
+    return {matrix.name: matrix.subspace is not None for matrix in engine.backend._matrices}
 
 
 def test_what_trains_how() -> None:
@@ -52,14 +52,14 @@ def test_what_trains_how() -> None:
     assert "classifier.weight" in trained and not any("embeddings" in n for n in trained if n.endswith("s.weight"))
     frozen = start(lsp_json(params={"edge": "freeze"}), small())
     assert kinds(frozen).keys() == llama.keys() - {"model.embed_tokens.weight", "lm_head.weight"}
-    before = settled(frozen)
+    before = current_weights(frozen)
     train(frozen, batches("llama", 2))
-    moved = {name for name, value in settled(frozen).items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in current_weights(frozen).items() if not torch.equal(value, before[name])}
     assert moved == kinds(frozen).keys()
     # 16 x 16 and 8 x 16 are no larger than d x d; 24 x 16 and 67 x 16 are. d is at most the smaller side.
     large = start(lsp_json(params={"subspace_dim": 18}), small())
     assert not kinds(large)["model.layers.0.self_attn.q_proj.weight"]
-    shapes = {slot.name: slot.shape for slot in large.backend._slots}
+    shapes = {matrix.name: matrix.shape for matrix in large.backend._matrices}
     assert shapes["model.layers.0.mlp.up_proj.weight"] == (16, 16)
     assert "6 matrices in 16 x 16" not in large.backend.describe() and "matrices in 16 x 16" in large.backend.describe()
 
@@ -69,9 +69,9 @@ def test_frozen_parameters_stay_and_cost_nothing() -> None:
     model.model.layers[0].requires_grad_(False)
     engine = start(lsp_json(), model)
     assert not any(name.startswith("model.layers.0.") for name in kinds(engine))
-    before = settled(engine)
+    before = current_weights(engine)
     train(engine, batches("llama", 2))
-    after = settled(engine)
+    after = current_weights(engine)
     assert all(torch.equal(before[name], after[name]) == name.startswith("model.layers.0.") for name in before)
     model.model.layers[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
@@ -88,7 +88,7 @@ def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
     halves = [{k: v[i : i + 2] for k, v in batch.items()} for batch in whole for i in (0, 2)]
     train(engine, halves)
     assert engine.global_steps == 3
-    assert_close(settled(engine), settled(large), atol=1e-5)
+    assert_close(current_weights(engine), current_weights(large), atol=1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -105,7 +105,7 @@ def test_a_bare_backward_is_the_engines(offload: bool, tmp_path: Path) -> None:
             resumed.step()
         bare.step()
     for engine in (bare, resumed):
-        assert_close(settled(engine), settled(through))
+        assert_close(current_weights(engine), current_weights(through))
 
 
 def learned(**params: Any) -> dict[str, Any]:
@@ -113,7 +113,9 @@ def learned(**params: Any) -> dict[str, Any]:
 
 
 def draws(engine: Any) -> dict[str, int]:
-    return {slot.name: slot.subspace.num_draws for slot in engine.backend._slots if slot.subspace is not None}
+    return {
+        matrix.name: matrix.subspace.num_draws for matrix in engine.backend._matrices if matrix.subspace is not None
+    }
 
 
 def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +125,9 @@ def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: py
     data = list(batches("llama", 3))
     grads: dict[str, list[torch.Tensor]] = {}
     for batch in data:
-        for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
-            if slot.subspace is not None:
-                assert torch.equal(slot.subspace.P.values, found.subspace.P.values)
+        for matrix, found in zip(engine.backend._matrices, drawn.backend._matrices, strict=True):
+            if matrix.subspace is not None:
+                assert torch.equal(matrix.subspace.P.values, found.subspace.P.values)
         model = small()
         model.load_state_dict(engine.module.state_dict())
         model(**batch).loss.backward()
@@ -133,13 +135,13 @@ def test_fitted_projectors_serve_from_the_batch_after_their_test(monkeypatch: py
             grads.setdefault(name, []).append(p.grad)
         train(engine, [batch])
         assert (engine.backend.biases == {}) == (batch is not data[-1])
-    for slot, found in zip(engine.backend._slots, drawn.backend._slots, strict=True):
-        if slot.subspace is not None:
-            total = flattened(grads[slot.name][0]) + flattened(grads[slot.name][1])
-            pairs = [(subspace.P, subspace.Q) for subspace in (slot.subspace, found.subspace)]
-            assert captured_share(total, *pairs[0]) > 1.1 * captured_share(total, *pairs[1]), slot.name
-            last = captured_share(flattened(grads[slot.name][2]), *pairs[0])
-            assert engine.backend.biases[slot.name] == pytest.approx((1 - last) ** 0.5, abs=1e-3)
+    for matrix, found in zip(engine.backend._matrices, drawn.backend._matrices, strict=True):
+        if matrix.subspace is not None:
+            total = flatten_spectrum(grads[matrix.name][0]) + flatten_spectrum(grads[matrix.name][1])
+            pairs = [(subspace.P, subspace.Q) for subspace in (matrix.subspace, found.subspace)]
+            assert captured_share(total, *pairs[0]) > 1.1 * captured_share(total, *pairs[1]), matrix.name
+            last = captured_share(flatten_spectrum(grads[matrix.name][2]), *pairs[0])
+            assert engine.backend.biases[matrix.name] == pytest.approx((1 - last) ** 0.5, abs=1e-3)
 
 
 def test_projectors_that_capture_no_more_do_not_serve() -> None:
@@ -148,7 +150,7 @@ def test_projectors_that_capture_no_more_do_not_serve() -> None:
     for one in (engine, random):
         train(one, [*batches("llama", 1)] * 2)
     assert engine.backend.biases.keys() == draws(engine).keys() and set(draws(engine).values()) == {1}
-    assert_equal(*map(settled, (engine, random)))
+    assert_equal(*map(current_weights, (engine, random)))
 
 
 def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +160,13 @@ def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pyt
     engines = [start(learned(check_interval=interval, fit_steps=1), small()) for interval in (2, 1000)]
     for engine in engines:
         train(engine, batches("llama", 4))
-    assert_equal(*map(settled, engines))
-    for slot in engines[0].backend._slots:
-        if slot.subspace is not None:
-            assert slot.subspace.num_draws == (2 if slot.parameter.shape[0] == 24 else 1)
+    assert_equal(*map(current_weights, engines))
+    for matrix in engines[0].backend._matrices:
+        if matrix.subspace is not None:
+            assert matrix.subspace.num_draws == (2 if matrix.parameter.shape[0] == 24 else 1)
     for engine in engines:
         train(engine, batches("llama", 1, first=4))
-    refitted, kept = map(settled, engines)
+    refitted, kept = map(current_weights, engines)
     changed = {name for name, value in kept.items() if not torch.equal(refitted[name], value)}
     assert changed == {f"model.layers.{i}.mlp.{part}_proj.weight" for i in (0, 1) for part in ("gate", "up")}
 
@@ -176,13 +178,15 @@ def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
     old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
     total = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0))
     candidate = lsp_matrices.Candidate(new, num_batches=1, total=total, gain=3.0)
-    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
-    slot.is_fitted = is_fitted
-    moments = Moments.zeros(slot.shape, "cpu")
+    matrix = lsp_matrices.MatrixState(
+        "matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate
+    )
+    matrix.is_fitted = is_fitted
+    moments = Moments.zeros(matrix.shape, "cpu")
     moments.mean.fill_(1.0)
     moments.mean_square.fill_(2.0)
-    lsp_calibration.adopt(slot, moments, [])
-    assert slot.subspace is new and slot.candidate is None and slot.is_fitted
+    lsp_calibration.adopt(matrix, moments, [])
+    assert matrix.subspace is new and matrix.candidate is None and matrix.is_fitted
     assert not moments.mean.any()
     if not is_fitted:
         assert not moments.mean_square.any()
@@ -204,20 +208,22 @@ def test_a_refit_carries_what_a_payload_lost_of_an_update() -> None:
     (m, n), dim = (24, 36), 12
     old, new = (lsp_matrices.Subspace(orthonormal(m, dim, seed=i), orthonormal(n, dim, seed=i + 2)) for i in (0, 1))
     candidate = lsp_matrices.Candidate(new, gain=1.0)
-    slot = lsp_matrices.Slot("matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate)
-    places = Places([slot.shape], [torch.float32])
-    carry = Carry(Wire(places.end // 4, torch.bfloat16), places, torch.device("cpu"))
-    carry.set_error(0, torch.randn(slot.shape, generator=torch.Generator().manual_seed(0)))
+    matrix = lsp_matrices.MatrixState(
+        "matrix", torch.nn.Parameter(torch.zeros(m, n)), 0, 0, subspace=old, candidate=candidate
+    )
+    layout = BufferLayout([matrix.shape], [torch.float32])
+    feedback = ErrorFeedback(PayloadCodec(layout.end // 4, torch.bfloat16), layout, torch.device("cpu"))
+    feedback.set_error(0, torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
 
     def update(subspace: lsp_matrices.Subspace) -> torch.Tensor:
-        error = carry.error_of(0)
+        error = feedback.error_of(0)
         assert error is not None
         weights = torch.zeros(m, n)
         apply_(weights, error.t(), subspace.P, subspace.Q_update, lr=1.0, rounding="nearest")
         return weights
 
     lost = update(old)
-    lsp_calibration.adopt(slot, None, [(carry, 0)])
+    lsp_calibration.adopt(matrix, None, [(feedback, 0)])
     P, Q = new.P.dense(), new.Q.dense()
     expected = P @ P.t() @ lost @ Q @ Q.t()
     assert 0.1 < expected.norm() / lost.norm() < 0.9
@@ -244,9 +250,9 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
     adopt_always(monkeypatch)
 
     def rms_of_updates(engine: Any, batch: Any) -> list[float]:
-        before = settled(engine)
+        before = current_weights(engine)
         train(engine, [batch])
-        moved = {name: (value - before[name]) / 1e-2 for name, value in settled(engine).items()}
+        moved = {name: (value - before[name]) / 1e-2 for name, value in current_weights(engine).items()}
         return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
 
     data = list(batches("llama", 5))
@@ -255,7 +261,7 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
     sizes = rms_of_updates(engine, data[0])
     train(engine, data[1:4])
     assert set(draws(engine).values()) == {2}
-    for _, moments, _ in engine.backend._groups.kept():
+    for _, moments, _ in engine.backend._groups.matrices_and_moments():
         moments.reset()
     sizes += rms_of_updates(engine, data[4])
     assert min(sizes) > 0.7 and max(sizes) < 1.3, sizes
@@ -277,26 +283,29 @@ def test_several_calibration_batches_go_on_with_one_fit(monkeypatch: pytest.Monk
 def test_a_payloads_error_comes_with_the_next(dtype: str) -> None:
     torch.manual_seed(0)
     payload = {"bf16": torch.bfloat16, "int8": torch.int8}[dtype]
-    places = Places([(20, 30), (7, 40), (16, 16)], [torch.float32] * 3, alignment=Wire.alignment(payload))
-    wire = Wire(places.end // 4, payload)
-    carry, buffer = Carry(wire, places, torch.device("cpu")), torch.empty(wire.num_bytes, dtype=torch.uint8)
-    assert wire.num_bytes < 0.6 * places.end
-    value, everything = torch.randn(wire.numel), [(0, wire.numel)]
-    decoded = [torch.zeros(wire.numel) for _ in range(50)]
+    layout = BufferLayout([(20, 30), (7, 40), (16, 16)], [torch.float32] * 3, alignment=PayloadCodec.alignment(payload))
+    codec = PayloadCodec(layout.end // 4, payload)
+    feedback, buffer = (
+        ErrorFeedback(codec, layout, torch.device("cpu")),
+        torch.empty(codec.num_bytes, dtype=torch.uint8),
+    )
+    assert codec.num_bytes < 0.6 * layout.end
+    value, everything = torch.randn(codec.numel), [(0, codec.numel)]
+    decoded = [torch.zeros(codec.numel) for _ in range(50)]
     for out in decoded:
-        carry.encode(value, buffer, everything)
-        carry.keep()
-        wire.decode_(out, buffer, (0, wire.numel))
+        feedback.encode(value, buffer, everything)
+        feedback.commit()
+        codec.decode_(out, buffer, (0, codec.numel))
     lost = float((decoded[0] - value).abs().max())
     assert lost > 1e-4
     torch.testing.assert_close(sum(decoded), 50 * value, rtol=0, atol=2 * lost + 1e-4)  # of one payload, not of fifty
-    errors = [carry.error_of(i).clone() for i in range(3)]
-    carry.encode(value * float("nan"), buffer, everything)
-    assert wire.decode_(out, buffer, (0, wire.numel)).isnan().all()
-    carry.take_back()
-    assert all(torch.equal(carry.error_of(i), error) for i, error in enumerate(errors))
-    carry.encode(value, buffer, places.spans([0, 2]))  # the second matrix had no gradient
-    assert torch.equal(carry.error_of(1), errors[1]) and not torch.equal(carry.error_of(2), errors[2])
+    errors = [feedback.error_of(i).clone() for i in range(3)]
+    feedback.encode(value * float("nan"), buffer, everything)
+    assert codec.decode_(out, buffer, (0, codec.numel)).isnan().all()
+    feedback.undo()
+    assert all(torch.equal(feedback.error_of(i), error) for i, error in enumerate(errors))
+    feedback.encode(value, buffer, layout.spans([0, 2]))  # the second matrix had no gradient
+    assert torch.equal(feedback.error_of(1), errors[1]) and not torch.equal(feedback.error_of(2), errors[2])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -343,7 +352,7 @@ def test_resume_equals_uninterrupted(name: str, tmp_path: Path, monkeypatch: pyt
     train(resumed, data[:1])  # whatever it was before
     resumed.load_checkpoint(str(tmp_path))
     assert train(resumed, data[5:]) == expected
-    assert_equal(settled(resumed), settled(whole))
+    assert_equal(current_weights(resumed), current_weights(whole))
 
 
 def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
@@ -376,7 +385,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(payload: str | None) -
     assert engine.skipped_steps == 1 and not engine.was_step_applied()
     for one in (engine, reference):
         train(one, data[2:])
-    assert_equal(settled(engine), settled(reference))
+    assert_equal(current_weights(engine), current_weights(reference))
     assert engine.skipped_steps == 1
 
 
@@ -386,9 +395,9 @@ def test_weights_in_bf16_do_not_lose_small_updates() -> None:
     for rounding in ("stochastic", "nearest"):
         json = lsp_json(lr=2e-5, bf16={"enabled": True}, ds_zo={"rounding": rounding})
         engine = start(json, small())
-        before = settled(engine)
+        before = current_weights(engine)
         train(engine, [*batches("llama", 1)] * 8)
-        after = settled(engine)
+        after = current_weights(engine)
         moved[rounding] = sum(int((after[name] != before[name]).sum()) for name in after if "proj" in name)
     assert moved["stochastic"] > 2 * moved["nearest"]
 
@@ -409,21 +418,21 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     head = [named.pop("lm_head.weight")]
     groups = [{"params": list(named.values())}, {"params": head, "lr": 0.0, "weight_decay": 0.0}]
     engine = start(lsp_json(), model, model_parameters=groups)
-    before = settled(engine)
+    before = current_weights(engine)
     train(engine, batches("llama", 1))
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # which makes groups anew
     engine.optimizer.param_groups[0]["lr"] = 0.0
-    after = settled(engine)
+    after = current_weights(engine)
     assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     train(engine, batches("llama", 1))
-    assert_equal(settled(engine), after)
+    assert_equal(current_weights(engine), after)
     first, second = engine.optimizer.param_groups  # lists as long as before: weights that change places
     embedding = named["model.embed_tokens.weight"]
     first["params"] = [head[0] if p is embedding else p for p in first["params"]]
     second |= {"params": [embedding], "lr": 1e-3}
     train(engine, batches("llama", 1))
-    found = settled(engine)
+    found = current_weights(engine)
     assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
 
 
@@ -437,7 +446,7 @@ def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.Mon
     optimizer.param_groups[0]["betas"] = [0.9, 0.95]  # a list, as a JSON and some versions of PyTorch have it
     start(json, model, optimizer=optimizer)
     [told] = [text for text in said if "LSP's Adam" in text]
-    assert "betas (0.9, 0.999), not the optimizer's (0.9, 0.95): write betas to ds_zo.params.betas" in told
+    assert "betas (0.9, 0.999) and ignores the optimizer's (0.9, 0.95): set ds_zo.params.betas" in told
 
 
 def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,6 +470,6 @@ def test_fits_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     finally:
         logger.setLevel(level)
         logger.propagate = propagate
-    said, *_ = [text for record in caplog.records if "matrices fitted in" in (text := record.getMessage())]
+    said, *_ = [text for record in caplog.records if "fitted projectors of" in (text := record.getMessage())]
     assert f"in {engine.backend.fit_s:.1f} s; on the next batch" in said and engine.backend.fit_s > 0
     assert bars == [16, 16]  # in the pass of the fit and in that of the test

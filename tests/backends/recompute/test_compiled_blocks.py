@@ -25,7 +25,7 @@ from lomo_runs import (
     train,
     weights_of,
 )
-from lsp_runs import CPU, lsp_json, settled
+from lsp_runs import CPU, current_weights, lsp_json
 from torch._dynamo.utils import counters
 
 from ds_zo.backends.recompute import compiled_blocks
@@ -94,7 +94,7 @@ def test_lsp_trains_alike_on_one_graph(stream: bool) -> None:
         config = lsp_json(clipping=0.5, zero_optimization=place, ds_zo={"compile_blocks": compiled})
         engine = start(config, checkpointed(lively("llama", **LAYERS["llama"]), False))
         train(engine, batches("llama", 3))
-        found = settled(engine)
+        found = current_weights(engine)
         engine.destroy()
         assert all(layer._compiled_call_impl is None for layer in engine.module.model.layers)
         return found

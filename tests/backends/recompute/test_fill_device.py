@@ -83,13 +83,13 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
         said = [line for line in lines if "(given)" in line]
         assert len(said) == 1
         assert (
-            "all 3 blocks go on streaming"
+            "all 3 blocks stay streamed"
             if not wanted
-            else f"{wanted} of 3 blocks were to stay there (given), so {left} do"
+            else f"{wanted} of 3 blocks were moved there (given): {left} blocks are resident"
         ) in said[0]
         assert_equal(found, expected)
 
     monkeypatch.setattr(filling, "_copy", fails_at(copy, {0}))
     monkeypatch.setattr(module, "Runtime", fails_at(runtime, {1}))
-    with pytest.raises(RuntimeError, match="no longer holds the buffers"):
+    with pytest.raises(RuntimeError, match="has no memory left for the buffers"):
         _trained(kind, fills=True)

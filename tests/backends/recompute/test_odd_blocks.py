@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from lomo_runs import assert_close, assert_equal, batches, config_for, start, streamed, train, weights_of
-from lsp_runs import lsp_json, settled
+from lsp_runs import current_weights, lsp_json
 from torch import nn
 from torch.nn.utils import parametrizations
 from zoo import seeded
@@ -261,9 +261,9 @@ def test_layers_that_share_keys_and_values_stream(name: str) -> None:
     on_host = {**lsp, "zero_optimization": {**lsp["zero_optimization"], "offload_param": {"device": "cpu"}}}
     for resident, other in ((config_for(lr=0.01), streamed(lr=0.01)), (lsp, on_host)):
         engines = [start(config, make()) for config in (resident, other)]
-        before = settled(engines[0])
+        before = current_weights(engines[0])
         losses = [train(engine, batches("llama", 2)) for engine in engines]
         assert losses[0] == losses[1]
-        assert_equal(settled(engines[1]), settled(engines[0]))
+        assert_equal(current_weights(engines[1]), current_weights(engines[0]))
         source = "model.layers.1.self_attn.k_proj.weight"  # whose keys layer 3 takes
-        assert not torch.equal(settled(engines[1])[source], before[source])
+        assert not torch.equal(current_weights(engines[1])[source], before[source])

@@ -1,4 +1,5 @@
-"""Engines that are dropped, not destroyed: what they leave behind on a GPU, and the next one in the process."""
+"""Engines that are garbage-collected without `destroy`: the state that they leave on a GPU, and the next engine in the
+process."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_collected_engine_leaves_the_weights_of_its_last_step(name: str) -> None:
-    """As a destroyed one does, up to the order in which atomics add; three times over."""
+    """The weights equal those that a destroyed engine leaves, up to the order of atomic adds; repeated three times."""
     model = LLAMA.make()
     with zo_engine(model, CONFIGS[name]) as engine:
         steps(engine)

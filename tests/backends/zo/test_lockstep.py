@@ -1,4 +1,5 @@
-"""Lockstep passes by themselves: what each owns, what may not leak, and how a run ends early."""
+"""Lockstep passes without a model: the state that each pass owns, the state that must not leak, and early ends of a
+run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ var: contextvars.ContextVar[str] = contextvars.ContextVar("var", default="unset"
 
 
 def together(lockstep: Lockstep, *calls: Callable[[], Any]) -> list[Any]:
-    return lockstep.together(calls, lambda asked, index: None)
+    return lockstep.together(calls, lambda request, index: None)
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def test_every_pass_runs_a_block_before_any_goes_on() -> None:
         return index
 
     results = lockstep.together(
-        [lambda: call(0), lambda: call(1)], lambda asked, index: order.append(f"ready {asked} for {index}")
+        [lambda: call(0), lambda: call(1)], lambda request, index: order.append(f"ready {request} for {index}")
     )
     assert results == [0, 1]
     assert order == [
@@ -93,7 +94,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_setting_open_across_a_block_stays_in_its_pass(name: str, grad: bool) -> None:
-    """The second pass sets nothing: it must see what was outside, and so must the caller afterwards."""
+    """The second pass changes no setting. It and the caller afterwards must see the setting from outside the passes."""
     enter, read = SETTINGS[name]
     lockstep = Lockstep(CPU)
 
@@ -168,7 +169,8 @@ def test_an_error_surfaces_and_leaves_nothing_behind(failing: int, when: str, ho
 
 
 def test_a_pass_that_raises_on_its_way_out_leaves_nothing_behind() -> None:
-    """An error in the first pass ends the second and the third, and the second has another to raise."""
+    """An error in the first pass ends the second and third passes, and the second raises another error while it
+    unwinds."""
     lockstep = Lockstep(CPU)
     unwound: list[int] = []
 
@@ -234,7 +236,7 @@ def test_passes_draw_the_same_numbers_and_end_as_after_one(num_passes: int) -> N
     assert same_snapshot(snapshot(), end)
 
 
-def test_passes_that_visit_different_blocks_are_refused_as_if_never_run() -> None:
+def test_passes_that_call_different_blocks_are_refused_as_if_never_run() -> None:
     lockstep = Lockstep(CPU)
 
     def call(blocks: str) -> None:

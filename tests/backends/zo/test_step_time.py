@@ -1,4 +1,4 @@
-"""The interval that measured speeds lead to."""
+"""The write-back interval that measured speeds lead to."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from torch.nn import functional as F
 from zo_runs import assert_equal, engine_for, one_step, weights, zo_json
 from zoo import CASES
 
-from ds_zo.backends.zo.step_time import REHEARSED, StepTimeModel, TimedForward, compute_and_draw_s
+from ds_zo.backends.zo.step_time import TIMED_NUM_UPDATES, StepTimeModel, TimedForward, compute_and_draw_s
 
 GB = 10**9
-TEMPO = StepTimeModel(
+MODEL = StepTimeModel(
     up_nbytes_per_s=54.5 * GB, down_nbytes_per_s=55.2 * GB, both_nbytes_per_s=100.8 * GB, compute_s=0.1, draw_s=0.008
 )
 """About OPT-6.7B, one sequence, on an H200."""
 
 
-def best(tempo: StepTimeModel, *, streamed_gb: float, low_gb: float = 0.0) -> int:
-    return tempo.best_interval(streamed_nbytes=int(streamed_gb * GB), low_nbytes=int(low_gb * GB))
+def best(model: StepTimeModel, *, streamed_gb: float, low_gb: float = 0.0) -> int:
+    return model.best_interval(streamed_nbytes=int(streamed_gb * GB), low_nbytes=int(low_gb * GB))
 
 
 def test_a_slow_link_folds_rarely_and_slow_blocks_fold_often() -> None:
-    assert best(TEMPO, streamed_gb=12.9) >= 6  # 237 ms of uploads hide every draw
-    assert best(replace(TEMPO, compute_s=0.35), streamed_gb=12.9) <= 2  # the link waits for the blocks
-    assert 2 <= best(TEMPO, streamed_gb=9.8) <= best(TEMPO, streamed_gb=12.9)  # bf12: 180 ms
-    assert 1 < best(TEMPO, streamed_gb=6.4) < 6  # fp8: 118 ms against 100 ms and the draws
+    assert best(MODEL, streamed_gb=12.9) >= 6  # 237 ms of uploads hide every draw
+    assert best(replace(MODEL, compute_s=0.35), streamed_gb=12.9) <= 2  # the link waits for the blocks
+    assert 2 <= best(MODEL, streamed_gb=9.8) <= best(MODEL, streamed_gb=12.9)  # bf12: 180 ms
+    assert 1 < best(MODEL, streamed_gb=6.4) < 6  # fp8: 118 ms against 100 ms and the draws
 
 
-def test_a_low_plane_makes_folds_dearer() -> None:
-    assert best(TEMPO, streamed_gb=12.9, low_gb=12.9) > best(TEMPO, streamed_gb=12.9)
+def test_a_low_plane_makes_folds_cost_more() -> None:
+    assert best(MODEL, streamed_gb=12.9, low_gb=12.9) > best(MODEL, streamed_gb=12.9)
 
 
 def test_blocks_that_lag_most_are_waited_for() -> None:
-    """At an interval of 32 computing takes less than copying on average, but not where blocks are 20 behind or more:
-    the link waits for those, and time that it lost does not come back."""
+    """At an interval of 32 computing takes less time than copying on average, but more where blocks lag by 20 steps or
+    more. The link waits for these blocks, and cannot make up for the lost time."""
     split = {"streamed_nbytes": int(12.9 * GB), "low_nbytes": int(12.9 * GB)}
-    tempo = replace(TEMPO, draw_s=0.0065)
-    assert tempo.busy_s(32) < tempo.link_s(32, **split) < tempo.link_s(24, **split)
-    assert tempo.step_s(24, **split) < tempo.step_s(32, **split)
-    assert tempo.best_interval(**split) == 24
+    model = replace(MODEL, draw_s=0.0065)
+    assert model.busy_s(32) < model.link_s(32, **split) < model.link_s(24, **split)
+    assert model.step_s(24, **split) < model.step_s(32, **split)
+    assert model.best_interval(**split) == 24
 
 
-def test_passes_one_by_one_bring_every_block_as_often() -> None:
+def test_passes_one_by_one_upload_every_block_once_a_pass() -> None:
     sizes = {"streamed_nbytes": int(6.4 * GB), "low_nbytes": int(6.4 * GB)}
-    once, twice = (TEMPO.link_s(8, **sizes, num_visits=n) for n in (1, 2))
+    once, twice = (MODEL.link_s(8, **sizes, num_uploads=n) for n in (1, 2))
     assert twice - once == pytest.approx(6.4 / 54.5)
-    assert TEMPO.best_interval(**sizes, num_visits=2) > TEMPO.best_interval(**sizes)
+    assert MODEL.best_interval(**sizes, num_uploads=2) > MODEL.best_interval(**sizes)
 
 
 def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
     for compute_s in (0.02, 0.1, 0.2, 0.5):
         for streamed_gb in (0.5, 6.4, 12.9, 60.0):
-            tempo = replace(TEMPO, compute_s=compute_s)
+            model = replace(MODEL, compute_s=compute_s)
             sizes = {"streamed_nbytes": int(streamed_gb * GB), "low_nbytes": 0}
-            chosen = tempo.step_s(tempo.best_interval(**sizes), **sizes)
-            assert all(chosen <= 1.0021 * tempo.step_s(k, **sizes) for k in (1, 2, 4, 8, 16, 32))
+            chosen = model.step_s(model.best_interval(**sizes), **sizes)
+            assert all(chosen <= 1.0021 * model.step_s(k, **sizes) for k in (1, 2, 4, 8, 16, 32))
 
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1}, {"wire_dtype": "fp8"}], ids=str)
-def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
+def test_a_timed_forward_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
     case = CASES["opt"]
 
-    def run(rehearse: bool) -> dict[str, torch.Tensor]:
+    def run(times: bool) -> dict[str, torch.Tensor]:
         engine = engine_for(case.make(), zo_json(interval=8, **stream))
         block_store = engine.backend.block_store
         seen: list[int] = []
@@ -76,13 +76,15 @@ def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> N
             seen.append(more.get("pending", 0)) if unit.is_block else None,
             replay(unit, *args, **more),
         )
-        block_store.measures = rehearse
+        block_store.must_choose_interval = times
         engine(**case.batch(0))
         engine.backend.rank_state()
-        assert not block_store.measures, "a checkpoint names the interval, on ranks that do not write it too"
-        assert (set(seen) - {0} == set(REHEARSED)) == rehearse
-        if rehearse:
-            assert all(seconds > 0 for seconds in compute_and_draw_s(block_store._rehearsals)[:1])
+        assert not block_store.must_choose_interval, (
+            "a checkpoint names the interval, on ranks that do not write it too"
+        )
+        assert (set(seen) - {0} == set(TIMED_NUM_UPDATES)) == times
+        if times:
+            assert all(seconds > 0 for seconds in compute_and_draw_s(block_store._timed_forwards)[:1])
         for step in range(3):
             one_step(engine, case.batch(step))
         return weights(engine.module)
@@ -91,7 +93,7 @@ def test_a_rehearsal_replays_and_leaves_no_trace(stream: dict[str, object]) -> N
 
 
 class Counting(nn.Module):
-    """A block whose forward leaves traces: running statistics, a count, random numbers of two kinds."""
+    """A block whose forward leaves traces: running statistics, a count, random numbers from two generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,27 +119,28 @@ class CountingStack(nn.Module):
 
 @pytest.mark.usefixtures("single_process")
 def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
-    """Checked against passes one after the other, and rehearsed: twelve passes, and buffers as after one."""
+    """The first step also runs passes one after the other and timed forwards: twelve passes, and buffers as after
+    one."""
 
-    def run(rehearse: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, object]:
+    def run(times: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, object]:
         torch.manual_seed(0)
         random.seed(0)
         engine = engine_for(CountingStack().train(), zo_json(interval=8))
-        engine.backend.block_store.measures = rehearse
+        engine.backend.block_store.must_choose_interval = times
         engine(torch.randn(4, 8))
         return weights(engine.module), torch.get_rng_state(), random.getstate()
 
-    rehearsed, plain = run(True), run(False)
-    assert_equal(rehearsed[0], plain[0])
-    assert torch.equal(rehearsed[1], plain[1]) and rehearsed[2] == plain[2]
-    for name, value in rehearsed[0].items():
+    timed, plain = run(True), run(False)
+    assert_equal(timed[0], plain[0])
+    assert torch.equal(timed[1], plain[1]) and timed[2] == plain[2]
+    for name, value in timed[0].items():
         if name.endswith("num_batches_tracked"):
             assert value == 1
         if name.endswith("table"):
             assert value.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_waits_for_blocks_are_no_computing() -> None:
+def test_waits_for_uploads_do_not_count_as_computing() -> None:
     first, few, many = (TimedForward(n, torch.device("cpu")) for n in (5, 1, 5))
     first._whole, few._whole, many._whole = (0.0, 9.0), (10.0, 13.0), (20.0, 24.0)
     few._waits, many._waits = [(10.5, 11.0), (12.0, 12.5)], [(21.0, 21.2)]

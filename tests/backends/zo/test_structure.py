@@ -1,4 +1,4 @@
-"""Every change of a model that a step must answer to is noticed."""
+"""`Structure` detects every change of a model that a step must react to."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_changes_are_noticed(change: Callable[[nn.Sequential, Groups], None]) ->
     structure = Structure(model, groups)
     model[0].weight.data = model[0].weight.data.clone()  # where a weight lies may change
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    assert structure.is_that_of(groups)
+    assert structure.is_unchanged(groups)
     change(model, groups)
-    assert not structure.is_that_of(groups)
+    assert not structure.is_unchanged(groups)

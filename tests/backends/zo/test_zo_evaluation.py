@@ -1,7 +1,7 @@
-"""Whatever reads the weights between steps sees those of the current step, and training does not notice.
+"""Every reader of the weights between steps sees the weights of the current step, and training is not affected.
 
-Weights are held against an engine that folds every update at once and against float32 masters; outputs against a plain
-model loaded with those weights.
+Weights are compared with an engine that folds every update at once, and with float32 masters. Outputs are compared with
+a plain model that is loaded with those weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def eval_batch() -> dict[str, torch.Tensor]:
 
 
 def current(engine: Any) -> nn.Module:
-    """A plain model, nothing of ours on it, with the weights of the engine's step: float32 ones rounded to nearest."""
+    """A plain model without ds_zo's hooks, with the weights of the engine's step: the float32 weights rounded to
+    nearest."""
     dtype = next(engine.module.parameters()).dtype
     model = hf.AutoModelForCausalLM.from_config(engine.module.config).to(dtype).eval()
     with torch.no_grad():
@@ -99,7 +100,8 @@ READERS = [by_engine, by_raw_module, in_inference_mode, in_eval_with_grad, in_tr
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_way_to_evaluate_sees_the_current_step(place: str, dtype: dict[str, Any]) -> None:
-    """After every step, so with 0 to 6 updates pending; training with and without is the same bit for bit."""
+    """Evaluates after every step, so with 0 to 6 updates pending. Training with and without evaluations is the same bit
+    for bit."""
     json = zo_json(**PLACES[place], **dtype)
     undisturbed = engine_for(tiny_model("llama"), json)
     expected = train(undisturbed, BATCHES)
@@ -127,7 +129,7 @@ def test_every_way_to_evaluate_sees_the_current_step(place: str, dtype: dict[str
 
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_by_name_are_those_of_the_step(place: str) -> None:
-    """float32: bit for bit those of an engine that writes every update back at once."""
+    """In float32, bit for bit the weights of an engine that writes every update back at once."""
     engine = engine_for(tiny_model("llama"), zo_json(**PLACES[place]))
     at_once = engine_for(tiny_model("llama"), zo_json(interval=1))
     for batch in BATCHES:
@@ -198,7 +200,7 @@ def test_save_pretrained(place: str, dtype: dict[str, Any], tied: bool, tmp_path
 
 
 def test_a_state_dict_is_a_copy_of_its_moment() -> None:
-    """Kept aside (best so far, say), it stays what it was while training goes on."""
+    """A state dict that is kept (the best so far, say) does not change while training goes on."""
     engine = engine_for(tiny_model("llama"), zo_json(interval=3))
     train(engine, BATCHES[:2])
     kept = engine.module.state_dict()
@@ -234,8 +236,8 @@ def test_evaluation_between_forward_and_backward() -> None:
 
 
 def test_part_of_a_model_may_be_run_alone() -> None:
-    """A weight that is used outside its module is kept with the root; its module called by itself is right all the
-    same."""
+    """A weight that is used outside its module is pass-long. Its module also gives the right result when called by
+    itself."""
     engine = engine_for(FunctionalTie(), zo_json(interval=3))
     plain = FunctionalTie().eval()
     ids = toy_batches(1)[0]["ids"]
@@ -251,7 +253,7 @@ def test_part_of_a_model_may_be_run_alone() -> None:
 
 
 def test_evaluation_in_autocast_follows_the_weights() -> None:
-    """Under one autocast context over many steps, whose cache of casts must not outlive a step."""
+    """One autocast context covers many steps: its cache of casts must not outlive a step."""
     engine = engine_for(Toy(), zo_json(interval=3))
     ids = toy_batches(1)[0]["ids"]
     seen = []
@@ -282,7 +284,8 @@ def test_a_model_that_was_never_put_in_train_mode_trains() -> None:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["in train mode", "never in train mode"])
 def test_ctrl_c_in_an_evaluation_leaves_nothing_behind(trains: bool) -> None:
-    """Torch calls no forward hooks after it: grad mode, slots and working copies stay as they were in the block."""
+    """PyTorch calls no forward hooks after Ctrl-C: grad mode, slots and working copies stay as they were in the
+    block."""
     batches = toy_batches(4)
     expected = train(engine_for(Toy().train(trains), zo_json(interval=7)), batches)
     model = Toy().train(trains)

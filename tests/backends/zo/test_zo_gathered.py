@@ -1,4 +1,5 @@
-"""DeepSpeed's `GatheredParameters` on a running ZO engine: whole and current inside, written back when asked."""
+"""DeepSpeed's `GatheredParameters` on a running ZO engine: weights are whole and current inside, and written back when
+asked for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The equalities on CUDA, with shapes whose copies take far longer than their compute, so that a missing wait shows.
 
-Bit for bit needs deterministic algorithms and a fixed cuBLAS workspace, which must be chosen before CUDA starts.
+Equality bit for bit needs deterministic algorithms and a fixed cuBLAS workspace, which must be set before CUDA starts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(
     after_step: Callable[[Any, int], None] = lambda engine, step: None,
     **options: Any,
 ) -> Weights:
-    """Masters after the steps. Everything it took is given back."""
+    """The masters after the steps. Frees all memory that the run used."""
     model = copy.deepcopy(large_model())
     with zo_engine(model, zo_config(stream=stream, **{"lr": LR, **options})) as engine:
         for number, batch in enumerate(steps):
@@ -86,7 +86,8 @@ def run(
 
 @cache
 def resident_run(dtype: str | None, interval: int, seed: int, num_steps: int = NUM_STEPS, **options: Any) -> Weights:
-    """Nothing streams. In float32 the interval makes no difference, so there is one run for all."""
+    """A run in which nothing streams. In float32 the interval makes no difference, so one run serves all
+    comparisons."""
     stream = {"writeback_interval": interval}
     return run(stream, steps=batches(num_steps, seed), dtype=dtype, offload=False, seed=seed, **options)
 
@@ -105,7 +106,7 @@ def resident_run(dtype: str | None, interval: int, seed: int, num_steps: int = N
 )
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_streamed_equals_resident_after_200_steps(dtype: str | None, stream: dict[str, Any]) -> None:
-    """In bf16 low planes go up and down with the folds."""
+    """In bf16, low planes are uploaded and downloaded at folds."""
     expected = resident_run(dtype, stream["writeback_interval"] if dtype else 1, 0)
     assert_same_weights(run(stream, steps=batches(NUM_STEPS), dtype=dtype), expected)
 
@@ -171,7 +172,7 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
         elif slow == "everything at random":
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
-    upload, send_back, arrive = Runtime._upload, Runtime._send_back, Runtime.arrive
+    upload, send_back, arrive = Runtime._upload, Runtime._download, Runtime.acquire
     upload_low = Runtime._upload_low
 
     def slow_upload(self: Runtime, *args: Any) -> None:
@@ -196,8 +197,8 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
 
     monkeypatch.setattr(Runtime, "_upload", slow_upload)
     monkeypatch.setattr(Runtime, "_upload_low", slow_upload_low)
-    monkeypatch.setattr(Runtime, "_send_back", slow_send_back)
-    monkeypatch.setattr(Runtime, "arrive", slow_arrive)
+    monkeypatch.setattr(Runtime, "_download", slow_send_back)
+    monkeypatch.setattr(Runtime, "acquire", slow_arrive)
     for num_slots, interval, num_resident in ((2, 2, 0), (3, 2, 0), (2, 2, 3), (2, 3, 3)):
         stream = {"device_slots": num_slots, "writeback_interval": interval, "resident_blocks": num_resident}
         found = run(stream, steps=batches(24), dtype=dtype)
@@ -205,7 +206,7 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_blocks_visited_in_any_order(dtype: str | None) -> None:
+def test_blocks_called_in_any_order(dtype: str | None) -> None:
     rng = random.Random(1)
     orders = [tuple(rng.choices(range(NUM_BLOCKS), k=rng.randint(1, 9))) for _ in range(60)]
     steps = [plain_batch(i, order=order) for i, order in enumerate(orders)]
@@ -218,7 +219,7 @@ def test_blocks_visited_in_any_order(dtype: str | None) -> None:
 @pytest.mark.parametrize("num_resident", [0, 3])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, num_resident: int) -> None:
-    """Evaluations, state dicts and masters between steps, at moments when copies are under way."""
+    """Evaluations, state dicts and masters are read between steps, while copies are in flight."""
     seen: list[float] = []
 
     def look(engine: Any, step: int) -> None:
@@ -273,7 +274,8 @@ def test_streamed_model_follows_mezo(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_peak_memory_is_a_few_blocks() -> None:
-    """Two slots, one working copy and the edges of a model with 24 blocks; activations are nothing here."""
+    """The peak is two slots, one working copy and the outer modules of a model with 24 blocks; activations are
+    negligible here."""
     model = seeded(lambda: Wandering(num_blocks=24, width=2048))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     torch.cuda.empty_cache()
@@ -286,6 +288,6 @@ def test_peak_memory_is_a_few_blocks() -> None:
         taken = torch.cuda.max_memory_allocated() - before
         planned = engine.backend.block_store.placement
         largest = max(unit.nbytes for unit in planned.blocks)
-    edges = sum(unit.nbytes for unit in (*planned.edges, *planned.ambient))
-    assert taken < 3 * largest + 2 * edges + 32 * 2**20
+    outer_nbytes = sum(unit.nbytes for unit in (*planned.leaf_units, *planned.ambient))
+    assert taken < 3 * largest + 2 * outer_nbytes + 32 * 2**20
     assert taken < whole / 5

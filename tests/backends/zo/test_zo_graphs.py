@@ -1,4 +1,4 @@
-"""When a recording of a block no longer is what the block's forward would do."""
+"""`CaptureState` tells when a recording differs from the block's forward."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def no_mask(block: nn.Sequential) -> None:
 @pytest.mark.parametrize("change", [longer_table, other_memory, no_mask])
 def test_tensors_that_modules_keep_are_seen_to_move(change: Callable[[nn.Sequential], None]) -> None:
     block = nn.Sequential(Inner(), nn.ReLU())
-    surroundings = CaptureState(block)
+    capture_state = CaptureState(block)
     block[0].table.add_(1.0)  # in place: kernels read the new values
-    block[0].linear.weight.data = torch.zeros(4, 4)  # parameters are another's concern
-    assert not surroundings.have_moved
+    block[0].linear.weight.data = torch.zeros(4, 4)  # the materialiser moves parameters
+    assert not capture_state.is_stale
     change(block)
-    assert surroundings.have_moved
+    assert capture_state.is_stale
 
 
 def test_hooks_inside_a_block_are_seen_while_they_are_there() -> None:
     block = nn.Sequential(Inner(), nn.ReLU())
-    surroundings = CaptureState(block)
+    capture_state = CaptureState(block)
     block.register_forward_hook(lambda *_: None)  # runs around the forward
-    assert not surroundings.has_hooks
+    assert not capture_state.has_hooks
     for register in (
         block[0].linear.register_forward_hook,
         block[1].register_forward_pre_hook,
         torch.nn.modules.module.register_module_forward_hook,
     ):
         handle = register(lambda *_: None)
-        assert surroundings.has_hooks
+        assert capture_state.has_hooks
         handle.remove()
-        assert not surroundings.has_hooks
+        assert not capture_state.has_hooks

@@ -1,4 +1,4 @@
-"""Blocks replayed as CUDA graphs give what blocks launched kernel by kernel give."""
+"""Blocks replayed as CUDA graphs give the same results as blocks launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_graphs_change_nothing(name: str, dtype: str | None) -> None:
 
 
 def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
-    """Working copies move when the interval is chosen. The allocator frees the memory that the recordings had."""
+    """Working copies get new addresses when the interval is chosen. The allocator frees the memory of the
+    recordings."""
     case = CASES["opt"]
     expected, _ = run(case.make, case.batch, graphs=False)
     with zo_engine(case.make(), zo_config(lr=1e-4, offload=False)) as engine:
@@ -54,7 +55,7 @@ def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
 
 
 class Sighted(nn.Module):
-    """A block whose forward reads a number back, which no recording can."""
+    """A block whose forward reads a number back to the host, which no recording can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Noisy(nn.Module):
 
 
 class Writes(nn.Module):
-    """A block that changes its input in place: a replay would change a copy of it."""
+    """A block that changes its input in place: a replay would change a copy of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class Plain(nn.Module):
 
 
 def test_inputs_of_many_lengths_are_not_all_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_zo.backends.zo.cuda_graphs.MOST_KINDS", 1)
+    monkeypatch.setattr("ds_zo.backends.zo.cuda_graphs.MAX_INPUT_KINDS", 1)
 
     def batch(seed: int) -> dict[str, Any]:
         return {"x": torch.randn(2, 4 + seed, 16, generator=torch.Generator().manual_seed(seed))}
@@ -184,7 +185,7 @@ def test_hooks_inside_blocks_are_called_though_there_are_recordings() -> None:
 
 
 class Interrupted(Plain):
-    """Ctrl-C comes while it is recorded for the first time."""
+    """A block in whose first recording Ctrl-C arrives."""
 
     was_interrupted = False
 

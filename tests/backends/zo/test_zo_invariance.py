@@ -1,7 +1,8 @@
-"""What must not change a run: how many slots, which blocks stay, when weights are written back, and the ablations.
+"""Settings that must not change a run: the number of slots, which blocks stay resident, when weights are written back,
+and the ablations.
 
-Bit for bit, on the weights after several steps. In bf16 the rounding of stored weights depends on when they are folded,
-so there runs are compared at one interval.
+The weights after several steps are compared bit for bit. In bf16 the rounding of stored weights depends on when they
+fold, so bf16 runs are compared at one interval.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def run(*, num_steps: int = NUM_STEPS, **options: Any) -> dict[str, torch.Tensor
 
 @cache
 def resident_run(**options: Any) -> dict[str, torch.Tensor]:
-    """No offload at all: nothing is streamed, replayed or written back."""
+    """A run without offload: nothing is streamed, replayed or written back."""
     return run(offload=False, **options)
 
 
@@ -88,7 +89,8 @@ def test_resident_run_is_the_same_at_every_interval(stream: dict[str, Any]) -> N
 
 
 def test_weight_decay_two_directions_and_interval_commute() -> None:
-    """Replaying several entries at once is the same as one by one also where each multiplies and subtracts twice."""
+    """Replaying several entries at once equals replaying them one by one, also where each entry multiplies and
+    subtracts twice."""
     options = {"weight_decay": 0.1, "num_directions": 2, "num_steps": 9}
     expected = resident_run(**options)
     for interval in (1, 4):
@@ -139,7 +141,7 @@ def test_bf12_weights_do_not_depend_on_slots_or_residency() -> None:
 )
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, stream: dict[str, Any]) -> None:
-    """Evaluation through the engine and on the raw module, a state dict and float32 masters after every step."""
+    """After every step: evaluation through the engine and on the raw module, a state dict, and float32 masters."""
     case = CASES[MODEL]
     config = zo_config(dtype=dtype, stream=stream)
     expected = trained(case.make(), config, map(case.batch, range(6)))
@@ -157,7 +159,8 @@ def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, s
 
 
 def test_evaluation_sees_the_weights_of_the_current_step() -> None:
-    """Whatever is pending: the loss is the one a fresh model has with the state dict, which is that of every step."""
+    """With updates pending, the loss equals that of a fresh model with the state dict, which holds the current step's
+    weights."""
     case = CASES[MODEL]
     fresh = case.make().eval()
     batch = case.batch(99)

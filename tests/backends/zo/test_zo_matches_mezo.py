@@ -59,7 +59,7 @@ def assert_follows(
     lr: float,
     lr_factors: Sequence[float] | None = None,
 ) -> None:
-    """Steps both, comparing losses from equal weights each step and the weights at the end."""
+    """Steps both models, comparing losses from equal weights at each step, and the weights at the end."""
     start = {name: value.clone() for name, value in reference.weights.items()}
     losses = []
     for number, batch in enumerate(batches):
@@ -125,7 +125,8 @@ def test_options_follow_mezo(options: Mapping[str, Any], measured: Measured) -> 
 
 
 def test_parameter_groups_follow_mezo(measured: Measured) -> None:
-    """Two groups that cut through the blocks, as scripts make them for weight decay, and lr of their own."""
+    """Two groups, each with its own lr, whose parameters come from the same blocks, as scripts make them for weight
+    decay."""
     case = CASES["llama"]
     model = case.make()
     plain = [n for n, p in model.named_parameters() if p.ndim < 2]
@@ -243,7 +244,8 @@ ORDERS: list[tuple[int, ...]] = [
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval: int, measured: Measured) -> None:
-    """Another order each step, so that plans are wrong: a block may be in a slot, on its way, or long replaced."""
+    """Each step calls blocks in another order, so that plans are wrong: a block may be in a slot, in flight, or
+    replaced."""
     model = seeded(Wandering)
     reference = PlainMeZO(model, lr=1e-3)
     batches = [plain_batch(i, order=order) for i, order in enumerate(ORDERS)]
@@ -253,7 +255,7 @@ def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval:
 
 
 def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) -> None:
-    """A block that nobody visits falls behind by more updates than the log keeps."""
+    """A block that no forward calls falls behind by more updates than the log keeps."""
     model = seeded(Wandering)
     reference = PlainMeZO(model, lr=1e-4)
     orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 70 + [(0, 1, 2, 3)] * 2
@@ -263,7 +265,7 @@ def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) 
 
 
 def test_order_that_differs_within_accumulation_follows_mezo() -> None:
-    """The second micro-batch meets blocks that the first one folded, left pending, or never saw."""
+    """The second micro-batch uses blocks that the first one folded, left pending, or did not use."""
     model = seeded(Wandering)
     reference = PlainMeZO(model, lr=1e-3)
     orders = [

@@ -1,4 +1,5 @@
-"""From what a model returns to an update: any form of output, any scale of the caller's, and steps that are skipped."""
+"""From a model's output to an update: every form of output, every scale that the caller applies, and steps that are
+skipped."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 class LogitsToy(Toy):
-    """Logits, and the loss for who wants it."""
+    """Returns logits, and the loss if it is asked for."""
 
     def both(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.head(self.middle(self.embed(ids)))
@@ -129,7 +130,7 @@ def test_every_form_of_output_trains_the_same(form: str) -> None:
 
 @dataclass
 class Fused(ModelOutput):
-    """As TRL's fused heads return: the labels' log-probabilities beside the loss."""
+    """Returns the labels' log-probabilities beside the loss, as TRL's fused heads do."""
 
     loss: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
@@ -145,7 +146,7 @@ class ReturnsLogProbs(LogitsToy):
 
 
 def test_a_loss_that_the_caller_sums_from_log_probabilities() -> None:
-    """TRL's trainers do."""
+    """As TRL's trainers do."""
     engine, reference = engine_for(ReturnsLogProbs(), JSON), engine_for(Toy(), JSON)
     for batch in BATCHES[:4]:
         expected = reference(**batch)
@@ -220,7 +221,7 @@ def test_a_criterion_of_the_users_own(kind: type[Toy], criterion: Callable[..., 
 
 
 class Nested:
-    """Of a kind that torch does not look into, below one that it does."""
+    """A class that pytrees do not flatten, inside one that they do."""
 
     @dataclass
     class Rest:
@@ -282,7 +283,7 @@ def check_refused(engine: Any, loss: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_terms_that_would_be_dropped_are_refused(name: str) -> None:
-    """And the engine goes on as if they had not been tried."""
+    """The engine then trains on as if the loss had not been tried."""
     engine, undisturbed = engine_for(ReturnsBoth(), JSON), engine_for(ReturnsBoth(), JSON)
     for batch in BATCHES[:2]:
         output = engine(**batch)
@@ -360,7 +361,7 @@ def test_terms_without_trained_weights_change_nothing(name: str) -> None:
 
 
 def test_a_head_of_ones_own_on_measured_outputs_gets_gradients() -> None:
-    """A model that returns no loss has all its outputs measured, and what follows them is differentiated."""
+    """A model that returns no loss has all its outputs measured, and code after them is differentiated by autograd."""
     engine, head = engine_for(ReturnsLogits(), JSON), nn.Linear(32, 2)
     before = weights(engine.module)["head.bias"]
     engine.backward(head(engine(**BATCHES[0])["logits"]).square().mean())
@@ -488,7 +489,7 @@ def test_two_forwards_before_one_backward() -> None:
 
 
 class Poisoned(Toy):
-    """Its loss is multiplied by one factor a pass."""
+    """A model whose loss is multiplied by one factor per pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -508,7 +509,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("params", [{}, {"clip_projected_grad": 0.5}], ids=["unlimited", "limited"])
 @pytest.mark.parametrize("factors", [(NAN, NAN), (NAN, 1.0), (1.0, INF), (INF, 1.0), (-INF, INF)])
 def test_a_step_that_overflows_is_skipped(factors: tuple[float, float], params: dict[str, Any], offload: bool) -> None:
-    """Nothing moves, not even by weight decay; it is counted, the schedule goes on, and so does training."""
+    """No weight changes, not even by weight decay. The step is counted, and the lr schedule and training go on."""
     json = zo_json(
         interval=3,
         offload=offload,
@@ -620,7 +621,7 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
 
 
 def test_a_loss_of_few_bits_is_warned_of() -> None:
-    """Two bf16 losses of one step are mostly equal, and the run would stand still without a word."""
+    """Two bf16 losses of one step are mostly equal, and the run would make no progress without a warning."""
 
     class Narrow(Toy):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The row of an embedding at `padding_idx` has no gradient, so ZO leaves it alone: everywhere, whatever the storage."""
+"""The row of an embedding at `padding_idx` has no gradient, so ZO does not perturb or update it, in any storage
+format."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ PADDED = [{"ids": batch["ids"].masked_fill(batch["ids"] > 20, PAD)} for batch in
 
 
 class Padded(Toy):
-    """Its row at `padding_idx` is not zero, as in most pretrained models."""
+    """A model whose row at `padding_idx` is not zero, as in most pretrained models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class FunctionallyTied(FunctionalTie):
 
 
 class TwoEmbeddings(Padded):
-    """One weight, which two embeddings share."""
+    """A model with two embeddings that share one weight."""
 
     def __init__(self, padding_idx: int | None) -> None:
         super().__init__()

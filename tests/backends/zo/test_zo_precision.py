@@ -1,8 +1,8 @@
-"""Storage narrower than float32: what is kept exactly, and what only in the mean.
+"""Storage narrower than float32: which values are kept exactly, and which only in the mean.
 
-[Note: judging a rounded run] Losses in bf16 differ from those in float32, so trajectories are not compared directly. A
-run's own projected gradients are recorded and replayed by plain MeZO in float32 from the weights it started with: what
-is left between the two is how updates met storage, and nothing else.
+[Note: judging a rounded run] Losses in bf16 differ from losses in float32, so trajectories are not compared directly.
+Instead, a run's own projected gradients are recorded. Plain MeZO replays them in float32 from the run's first weights.
+The two then differ only by the rounding of stored updates.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_split_master_with_a_narrow_wire_is_the_float32_replay(wire: str, tolera
 
 @dataclass
 class Drift:
-    """How much of the float32 drift a run made: 1 is all of it."""
+    """The fraction of the float32 drift that a run made: 1 is all of it."""
 
     slope: float
     error: float
@@ -152,13 +152,13 @@ def test_wire_storage_follows_float32_in_the_mean(name: str, interval: int, meas
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nearest_rounding_loses_small_updates(name: str, measured: Measured) -> None:
-    """So the test above can fail, and this is why stochastic rounding is the default."""
+    """Shows that the test above can fail, and why stochastic rounding is the default."""
     drift = drift_of_blocks(name, measured, rounding="nearest")
     assert not drift.unbiased and drift.slope < 0.5, drift
 
 
-def difference_of_twins(rounding: str) -> Drift:
-    """Of norm weights, all near 1, where bf16's neighbours are eight times zo_eps apart."""
+def difference_of_passes(rounding: str) -> Drift:
+    """Differences of norm weights, all near 1, where bf16's neighbours are eight times zo_eps apart."""
     model = seeded(lambda: Wandering(width=32))
     config = zo_config(dtype="bf16", lr=0.0, zo_eps=1e-3, section={"rounding": rounding})
     seen: list[torch.Tensor] = []
@@ -178,16 +178,17 @@ def difference_of_twins(rounding: str) -> Drift:
     return Drift.of(torch.cat(made), torch.cat(meant))
 
 
-def test_twins_differ_by_the_perturbation_in_the_mean() -> None:
-    assert difference_of_twins("stochastic").unbiased
+def test_passes_differ_by_the_perturbation_in_the_mean() -> None:
+    assert difference_of_passes("stochastic").unbiased
 
 
 def test_nearest_rounding_loses_the_perturbation_of_norms() -> None:
-    assert difference_of_twins("nearest").slope < 0.5
+    assert difference_of_passes("nearest").slope < 0.5
 
 
 def test_the_printed_bound_of_wire_storage_holds(measured: Measured) -> None:
-    """What rounding alone did to weights that are stored in bf16 and folded every step, against the start-up log."""
+    """Compares the rounding error of weights stored in bf16 and folded every step with the bound in the start-up
+    log."""
     num_steps, stream = 30, {"master": "wire", "writeback_interval": 1}
     with zo_engine(seeded(CASES["llama"].make), zo_config(dtype="bf16", stream=stream)) as engine:
         bound = engine.backend.block_store.rounding_bound(num_steps)

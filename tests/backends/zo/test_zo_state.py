@@ -1,4 +1,5 @@
-"""Weights written and parameters changed under a running engine: as if it had always been so, or clearly refused."""
+"""Weights are written and parameters changed under a running engine. The run then equals one that always had them, or
+the change is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def other_weights() -> dict[str, torch.Tensor]:
 
 
 def assert_goes_on_from(engine: Any, start: dict[str, torch.Tensor], passes: Recorder, *, steps_done: int) -> None:
-    """The next steps are plain MeZO's from these weights (float32) at this step."""
+    """The next steps equal plain MeZO's from these float32 weights at this step."""
     model = Toy()
     model.load_state_dict(start)
     for ours, theirs in zip(engine.module.parameters(), model.parameters(), strict=True):
@@ -187,7 +188,7 @@ def test_freezing_in_the_middle_of_a_run(name: str, frozen: str, passes: Recorde
 
 
 def replayed(start: dict[str, torch.Tensor], passes: Recorder, rates: Any) -> dict[str, torch.Tensor]:
-    """Start weights plus the measured coefficients: `rates(step, name)` is (lr, weight decay)."""
+    """Start weights plus the measured updates. `rates(step, name)` is (lr, weight decay)."""
     weights = {name: value.double() for name, value in start.items()}
     for step, (plus, minus) in enumerate(passes.passes):
         g = (plus - minus).item() / (2 * EPS)
@@ -202,7 +203,7 @@ def replayed(start: dict[str, torch.Tensor], passes: Recorder, rates: Any) -> di
 
 @pytest.mark.parametrize("name", FP32)
 def test_rates_of_a_group_change_between_steps(name: str, passes: Recorder) -> None:
-    """What is pending keeps the rates of its own step."""
+    """Pending updates keep the rates of their own step."""
     model = Toy()
     start = {key: p.detach().clone() for key, p in model.named_parameters()}
     blocks = [p for key, p in model.named_parameters() if "blocks" in key]
@@ -295,7 +296,7 @@ def test_resized_embeddings_are_refused(tied: bool) -> None:
 def test_reading_weights_inside_a_training_forward_changes_nothing(
     interval: int, resident_blocks: int, read: int
 ) -> None:
-    """As hooks that watch norms do. It takes none of the folds that are due for a mere visit."""
+    """As hooks that record norms do. The read uses up none of the folds that are due when a unit is materialised."""
     json = zo_json(interval=interval, resident_blocks=resident_blocks, bf16={"enabled": True})
     found, seen = [], []
     for looks in (False, True):
@@ -315,7 +316,7 @@ def test_reading_weights_inside_a_training_forward_changes_nothing(
 def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
     what: str, num_whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes, the next forward brings up to date what it visits."""
+    """Wherever Ctrl-C arrives, the next forward replays the pending updates of the units that it materialises."""
     apply, found = Materialiser._apply, []
     for breaks_off in (False, True):
         model = Toy().train()

@@ -1,4 +1,4 @@
-"""What a ZO step moves between host and device."""
+"""The bytes that a ZO step moves between host and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def moved(num_steps: int, *, warm_up: int = 2, **options: Any) -> tuple[float, float, float]:
-    """Bytes up and down a step, and those of all streamed blocks. The very first step runs its passes twice."""
+    """Bytes up and down per step, and the bytes of all streamed blocks. The very first step runs its passes twice."""
     case = CASES["wandering"]
     with zo_engine(case.make(), zo_config(**options)) as engine:
         for seed in range(warm_up):
@@ -50,21 +50,21 @@ def test_accumulation_uploads_once_a_micro_batch_and_writes_back_once_a_step() -
 
 
 def test_low_planes_move_on_folds_only() -> None:
-    """bf16 with `master: split`: as many bytes again as the weights themselves, but once an interval."""
+    """bf16 with `master: split`: the low planes are as large as the weights themselves, and move once per interval."""
     up, down, whole = moved(8, dtype="bf16", stream={"writeback_interval": 4})
     assert up == whole + whole / 4
     assert down == 2 * whole / 4
 
 
 def test_an_update_sweep_of_its_own_uploads_twice() -> None:
-    """The ablation `fuse_update: false`. What the sweep leaves in the slots need not come up again."""
+    """The ablation `fuse_update: false`. Blocks that the sweep leaves in the slots need no second upload."""
     up, down, whole = moved(4, stream={"fuse_update": False})
     assert down == whole
     assert 1.4 * whole < up <= 2 * whole
 
 
 def test_a_new_interval_leaves_no_buffers_of_the_old_one() -> None:
-    """Nor may they wait for a collection of garbage: a low plane of OPT-175B's blocks is 3.6 GB."""
+    """The buffers must not wait for garbage collection either: a low plane of OPT-175B's blocks is 3.6 GB."""
     case = CASES["wandering"]
 
     def held(block_store: Any) -> int:

@@ -1,6 +1,6 @@
-"""What a user's forward may do that twin passes would get wrong if nobody had thought of it.
+"""Things that a user's forward may do and that passes in lockstep would get wrong without special care.
 
-Each trap is held against `PlainMeZO`: whole passes over perturbed deep copies, one after the other, from one random
+Each case is compared with `PlainMeZO`: whole passes over perturbed deep copies, one after the other, from one random
 state.
 """
 
@@ -46,8 +46,8 @@ from zo_runs import (
 )
 
 from ds_zo import ops
-from ds_zo.backends.zo import materialise as visits
 from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.materialise import Materialiser
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -70,7 +70,8 @@ def assert_follows(
     json: dict[str, Any] = STREAMED,
     plain: Callable[[Callable[[], Any]], Any] = lambda call: call(),
 ) -> Any:
-    """Both losses of every step, the weights and the random states are those of plain passes. Returns the engine."""
+    """Checks that both losses of every step, the weights and the random states equal those of plain passes. Returns the
+    engine."""
     reference = PlainMeZO(model)
     engine = engine_for(model, json)
     for step, batch in enumerate(batches):
@@ -90,8 +91,8 @@ def assert_follows(
 
 
 def assert_near(module: nn.Module, reference: PlainMeZO, *, num_steps: int) -> None:
-    """A loss that differs in its last digits moves g by 1e-6 |l| / zo_eps a step, and a weight by lr times that times
-    z."""
+    """A loss that differs in its last digits changes g by 1e-6 |l| / zo_eps per step, and a weight by lr times that
+    times z."""
     bound = num_steps * LR * (5 * 2e-6 / 2e-3) * 5 + 1e-6
     ours, theirs = weights(module), weights(reference.model)
     for name in ours:
@@ -110,7 +111,8 @@ class AutocastInside(Toy):
 
 
 class AutocastKept(Toy):
-    """The context is made once, while the cache is on: entering it turns the cache on again inside a pass."""
+    """The autocast context is made once, while its cache is enabled: entering it enables the cache again inside a
+    pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ def test_autocast_by_deepspeed(name: str, passes: Recorder) -> None:
 
 
 class Sets(Toy):
-    """Opens something around its blocks."""
+    """Enters a context around its blocks."""
 
     def __init__(self, enter: Callable[[], Any]) -> None:
         super().__init__()
@@ -211,7 +213,7 @@ def test_context_variables() -> None:
 
 
 class KeepsState(Toy):
-    """Hands the embedding to its last block behind everyone's back. `strength` says how much hangs on it."""
+    """Passes the embedding to its last block through an attribute. `strength` scales its effect on the loss."""
 
     strength = 1.0
 
@@ -223,7 +225,7 @@ class KeepsState(Toy):
 
 
 class KeepsInAList(Toy):
-    """The same in a container, which both passes hold, and a tensor in a dict that is written to."""
+    """The same through a list that both passes share, and through a tensor in a dict that is written in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class KeepsInAList(Toy):
 
 
 class KeepsElsewhere(KeepsState):
-    """The same in an object of its own, which nobody looks into."""
+    """The same through an object of another class, whose contents are not tracked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +260,7 @@ class KeepsALittle(KeepsElsewhere):
 
 
 class Counts(Toy):
-    """Knows by a counter of its own how deep it is."""
+    """Tracks its depth by a counter attribute."""
 
     depth = 0
 
@@ -287,7 +289,7 @@ def test_state_that_passes_share_is_found_out(kind: type[Toy], json: dict[str, A
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
 @pytest.mark.parametrize("kind", [KeepsState, Counts, KeepsInAList])
 def test_state_kept_on_modules_is_each_pass_its_own(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
-    """Passes stay in lockstep, and the modules keep what one forward leaves."""
+    """Passes stay in lockstep, and the modules keep the state that one forward leaves."""
     engine, one = engine_for(kind(), json), copy.deepcopy(kind())
     for step, batch in enumerate(toy_batches(3)):
         reference = PlainMeZO(engine.module)
@@ -303,8 +305,8 @@ def test_state_kept_on_modules_is_each_pass_its_own(kind: type[Toy], json: dict[
     assert engine.backend._interleave
 
 
-class Wanders(Toy):
-    """Which block comes next depends on the weights, so on the pass."""
+class DataDependentOrder(Toy):
+    """The next block depends on the weights, and so on the pass."""
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         order = [0, 1, 2] if int((x.double().sum() * 1e7).item()) % 2 else [2, 0]
@@ -315,12 +317,12 @@ class Wanders(Toy):
 
 def test_block_order_that_depends_on_the_data(passes: Recorder) -> None:
     with log_lines() as lines:
-        assert_follows(Wanders(), toy_batches(8), toy_loss, passes)
+        assert_follows(DataDependentOrder(), toy_batches(8), toy_loss, passes)
     assert any("different blocks" in line for line in lines)
 
 
 class Wide(Toy):
-    """A module larger than two blocks, after one of them; those that come later may be left out."""
+    """A module larger than two blocks runs after one of the blocks. Later blocks may be left out."""
 
     def __init__(self, *, after: int, num_run: int = 3) -> None:
         super().__init__()
@@ -342,20 +344,22 @@ class Wide(Toy):
 def test_a_large_module_lies_where_second_copies_do(
     num_directions: int, where: dict[str, int], passes: Recorder
 ) -> None:
-    """Whatever comes before and after it, passes stay in lockstep and none overwrites a copy that another needs."""
+    """Passes stay in lockstep for every order of modules, and none overwrites a copy that another pass needs."""
     if num_directions == 1:
         engine = assert_follows(Wide(**where), toy_batches(4), toy_loss, passes, json=RESIDENT)
     else:
-        engine, twin = (  # streamed: no second copies
+        engine, other = (  # streamed: no second copies
             engine_for(Wide(**where), zo_json(offload=offload, params={"num_directions": num_directions}))
             for offload in (False, True)
         )
         for batch in toy_batches(4):
             one_step(engine, batch)
-            one_step(twin, batch)
-        assert_equal(weights(engine.module), weights(twin.module))
+            one_step(other, batch)
+        assert_equal(weights(engine.module), weights(other.module))
     block_store = engine.backend.block_store
-    wide, block = (unit.scratch_nbytes for unit in (block_store.placement.edges[-1], block_store.placement.blocks[0]))
+    wide, block = (
+        unit.scratch_nbytes for unit in (block_store.placement.leaf_units[-1], block_store.placement.blocks[0])
+    )
     assert block_store.materialiser.scratch_nbytes == max(wide, 2 * block) == wide
     assert engine.backend._interleave
 
@@ -422,7 +426,7 @@ def test_an_error_surfaces_and_the_next_step_is_as_if_it_had_not_been(
 def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
     wire_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that were stored in another form when it failed are gone, and not to be taken for zeros."""
+    """Weights that were already stored in another form when it failed are lost, and must not be read as zeros."""
     json, model = zo_json(wire_dtype=wire_dtype), Toy()
 
     def no_memory(self: Any) -> None:
@@ -439,19 +443,19 @@ def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
 
 
 def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel has changed the copies on the device, and nothing was sent back."""
+    """Its kernel has changed the copies on the device, and nothing was downloaded."""
     json = zo_json(interval=1, bf16={"enabled": True})
     undisturbed, engine = engine_for(Toy().bfloat16(), json), engine_for(Toy().bfloat16(), json)
     expected = train(undisturbed, toy_batches(5))
     losses = train(engine, toy_batches(5)[:3])
-    apply = visits.Visits._apply
+    apply = Materialiser._apply
 
     def breaks_off(self: Any, *args: Any, **kwargs: Any) -> None:
         apply(self, *args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(visits.Visits, "_apply", breaks_off)
+        patch.setattr(Materialiser, "_apply", breaks_off)
         engine.backend.block_store.materialiser.fold_now(*engine.backend.block_store.placement.blocks)
     losses += train(engine, toy_batches(5)[3:])
     assert losses == expected
@@ -481,7 +485,7 @@ def test_an_error_in_evaluation_leaves_nothing_behind() -> None:
 
 
 class Draws(Toy):
-    """Dropout, and skips a block by a draw of Python's or numpy's generator."""
+    """Uses dropout, and skips a block by a draw from Python's or numpy's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -515,7 +519,7 @@ def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
 
 
 class Remembers(Toy):
-    """Each forward meets what the last one left: counts, a table it replaced, generators of its own, its inputs."""
+    """Each forward reads state that the last one left: counts, a table it replaced, its own generators, its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -545,7 +549,7 @@ class Remembers(Toy):
 
 
 class Anneals(Remembers):
-    """Counts without a buffer, too."""
+    """Also counts in an attribute that is not a buffer."""
 
     age = 0
 
@@ -570,7 +574,7 @@ class Anneals(Remembers):
 def test_what_a_forward_leaves_behind_is_as_of_one_pass(
     kind: type[Remembers], json: dict[str, Any], passes: Recorder
 ) -> None:
-    """Passes start from the same buffers, generators and inputs; a forward leaves what one of them does."""
+    """Passes start from the same buffers, generators and inputs. A forward leaves the state that one pass leaves."""
 
     def batch(ids: torch.Tensor) -> dict[str, Any]:
         return {"ids": ids, "shift": torch.ones(3), "given": torch.Generator().manual_seed(5)}
@@ -660,7 +664,7 @@ def test_gradient_checkpointing(name: str, use_reentrant: bool, passes: Recorder
 
 @pytest.mark.parametrize("when", ["before", "after", "wrapped"])
 def test_a_compiled_model(when: str, passes: Recorder) -> None:
-    """backend "eager" traces and guards like any other, and compiles nothing."""
+    """backend "eager" traces and guards like any other backend, and compiles nothing."""
     torch.compiler.reset()
     model, reference = Toy(), PlainMeZO(Toy())
     if when == "before":
@@ -684,7 +688,7 @@ def hooks_of(module: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT, zo_json(params={"num_directions": 2})])
 def test_hooks_that_a_forward_installs_are_installed_once(json: dict[str, Any]) -> None:
-    """transformers installs hooks that capture hidden states in the first forward that asks for them."""
+    """transformers registers hooks that capture hidden states in the first forward that asks for them."""
     model, plain = tiny_model("llama"), tiny_model("llama")
     batch = {**tiny_batch("llama", batch_size=2, length=8), "output_hidden_states": True}
     assert len(plain(**batch).hidden_states) == 4
@@ -742,7 +746,7 @@ class Scaled(nn.Module):
 
 
 class OnContainers(Toy):
-    """Parameters of modules that contain others: alive while their blocks come and go."""
+    """Parameters of modules that contain other modules: they are needed while the blocks inside run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -756,7 +760,7 @@ class OnContainers(Toy):
 
 
 class OnABlock(nn.Module):
-    """A parameter of the block itself, beside its children's."""
+    """A parameter of the block itself, beside its children's parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -774,7 +778,7 @@ class Gated(Toy):
 
 
 class Unused(Toy):
-    """MeZO moves weights that nothing depends on, too."""
+    """MeZO also moves weights that no output depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -789,7 +793,7 @@ class Unused(Toy):
 
 
 class Unnamed(Toy):
-    """Weights reach functions as properties and in lists."""
+    """Weights reach functions through properties and lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -803,7 +807,7 @@ class Unnamed(Toy):
 
 
 class Runs(nn.Module):
-    """Runs a module that it does not contain, as far as torch knows."""
+    """Calls a module that PyTorch does not register as its child."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -815,7 +819,7 @@ class Runs(nn.Module):
 
 
 class Rows(nn.Module):
-    """Returns weights: some rows of a table, as they lie there."""
+    """Returns views of weights: some rows of a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -835,8 +839,8 @@ class GivenAnother(Block):
 
 
 class Entangled(Toy):
-    """Blocks contain one and the same module, and run one that they are given, which runs another. What they return is
-    in part their weights, and so is what comes before them."""
+    """Blocks contain the same module, and call a module passed to them, which calls another. The blocks, and the module
+    before them, return views of their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -861,8 +865,9 @@ def test_weights_in_unusual_places(kind: type[Toy], json: dict[str, Any], passes
         assert engine.module(**batch).item() == plain(**batch).item(), "evaluated with other weights"
 
 
-def test_a_unit_that_is_not_visited_for_longer_than_the_log(passes: Recorder) -> None:
-    """The ring of pending updates holds 64: what nobody visits must be folded before its entries are overwritten."""
+def test_a_unit_that_is_unused_for_longer_than_the_log(passes: Recorder) -> None:
+    """The ring of pending updates holds 64: a unit that no forward calls must fold before its entries are
+    overwritten."""
     model = Unused()
     start, offsets, offset = weights(model), {}, 0
     for name, p in model.named_parameters():
@@ -878,7 +883,7 @@ def test_a_unit_that_is_not_visited_for_longer_than_the_log(passes: Recorder) ->
 
 
 class InsideOut(Toy):
-    """Calls what is inside its blocks, never the blocks."""
+    """Calls modules inside its blocks, never the blocks."""
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -887,7 +892,7 @@ class InsideOut(Toy):
 
 
 class Then:
-    """A hook that a copy of the model has its own of."""
+    """A hook of which each copy of the model has its own."""
 
     def __init__(self, inner: nn.Module) -> None:
         self.inner = inner
@@ -897,7 +902,7 @@ class Then:
 
 
 class RunsBlocks(Toy):
-    """Blocks run one another."""
+    """Blocks call one another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -908,7 +913,7 @@ class RunsBlocks(Toy):
     "kind, said",
     [
         (InsideOut, r"blocks\.\d\.\w+\.\w+ .*ds_zo\.stream\.blocks"),
-        (RunsBlocks, r"block blocks\.2 is run inside block blocks\.0.*ds_zo\.stream\.blocks"),
+        (RunsBlocks, r"block blocks\.2 inside block blocks\.0.*ds_zo\.stream\.blocks"),
     ],
 )
 def test_streamed_blocks_that_are_not_run_whole_and_in_turn_are_refused(kind: type[Toy], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that are alike are traced once, and every figure is that of a trace of the whole model."""
+"""Of equal blocks one is traced, and every figure is that of a trace of the whole model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,139 @@
+"""The backends that `optimizer.type` or `ds_zo.backend` can name: one entry a backend.
+
+An entry holds all that the configuration, the plugin and the planner need to know of a backend before its code is
+imported. `register_backend` adds an entry from outside the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+from ds_zo.config.errors import shown
+from ds_zo.config.optimizers import AdaLOMOParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """One backend: how a JSON names it, where its code is, and what it can do."""
+
+    optimizer_type: str
+    """The spelling of `optimizer.type` in messages and tables. A JSON may use any letter case."""
+
+    backend: str | type
+    """The subclass of `Backend`, or its place as "module:Class". A place is imported when the first engine is made, so
+    that the kernels of one backend cost the others nothing."""
+
+    params: type[OptimizerParams] = OptimizerParams
+    """Types `optimizer.params`."""
+
+    streams: bool = False
+    """The backend streams blocks when `offload_param.device` is "cpu". False: the configuration refuses that setting,
+    and the whole model is on the device before the backend's constructor runs."""
+
+    shards_host: bool = False
+    """Under ZeRO stage 3 and streaming, the ranks of a machine divide its host copy of the weights among them."""
+
+    shards_device: bool = False
+    """Under ZeRO stage 3 without streaming, each device keeps a piece of every block."""
+
+    offloads_optimizer: bool = False
+    """The backend reads `offload_optimizer`. False: the section is reported as ignored."""
+
+    scales_loss: bool = False
+    """The backend scales fp16 losses as the `fp16` section says, or refuses fp16. False: the scaling keys of that
+    section are reported as ignored."""
+
+    clips_gradients: bool = False
+    """The backend applies `gradient_clipping`. False: the start-up log says that it has no effect."""
+
+    compiles_blocks: bool = False
+    """The backend reads `ds_zo.compile_blocks`. False: the configuration refuses true."""
+
+    zeroth_order: bool = False
+    """The backend estimates gradients from losses, so that AdamW's learning rates are far too large for it."""
+
+    @property
+    def name(self) -> str:
+        """The key of the entry: the value of `ds_zo.backend`, of `Resolved.backend` and of a checkpoint's manifest."""
+        return self.optimizer_type.lower()
+
+
+_BUILT_IN = (
+    BackendEntry(
+        "ZO", "ds_zo.backends.zo.backend:ZOBackend", ZOParams, streams=True, shards_host=True, zeroth_order=True
+    ),
+    BackendEntry(
+        "LOMO",
+        "ds_zo.backends.lomo.backend:LOMOBackend",
+        LOMOParams,
+        streams=True,
+        shards_host=True,
+        shards_device=True,
+        scales_loss=True,
+        clips_gradients=True,
+        compiles_blocks=True,
+    ),
+    BackendEntry(
+        "AdaLOMO",
+        "ds_zo.backends.lomo.adalomo:AdaLOMOBackend",
+        AdaLOMOParams,
+        streams=True,
+        shards_host=True,
+        shards_device=True,
+        scales_loss=True,
+        clips_gradients=True,
+        compiles_blocks=True,
+    ),
+    BackendEntry(
+        "LSP",
+        "ds_zo.backends.lsp.backend:LSPBackend",
+        LSPParams,
+        streams=True,
+        offloads_optimizer=True,
+        scales_loss=True,
+        clips_gradients=True,
+        compiles_blocks=True,
+    ),
+)
+_entries = {entry.name: entry for entry in _BUILT_IN}
+
+BACKENDS = tuple(_entries)
+"""Names of the backends that this package contains. `backend_names` adds those registered from outside."""
+
+
+def register_backend(
+    optimizer_type: str, backend: str | type, *, params: type[OptimizerParams] = OptimizerParams, **capabilities: bool
+) -> None:
+    """Makes a backend available to every JSON that names `optimizer_type`.
+
+    `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
+    `params` types its `optimizer.params`. `capabilities` are the boolean fields of `BackendEntry`, all False by
+    default. Call it before `deepspeed.initialize`, in every process; to register the same entry twice does nothing.
+    """
+    entry = BackendEntry(optimizer_type, backend, params, **capabilities)
+    stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}
+    if entry.name in stock or _entries.get(entry.name, entry) != entry:
+        owner = "DeepSpeed or torch.optim" if entry.name in stock else "another backend"
+        raise ValueError(
+            f"a backend needs an optimizer type of its own, in any letter case, got {shown(optimizer_type)}, which "
+            f"{owner} has; choose another name (register_backend)"
+        )
+    _entries[entry.name] = entry
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names of all registered backends, the package's own first."""
+    return tuple(_entries)
+
+
+def entries() -> tuple[BackendEntry, ...]:
+    """All registered backends, in the order of their registration."""
+    return tuple(_entries.values())
+
+
+def entry_of(name: str) -> BackendEntry:
+    """The entry of a registered backend, by its lower-case name."""
+    return _entries[name]

@@ -1,0 +1,127 @@
+"""Parameters that intercept reads and writes of their values outside a step.
+
+[Note: direct access to parameters] While a unit is not materialised, its stored weights may lack pending updates. A
+copy of them may be under way, or their format may not be the parameter's. `state_dict()` and `GatheredParameters`
+handle this. User code that reads `p.data`, averages weights or merges PEFT adapters does not. So the parameters of a
+unit that is not materialised are of a subclass whose `__torch_function__` provides the current weights before torch
+uses them. While a step runs, they are plain parameters, so that the forward's operations have no overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_HARMLESS = frozenset(
+    """__set__ __len__ __hash__ size dim numel nelement element_size is_floating_point is_complex data_ptr stride
+    get_device requires_grad_ register_hook register_post_accumulate_grad_hook""".split()
+)
+"""Names of methods that do not read a parameter's values: a placeholder gives the same answer."""
+_CONTENTS = frozenset("data T mT H mH real imag".split())
+"""Names of properties that do read its values."""
+
+
+class Owner(Protocol):
+    """The object that stores a parameter's weights. The parameter has it as its attribute `_hp_mapping`."""
+
+    def refresh(self, parameter: nn.Parameter) -> None:
+        """Makes the parameter show the weights of the current step, before a torch function uses them."""
+
+    def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
+        """Stores the value that user code assigns to `parameter.data`. Returns False if torch is to make the assignment
+        itself."""
+
+
+class InterceptedParameter(nn.Parameter):
+    """A parameter whose owner is called before torch functions use its values. See [Note: direct access to
+    parameters]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with without_interception():
+            if not _needs_no_owner(func) and _call_owners(func, args, kwargs):
+                return None
+            return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _needs_no_owner(func: Any) -> bool:
+    """Whether no owner needs to be called for `func`. Cached, because loops over parameters ask for shapes and flags at
+    every step."""
+    # Kernels read memory at `data_ptr`, so its owner is called.
+    return is_harmless(func) and not _sets_data(func) and getattr(func, "__name__", "") != "data_ptr"
+
+
+def _call_owners(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Calls the owners of the parameters in the arguments. Returns True if an owner has executed `func`, an assignment
+    to `.data`, itself."""
+    if _sets_data(func):
+        owner = _owner_of(args[0])
+        return owner is not None and owner.replace(args[0], args[1])
+    for parameter in parameters_in((*args, *kwargs.values())):
+        owner = _owner_of(parameter)
+        if owner is not None:
+            owner.refresh(parameter)
+    return False
+
+
+def _owner_of(parameter: Any) -> Owner | None:
+    return vars(parameter).get("_hp_mapping") if type(parameter) is InterceptedParameter else None
+
+
+def without_interception() -> AbstractContextManager[None]:
+    """Inside, torch functions use parameters as they are, and owners are not called."""
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
+
+
+def intercept(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes plain parameters intercepted ones: same object, same memory. Other subclasses of Parameter stay as they
+    are."""
+    for p in parameters:
+        if type(p) is nn.Parameter:
+            p.__class__ = InterceptedParameter
+
+
+def stop_intercepting(parameters: Iterable[nn.Parameter]) -> None:
+    for p in parameters:
+        if type(p) is InterceptedParameter:
+            p.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def plain_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    found = type(parameter)
+    return nn.Parameter if found is InterceptedParameter else found
+
+
+def is_harmless(func: Any) -> bool:
+    """Whether a torch function does not read the values of its arguments."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _property_of(func) not in _CONTENTS
+    return name in _HARMLESS
+
+
+def _sets_data(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__set__" and _property_of(func) == "data"
+
+
+def _property_of(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def parameters_in(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters among `values`, and in lists and tuples among them, as `cat` and `stack` take them."""
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from parameters_in(value)

@@ -1,0 +1,285 @@
+"""A backend of ten lines, registered from outside the package, trains by every route that the built-in ones have.
+
+It shows what adding a backend takes: its class, its parameters' class where it has keys of its own, and one call of
+`ds_zo.register_backend`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from conftest import HELPERS
+from pydantic import Field
+from test_config import base
+from tiny_models import tiny_batch, tiny_model
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import ds_zo
+from ds_zo.backends import Backend, StepOutcome, backend_class
+from ds_zo.config import BACKENDS, ConfigError, OptimizerParams, backend_of, registry, resolve
+from ds_zo.config.docs import key_tables
+from ds_zo.planner import plan
+from ds_zo.plugin.engine import PluginEngine
+
+pytestmark = pytest.mark.usefixtures("single_process")
+NUM_STEPS = 6
+LR = 0.1
+
+
+class PlainSGD(Backend):
+    @torch.no_grad()
+    def step(self) -> StepOutcome:
+        self.average_gradients()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + group["weight_decay"] * p, alpha=group["lr"])
+        self.zero_grad()
+        return StepOutcome(applied=True)
+
+
+class GlideParams(OptimizerParams):
+    """`lr`, `weight_decay` and a key of its own."""
+
+    friction: float = Field(0.5, ge=0, lt=1)
+    """A key that no other backend has."""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    ds_zo.register_backend("PlainSGD", PlainSGD)
+    yield
+    unset_hf_deepspeed_config()
+
+
+def config(*, kind: str = "PlainSGD", accumulation: int = 1, **extra: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": kind, "params": {"lr": LR, "weight_decay": 0.01}},
+        **extra,
+    }
+
+
+def start(ds_config: dict[str, Any]) -> PluginEngine:
+    engine = deepspeed.initialize(model=tiny_model("llama"), config=ds_config)[0]
+    assert isinstance(engine, PluginEngine)
+    return engine
+
+
+def train(engine: PluginEngine, seeds: range) -> None:
+    for seed in seeds:
+        batch = {name: value.to(engine.device) for name, value in tiny_batch("llama", seed=seed).items()}
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module) -> float:
+    """Over the batches that every run here trains on."""
+    device = next(model.parameters()).device
+    batches = [{name: v.to(device) for name, v in tiny_batch("llama", seed=seed).items()} for seed in range(4)]
+    return sum(float(model(**batch).loss) for batch in batches) / len(batches)
+
+
+def torch_sgd(seeds: range, *, device: torch.device, accumulation: int = 1) -> dict[str, torch.Tensor]:
+    model = tiny_model("llama").to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.01, foreach=False)
+    for index, seed in enumerate(seeds, start=1):
+        batch = {name: value.to(device) for name, value in tiny_batch("llama", seed=seed).items()}
+        (model(**batch).loss / accumulation).backward()
+        if index % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+def weights(engine: PluginEngine) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_trains_through_initialize_as_torchs_sgd(accumulation: int) -> None:
+    engine = start(config(accumulation=accumulation))
+    train(engine, range(NUM_STEPS))
+    assert_close(weights(engine), torch_sgd(range(NUM_STEPS), device=engine.device, accumulation=accumulation))
+    assert engine.global_steps == NUM_STEPS // accumulation
+    assert mean_loss(engine.module) < mean_loss(tiny_model("llama").to(engine.device))
+
+
+def test_a_script_with_its_own_optimizer_selects_it_in_the_section() -> None:
+    ds_config = {name: value for name, value in config().items() if name != "optimizer"}
+    model = tiny_model("llama")
+    groups = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.01)
+    ds_config["ds_zo"] = {"backend": "plainsgd"}
+    engine = deepspeed.initialize(model=model, optimizer=groups, config=ds_config)[0]
+    train(engine, range(3))
+    assert_close(weights(engine), torch_sgd(range(3), device=engine.device))
+
+
+@pytest.mark.parametrize("num_before", [4, 3], ids=["at-a-boundary", "inside-a-window"])
+def test_a_resumed_run_equals_an_uninterrupted_one(num_before: int, tmp_path: Path) -> None:
+    whole = start(config(accumulation=2))
+    train(whole, range(8))
+    expected = weights(whole)
+    first = start(config(accumulation=2))
+    train(first, range(num_before))
+    first.save_checkpoint(str(tmp_path))
+    resumed = start(config(accumulation=2))
+    resumed.load_checkpoint(str(tmp_path))
+    train(resumed, range(num_before, 8))
+    assert_equal(weights(resumed), expected)
+    assert resumed.global_steps == whole.global_steps == 4
+
+
+def test_it_trains_saves_and_resumes_through_trainer(tmp_path: Path) -> None:
+    examples = [
+        {name: value[i] for name, value in tiny_batch("llama", seed=seed).items()}
+        for seed in range(4)
+        for i in range(4)
+    ]
+
+    def trainer_for(folder: Path) -> Trainer:
+        args = TrainingArguments(
+            output_dir=str(folder),
+            deepspeed=config(gradient_clipping="auto", zero_optimization={"stage": 0}),
+            per_device_train_batch_size=4,
+            learning_rate=LR,
+            weight_decay=0.01,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            max_steps=4,
+            save_steps=2,
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+        )
+        return Trainer(model=tiny_model("llama"), args=args, train_dataset=examples)
+
+    trainer = trainer_for(tmp_path / "run")
+    trainer.train()
+    engine = trainer.model_wrapped
+    assert isinstance(engine, PluginEngine) and isinstance(engine.backend, PlainSGD)
+    assert mean_loss(engine.module) < mean_loss(tiny_model("llama").to(engine.device))
+    expected = weights(engine)
+    resumed = trainer_for(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert_equal(weights(resumed.model_wrapped), expected)
+
+
+RANKS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import deepspeed, torch
+import test_outside_backend as outside
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+outside.ds_zo.register_backend("PlainSGD", outside.PlainSGD)
+engine = outside.start(outside.config())
+rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+outside.train(engine, range(rank, 6, size))
+alone = outside.torch_sgd(range(6), device=engine.device, accumulation=2)
+outside.assert_close(outside.weights(engine), alone)
+print("ranks agree")
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_average_their_gradients(run_ranks: Callable[..., list[str]]) -> None:
+    folders = [Path(__file__).parent, Path(__file__).parents[1], HELPERS]
+    assert all("ranks agree" in output for output in run_ranks(RANKS, *map(str, folders)))
+
+
+# What the configuration says of it.
+
+
+def test_its_own_keys_are_typed_suggested_and_listed() -> None:
+    ds_zo.register_backend("Glide", PlainSGD, params=GlideParams)
+    ds_config = config(kind="glide")
+    ds_config["optimizer"]["params"]["friction"] = 0.25
+    found = resolve(ds_config).optimizer
+    assert isinstance(found, GlideParams) and found.friction == 0.25
+    ds_config["optimizer"]["params"]["frction"] = 0.25
+    with pytest.raises(ConfigError, match=r'unknown key "frction".*did you mean "friction"'):
+        resolve(ds_config)
+    tables = key_tables()
+    assert '### `optimizer.params` with `"type": "Glide"`\n' in tables and "A key that no other backend has." in tables
+    assert "`lsp` or `plainsgd` or `glide`" in tables
+
+
+def test_names_are_suggested_where_one_is_misspelt() -> None:
+    with pytest.raises(ConfigError, match='did you mean "PlainSGD"'):
+        start(config(kind="PlainSDG"))
+    with pytest.raises(ConfigError, match='one of zo, lomo, adalomo, lsp, plainsgd, got "planesgd"'):
+        backend_of({"ds_zo": {"backend": "planesgd"}})
+
+
+def test_settings_that_it_cannot_serve_are_refused_or_reported(caplog: pytest.LogCaptureFixture) -> None:
+    refused = {
+        "offload_param.device must be": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+        "compile_blocks needs": {"ds_zo": {"compile_blocks": True}},
+        "checkpoint.trajectory belongs to ZO": {"ds_zo": {"checkpoint": {"trajectory": True}}},
+        "kahan rounding belongs": {"ds_zo": {"rounding": "kahan"}},
+    }
+    for text, extra in refused.items():
+        with pytest.raises(ConfigError, match=text):
+            resolve(config(**extra))
+    offloaded = config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert resolve(offloaded).ignored == ("zero_optimization.offload_optimizer",)
+    logger = logging.getLogger("DeepSpeed")
+    logger.addHandler(caplog.handler)
+    try:
+        start(config(gradient_clipping=1.0))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "gradient_clipping 1 does not change PlainSGD" in caplog.text
+
+
+def test_the_planner_says_that_it_has_no_estimate() -> None:
+    with pytest.raises(ValueError, match="no estimate for a backend registered from outside ds_zo, got 'plainsgd'"):
+        plan("random:opt-125m", backends=["plainsgd"])
+
+
+# What may be registered.
+
+
+def test_a_place_is_imported_on_first_use() -> None:
+    ds_zo.register_backend("Elsewhere", "a_module_that_is_not_there:Backend")
+    resolve(config(kind="elsewhere"))
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        backend_class("elsewhere")
+    ds_zo.register_backend("ByPlace", f"{__name__}:PlainSGD")
+    assert backend_class("byplace") is PlainSGD
+
+
+def test_a_name_is_taken_once() -> None:
+    ds_zo.register_backend("PlainSGD", PlainSGD)  # the same entry: nothing changes
+    for taken in ("zo", "plainsgd", "AdamW", "RMSprop"):
+        with pytest.raises(ValueError, match=f'optimizer type of its own.*"{taken}"'):
+            ds_zo.register_backend(taken, PlainSGD, clips_gradients=True)
+    assert registry.backend_names() == (*BACKENDS, "plainsgd")
+    assert all(resolve(base(kind)).backend == kind for kind in BACKENDS)
+
+
+def test_what_is_registered_must_be_a_backend() -> None:
+    ds_zo.register_backend("NoBackend", dict)
+    with pytest.raises(TypeError, match=r"subclass of ds_zo\.backends\.Backend"):
+        start(config(kind="NoBackend"))

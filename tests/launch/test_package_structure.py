@@ -1,0 +1,99 @@
+"""CONTRIBUTING's picture of the package and its walks through the code are what the code is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+sys.path.insert(0, str(REPO / "launch"))
+import structure
+
+PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
+_LINES = re.compile(r"(?<=[>\s])[\d,]+(?= lines)")
+
+
+def test_the_diagram_is_current() -> None:
+    written = PAGE.split(structure.BEGIN)[1].split(structure.END)[0].strip()
+    drawn = structure.diagram()
+    remedy = "run: python launch/structure.py --write CONTRIBUTING.md"
+    without_sizes = [re.sub(r"(\d+ files, )?[\d,]+ lines", "", text) for text in (written, drawn)]
+    assert without_sizes[0] == without_sizes[1], remedy
+    before, now = ([int(n.replace(",", "")) for n in _LINES.findall(text)] for text in (written, drawn))
+    assert len(now) > 10
+    assert all(abs(a - b) <= max(200, 0.1 * b) for a, b in zip(before, now, strict=True)), remedy
+
+
+def test_the_walks_name_files_and_functions_that_exist() -> None:
+    walks = PAGE.split("## Three walks through the code")[1].split("\n## ")[0]
+    stops = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", walks)
+    assert len(stops) > 30 and walks.count("### ") == 3
+    assert not [stop for stop in stops if not _defines(REPO / "ds_zo" / stop[0], stop[1])]
+
+
+def _defines(path: Path, name: str) -> bool:
+    if not path.exists():
+        return False
+    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        found = next((node for node in body if isinstance(node, kinds) and node.name == part), None)
+        if found is None:
+            return False
+        body = found.body
+    return True
+
+
+def test_the_ten_lines_shown_are_those_that_are_tested() -> None:
+    [shown] = re.findall(r"```python\n(class PlainSGD.*?)\n\n\n", PAGE, re.DOTALL)
+    assert shown in (REPO / "tests" / "backends" / "test_outside_backend.py").read_text(encoding="utf-8")
+
+
+def make_package(folder: Path, **texts: str) -> Path:
+    package = folder / "toy"
+    for name, text in {"__init__": "", **texts}.items():
+        path = package / f"{name.replace('__init__', '~').replace('__', '/').replace('~', '__init__')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+def test_levels_and_arrows_of_a_small_package(tmp_path: Path) -> None:
+    """`c` imports `b` and `a`, `b` imports `a`: three levels, and the arrow from `c` to `a` follows from the others."""
+    package = make_package(
+        tmp_path,
+        a____init__="from toy.a.x import X",
+        a__x="X = 1\n",
+        b__y="from toy.a import X\nimport torch\n",
+        c__z="import toy.b.y\nfrom toy.a import x\n",
+        c__w="from toy.c.z import x\n",
+    )
+    modules = structure.read_modules(package)
+    imports = structure.graph(modules, structure.folder_of)
+    assert imports == {"a": set(), "b": {"a"}, "c": {"a", "b"}}
+    assert structure.levels(imports) == {"a": 0, "b": 1, "c": 2}
+    assert structure.reduced(imports) == {"a": set(), "b": {"a"}, "c": {"b"}}
+    assert structure.targets(modules["toy.b.y"], modules) == {"toy.a.x"}, "a re-exported name counts where it is from"
+    assert "c --> b" in structure.diagram(package) and "c --> a" not in structure.diagram(package)
+    assert structure.numbers(package / "c").endswith("2 files, 3 lines\n  2 files on 2 import levels, 1 imports")
+
+
+def test_a_circle_is_an_error(tmp_path: Path) -> None:
+    package = make_package(tmp_path, a__x="import toy.b.y", b__y="import toy.a.x")
+    with pytest.raises(ValueError, match="a > b > a"):
+        structure.diagram(package)
+
+
+def test_writing_needs_the_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{structure.BEGIN}\nstale\n{structure.END}\nafter\n")
+    structure.write(page)
+    written = page.read_text()
+    assert structure.diagram() in written and "stale" not in written and written.endswith("\nafter\n")
+    page.write_text("no markers\n")
+    with pytest.raises(ValueError, match="marker lines"):
+        structure.write(page)
