@@ -48,8 +48,10 @@ class ZOCheckpoint:
     # Saving
 
     def snapshot(self, *, hold: bool, omit_frozen: bool) -> Snapshot:
-        """Returns the pieces to write. With `hold`, training goes on while they are written: see [Note: replaced
-        buffers]."""
+        """Returns the pieces to write. With `hold`, training goes on while they are written.
+
+        See [Note: replaced buffers].
+        """
         block_store, units = self._block_store, self._block_store.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
         if self._block_store.device.type == "cuda" and not hold:
