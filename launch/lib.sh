@@ -129,3 +129,11 @@ share_environment() {
         flock --shared 9
     fi
 }
+
+# For scripts that run the CPU's tests in the .venv of launch/test.sh: its environment, in the repository's root.
+enter_tests() {
+    export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+    use_environment "test,peft"
+    share_environment
+    cd "$repo"
+}

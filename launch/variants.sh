@@ -4,10 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-use_environment "test,peft"
-share_environment
-cd "$repo"
+enter_tests
 
 tests() { python -m pytest -m "not gpu" -q -n "${TEST_PROCESSES:-2}" "$@"; }
 

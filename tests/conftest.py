@@ -32,17 +32,21 @@ HELPERS = REPO / "tests" / "helpers"
 sys.path.insert(0, str(HELPERS))
 
 LONG_FILES = """
-distributed/test_lomo_ranks.py launch/test_examples.py backends/zo/test_zo_evaluation.py
-distributed/test_lsp_ranks.py backends/zo/test_zo_matches_mezo.py launch/test_train.py
-distributed/test_zo_ranks.py backends/zo/test_zo_invariance.py integrations/test_trainer.py
-distributed/test_launchers.py backends/zo/test_zo_traps.py checkpoint/test_kill.py
-distributed/test_two_hosts.py checkpoint/test_resume.py checkpoint/test_resume_first_order.py
-distributed/test_zo_rank_checkpoints.py backends/zo/test_zo_precision.py planner/test_plan_matches_engine.py
-test_readme.py plugin/test_plugin.py backends/lomo/test_lomo_matches_sgd.py planner/test_plan_matches_measured.py
-launch/test_sweep.py bench/test_zo_case.py integrations/test_equivalence.py test_packaging.py integrations/test_ranks.py
-ops/test_kernels_interpreted.py integrations/test_engine.py backends/lomo/test_adalomo.py
-backends/recompute/test_compiled_blocks.py backends/lsp/test_lsp_training.py
-bench/test_compare.py streaming/test_loading.py distributed/test_zo_two_ranks.py
+distributed/test_lomo_ranks.py launch/test_train.py backends/zo/test_zo_traps.py
+launch/test_examples.py backends/zo/test_zo_matches_mezo.py backends/zo/test_zo_evaluation.py
+distributed/test_lsp_ranks.py plugin/test_plugin.py integrations/test_peft.py
+distributed/test_launchers.py checkpoint/test_kill.py backends/zo/test_zo_invariance.py
+distributed/test_zo_ranks.py checkpoint/test_resume_first_order.py backends/common/test_gathered_copies.py
+distributed/test_two_hosts.py checkpoint/test_faults.py checkpoint/test_resume.py
+distributed/test_zo_rank_checkpoints.py backends/lsp/test_lsp_training.py integrations/test_trainer.py
+test_readme.py backends/test_stream_order.py planner/test_repeated_blocks.py
+ops/test_kernels_interpreted.py backends/zo/test_zo_precision.py backends/recompute/test_compiled_blocks.py
+launch/test_sweep.py bench/test_zo_case.py integrations/test_engine.py test_packaging.py
+bench/test_compare.py checkpoint/test_trajectory.py integrations/test_equivalence.py integrations/test_ranks.py
+backends/zo/test_zo_state.py backends/zo/test_zo_outputs.py integrations/test_accelerate.py
+bench/test_accuracy_sweep.py bench/test_lomo_speed.py backends/lomo/test_lomo_matches_sgd.py
+backends/lsp/test_lsp_streamed.py backends/lomo/test_adalomo.py streaming/test_loading.py
+backends/lomo/test_lomo_lifecycle.py backends/lomo/test_lomo_streamed.py distributed/test_zo_two_ranks.py
 """.split()
 """They begin first, or a process that comes to one of them at the end works on alone. Those that start many processes
 are apart from one another."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lomo_runs import assert_equal, batches, config_for, start, streamed, train
 from lsp_runs import current_weights, lsp_json, small
+from torch_threads import threads
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -55,16 +56,6 @@ def buffers_begin_at(offset: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         for name in ("empty", "zeros"):
             patch.setattr(torch, name, shifted(getattr(torch, name)))
         yield
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """kill -9 at random moments of a run that saves all the time: it always resumes, from something whole.
 
-Children are forked from this process, which has everything imported. `DS_ZO_NUM_KILLS=200` asks for more than CI does.
+Children are forked from this process, which has everything imported. The suite kills each case twice, launch/random.sh
+four times. `DS_ZO_NUM_KILLS=200` asks for more.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
-NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "28"))
+NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "14"))
 
 SCRIPT = """
-import os, random, signal, socket, sys, threading, time
+import gc, os, random, signal, socket, sys, threading, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
 import torch
@@ -37,6 +38,8 @@ from first_order_runs import JSONS as FIRST_ORDER
 from zo_runs import Toy, engine_for, one_step
 
 # Nothing here starts a thread: what is forked from this process is whole.
+gc.collect()
+gc.freeze()  # or every child copies all pages to look through them
 folder, num_kills = Path(sys.argv[2]), int(sys.argv[3])
 random.seed(int(sys.argv[4]))
 CASES = [("fp32", {}), ("bf16 split", {"asynchronous": True}), ("bf16 wire", {"trajectory": True, "keep_last": 2}),

@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from small_saves import NUM_PIECES, make_save, save
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint.reader import open_folder
-from ds_zo.checkpoint.snapshot import Piece, Snapshot
-from ds_zo.checkpoint.writer import BackgroundWriter, SaveRequest, write_checkpoint
-
-NUM_PIECES = 6
-
-
-def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> SaveRequest:
-    tensors = {"weight": torch.full((64,), float(len(tag)))}
-    pieces = [Piece(lambda: tensors, 256, f"piece{i}", written) for i in range(NUM_PIECES)]
-    return SaveRequest(
-        save_dir=folder,
-        tag=tag,
-        backend="lomo",
-        global_steps=int("".join(filter(str.isdigit, tag)) or 0),
-        ds_zo_version="0",
-        snapshot=Snapshot(pieces, dict),
-        state={},
-        progress=False,
-        **options,
-    )
-
-
-def save(folder: Path, tag: str, **options: Any) -> None:
-    write_checkpoint(make_save(folder, tag, **options))
+from ds_zo.checkpoint.writer import BackgroundWriter, write_checkpoint
 
 
 def in_processes(*calls: Callable[[], None]) -> None:
@@ -182,3 +164,40 @@ def test_a_mark_that_is_tidied_away_before_it_is_locked_is_made_again(
     save(tmp_path, "a")
     assert len(made) == 2
     assert manifest.complete_tags(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_process_that_is_killed_inside_a_progress_bar_stops_no_save(progress: bool, tmp_path: Path) -> None:
+    """Processes that are forked after the first bar share tqdm's lock, which nobody gives back for one that is killed.
+    In a process of its own: the lock stays taken."""
+
+    def save_after_a_kill() -> None:
+        TqdmDefaultWriteLock.mp_lock = multiprocessing.RLock()
+        tqdm.set_lock(TqdmDefaultWriteLock())
+        killed = os.fork()
+        if not killed:
+            tqdm.get_lock().acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(killed, 0)
+        write_checkpoint(dataclasses.replace(make_save(tmp_path, "after"), progress=progress))
+        open_folder(tmp_path / "after", progress=progress)
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            save_after_a_kill()
+            code = 0
+        finally:
+            os._exit(code)
+    status = 0
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("a save waits for a lock that a killed process had")
+    assert status == 0

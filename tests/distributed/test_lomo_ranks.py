@@ -116,7 +116,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     """Every rank has the same batch: an average of equals is exact, so any number of ranks makes the same steps."""
     folders = {n: tmp_path / str(n) for n in (1, 4)}
     saved = {n: job(save, n, folder)[0] for n, folder in folders.items()}
-    for num_ranks, of in {1: [4], 2: [1, 4], 4: [1]}.items():
+    for num_ranks, of in {1: [4], 2: [4], 4: [1]}.items():
         for resumed in job(resume, num_ranks, [folders[n] for n in of]):
             for n in of:
                 for case, weights in saved[n].items():

@@ -103,7 +103,7 @@ def test_a_short_last_batch_keeps_ranks_together_and_a_rank_that_dies_ends_the_o
 def test_checkpoints_of_n_ranks_resume_on_m(tmp_path: Path) -> None:
     folders = {n: tmp_path / str(n) for n in (1, 4)}
     saved = {n: run_job(save, n, folder) for n, folder in folders.items()}
-    for num_ranks, of in {1: [4], 2: [1, 4], 4: [1]}.items():
+    for num_ranks, of in {1: [4], 2: [4], 4: [1]}.items():
         for mine in run_job(resume, num_ranks, [folders[n] for n in of]):
             assert isinstance(mine, dict), mine
             for case, weights in mine.items():

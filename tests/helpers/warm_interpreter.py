@@ -19,9 +19,12 @@ from typing import Any
 import torch
 
 SERVER = """
-import gc, json, os, runpy, sys
+import contextlib, gc, json, os, runpy, sys
 gc.disable()
 import accelerate, deepspeed, transformers
+import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
+with contextlib.suppress(ImportError):  # DeepSpeed imports them when it makes an engine; not every version has them
+    import deepspeed.module_inject.auto_ep_config, deepspeed.module_inject.auto_ep_layer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
 gc.collect()

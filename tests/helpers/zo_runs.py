@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import deepspeed
@@ -132,7 +133,9 @@ class PlainMeZO:
 
     def __init__(self, model: nn.Module, *, lr: float = LR, zo_eps: float = EPS, seed: int = 0) -> None:
         self.model = copy.deepcopy(model)
-        self.lr, self.zo_eps, self.seed = lr, zo_eps, seed
+        self.lr, self.zo_eps = lr, zo_eps
+        numel = sum(p.numel() for p in model.parameters())
+        self._draw = lru_cache(1)(lambda step: ops.noise(seed, step, 0, 0, numel))  # three times a step
         self.steps = 0
 
     def perturbed(self, scale: float) -> nn.Module:
@@ -163,7 +166,7 @@ class PlainMeZO:
         with torch.no_grad():
             for p in model.parameters():
                 if p.requires_grad:
-                    p += scale * ops.noise(self.seed, self.steps, 0, offset, p.numel()).view(p.shape)
+                    p += scale * self._draw(self.steps)[offset : offset + p.numel()].view(p.shape)
                 offset += p.numel()
 
 

@@ -11,6 +11,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
 from library_runs import (
+    ENGINE_BACKENDS,
     LEARNING_RATE,
     accelerator_for,
     assert_moved,
@@ -29,10 +30,9 @@ from library_runs import (
 from tiny_models import tiny_model
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ds_zo.config import BACKENDS
 from ds_zo.plugin.engine import PluginEngine
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 
@@ -44,7 +44,7 @@ def prepared(accelerator: Accelerator, data: Any, seed: int = 0, optimizer: Any 
 
 def test_the_shipped_json_trains_with_dummy_optimizer_and_scheduler(backend: str) -> None:
     """Its batch size is the JSON's own, and so are lr and schedule: the dummies fill only what says "auto"."""
-    file = CONFIGS / f"{'lomo' if backend == 'adalomo' else backend}.json"
+    file = CONFIGS / f"{backend}.json"
     accelerator = accelerator_for(str(file))  # type: ignore[arg-type]
     model = tiny_model("llama")
     optimizer = DummyOptim(model.parameters(), lr=123.0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed.utils import logger
 from library_runs import (
+    ENGINE_BACKENDS,
     LEARNING_RATE,
     Run,
     assert_moved,
@@ -29,9 +30,7 @@ from library_runs import (
 )
 from tiny_models import tiny_model
 
-from ds_zo.config import BACKENDS
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"},
@@ -46,6 +45,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_json_scheduler_gives_the_rates_it_gives_any_optimizer(backend: str, name: str) -> None:
+    """All of them under one backend, one of DeepSpeed's and one of torch's under the others: engines share the code."""
+    if backend != "zo" and name not in ("WarmupLR", "StepLR"):
+        pytest.skip("schedules are the engine's, whatever the backend")
     params = dict(SCHEDULERS[name])
     engine = start(config_for(backend, scheduler={"type": name, "params": params}))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE[backend], momentum=0.9)

@@ -35,7 +35,7 @@ from transformers import Trainer
 
 from ds_zo.config import BACKENDS
 
-NUM_BATCHES = 6
+NUM_BATCHES = 4
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -93,11 +93,11 @@ class RecordingTrainer(Trainer):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("own_optimizer", [False, True])
-def test_trainer_is_the_raw_loop(backend: str, accumulation: int, own_optimizer: bool, tmp_path: Path) -> None:
+def test_trainer_is_the_raw_loop(backend: str, accumulation: int, tmp_path: Path) -> None:
     """Trainer divides each loss by the tokens of the whole window and asks the engine not to divide again. The raw
     loop does the same here: dividing by micro-batch and window apart rounds otherwise, and ZO multiplies a loss's
-    rounding by 1 / (2 zo_eps)."""
+    rounding by 1 / (2 zo_eps). Every pair of backend, accumulation and kind of optimizer, not every triple."""
+    own_optimizer = (list(BACKENDS).index(backend) % 2 == 0) == (accumulation == 2)
     config = config_for(backend, accumulation=accumulation)
     if own_optimizer:
         section = {"params": {"accumulation": "sequential"}} if "lomo" in backend and accumulation > 1 else {}

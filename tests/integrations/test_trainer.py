@@ -124,9 +124,10 @@ def saving(**changes: Any) -> dict[str, Any]:
     return {"save_strategy": "steps", "save_steps": 2, **changes}
 
 
-@pytest.mark.parametrize("own_optimizer", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_resume_equals_uninterrupted(backend: str, own_optimizer: bool, stream: bool, tmp_path: Path) -> None:
+def test_resume_equals_uninterrupted(backend: str, stream: bool, tmp_path: Path) -> None:
+    """Every pair of backend, streaming and kind of optimizer (the script's own or the JSON's), not every triple."""
+    own_optimizer = (list(BACKENDS).index(backend) % 2 == 0) == stream
     config = (section_for if own_optimizer else config_for)(backend, stream=stream)
     changes = saving(max_steps=5, lr_scheduler_type="linear", learning_rate=LEARNING_RATE[backend])
     whole = trainer_for(arguments(tmp_path, config, **changes), 5)

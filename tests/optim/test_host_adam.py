@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch_threads import threads
 
 from ds_zo.optim import subspace_adam
 from ds_zo.optim.subspace_adam import (
@@ -147,11 +146,3 @@ def test_the_bits_of_an_element_do_not_depend_on_its_place() -> None:
                 assert torch.equal(torch.cat(found), expected), f"seed {seed}"
             assert torch.equal(torch.cat([m.mean for m in apart]), together.mean), f"seed {seed}"
             assert torch.equal(torch.cat([m.mean_square for m in apart]), together.mean_square), f"seed {seed}"
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    yield
-    torch.set_num_threads(before)

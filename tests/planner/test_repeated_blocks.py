@@ -38,14 +38,14 @@ UNLIKE: dict[str, Callable[..., hf.PretrainedConfig]] = {
 }
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     # name: (blocks that run: a first, its neighbours and two at the end, or more where kinds take turns; overrides)
-    "gpt2": (5, {"n_layer": 7}),
-    "llama": (5, {"num_hidden_layers": 7}),
-    "llama tied": (5, {"num_hidden_layers": 7, "tie_word_embeddings": True}),
-    "opt": (5, {"num_hidden_layers": 7}),
-    "opt-350m": (5, {"num_hidden_layers": 7}),
-    "bloom": (5, {"n_layer": 7}),
-    "gemma2": (7, {"num_hidden_layers": 9}),
-    "qwen3-moe": (9, {"num_hidden_layers": 11}),
+    "gpt2": (5, {"n_layer": 6}),
+    "llama": (5, {"num_hidden_layers": 6}),
+    "llama tied": (5, {"num_hidden_layers": 6, "tie_word_embeddings": True}),
+    "opt": (5, {"num_hidden_layers": 6}),
+    "opt-350m": (5, {"num_hidden_layers": 6}),
+    "bloom": (5, {"n_layer": 6}),
+    "gemma2": (7, {"num_hidden_layers": 8}),
+    "qwen3-moe": (9, {"num_hidden_layers": 10}),
 }
 
 

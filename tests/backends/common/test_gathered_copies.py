@@ -76,9 +76,10 @@ def test_a_forward_inside_leaves_what_is_shown_and_stored(kind: str, trains: boo
 
 
 @pytest.mark.parametrize("how", ["written to", "replaced"])
-@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_forward_on_changed_copies_sees_them_or_is_refused(kind: str, trains: bool, how: str) -> None:
+def test_a_forward_on_changed_copies_sees_them_or_is_refused(kind: str, how: str) -> None:
+    """Every pair of run, change and forward (in training or not), not every triple."""
+    trains = (list(RUNS).index(kind) % 2 == 0) == (how == "replaced")
     engine, reference = started(kind), started(kind)
     changed, its = (one.module.get_parameter(CHANGED) for one in (engine, reference))
     with deepspeed.zero.GatheredParameters([its], modifier_rank=0):

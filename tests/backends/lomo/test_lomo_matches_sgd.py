@@ -24,21 +24,23 @@ from zoo import Wandering, plain_batch, seeded
 pytestmark = pytest.mark.usefixtures("single_process")
 
 MODELS = ["opt", "llama", "gpt2"]
-NUM_STEPS = 50
+NUM_STEPS, NUM_LONG_STEPS = 12, 50
+"""One model makes the long run: equal bits after a step stay equal, so that more steps of the others show no more."""
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("name", MODELS)
 def test_lomo_equals_sgd(name: str, reentrant: bool | None) -> None:
+    num_steps = NUM_LONG_STEPS if (name, reentrant) == ("opt", None) else NUM_STEPS
     engine = start(config_for(lr=0.1), checkpointed(lively(name), reentrant))
     before = weights_of(engine.module)
-    losses = train(engine, batches(name, NUM_STEPS))
+    losses = train(engine, batches(name, num_steps))
     reference = checkpointed(lively(name), reentrant)
-    expected, _ = train_plain(reference, batches(name, NUM_STEPS), torch.optim.SGD(reference.parameters(), lr=0.1))
+    expected, _ = train_plain(reference, batches(name, num_steps), torch.optim.SGD(reference.parameters(), lr=0.1))
     assert losses == expected
     assert_equal(weights_of(engine.module), weights_of(reference))
     assert all(not torch.equal(before[name], p) for name, p in engine.module.named_parameters())
-    assert engine.global_steps == NUM_STEPS and engine.get_global_grad_norm() is None
+    assert engine.global_steps == num_steps and engine.get_global_grad_norm() is None
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
@@ -49,7 +51,7 @@ def test_clipping_equals_clip_grad_norm(name: str, reentrant: bool | None) -> No
     reference = checkpointed(lively(name), reentrant)
     sgd = torch.optim.SGD(reference.parameters(), lr=0.05)
     norms = []
-    for batch in batches(name, 20):
+    for batch in batches(name, NUM_STEPS):
         loss = train(engine, [batch])
         expected, norm = train_plain(reference, [batch], sgd, max_norm=max_norm)
         assert loss == pytest.approx(expected, rel=1e-5)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 LR = 6e-3
 NUM_STEPS = 40
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 CONFIG = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 

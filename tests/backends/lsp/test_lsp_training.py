@@ -256,7 +256,7 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
         return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
 
     data = list(batches("llama", 5))
-    json = learned(check_interval=2, bias_threshold=0.1, fit_steps=20)
+    json = learned(check_interval=2, bias_threshold=0.1, fit_steps=5)
     engine = start({**json, "zero_optimization": CPU if offload else {"stage": 0}}, small())
     sizes = rms_of_updates(engine, data[0])
     train(engine, data[1:4])

@@ -52,18 +52,14 @@ def test_weights_move_at_all() -> None:
     "stream",
     [
         {"writeback_interval": 1},
-        {"writeback_interval": 1, "device_slots": 3},
         {"writeback_interval": 1, "device_slots": 4},
-        {"writeback_interval": 2},
         {"writeback_interval": 2, "device_slots": 3},
-        {"writeback_interval": 7},
         {"writeback_interval": 7, "device_slots": 4},
         {"writeback_interval": 64},
         {},
         {"writeback_interval": 1, "resident_blocks": 1},
         {"writeback_interval": 2, "resident_blocks": 2},
         {"writeback_interval": 7, "resident_blocks": 1, "device_slots": 3},
-        {"writeback_interval": 1, "resident_blocks": 3},
         {"writeback_interval": 7, "resident_blocks": 3},
         {"writeback_interval": 1, "overlap": False},
         {"writeback_interval": 7, "overlap": False},
@@ -117,12 +113,12 @@ def test_bf16_weights_do_not_depend_on_slots_or_residency(master: str, interval:
         stream = {**stream, "master": master, "writeback_interval": interval}
         config = zo_config(dtype="bf16", stream=stream, offload=offload, zo_eps=1e-2)
         with zo_engine(case.make(), config) as engine:
-            for batch in map(case.batch, range(7)):
+            for batch in map(case.batch, range(5)):
                 one_step(engine, batch)
             return parameters_of(engine), masters_of(engine)
 
     expected = low_run({}, offload=False)
-    for stream in LOW:
+    for stream in LOW if interval == 3 else LOW[::2]:  # every visit folds at 1, whatever the slots
         found = low_run(stream)
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_weights(ours, theirs)

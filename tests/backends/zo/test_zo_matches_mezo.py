@@ -29,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 LOSS_ERROR = 1e-6
 """Relative."""
+NUM_STEPS = 4
+"""Of most runs: losses are compared from equal weights in each step, so that more steps show little more."""
 
 
 @pytest.fixture
@@ -58,18 +60,21 @@ def assert_follows(
     *,
     lr: float,
     lr_factors: Sequence[float] | None = None,
+    compare_every: int = 1,
 ) -> None:
-    """Steps both models, comparing losses from equal weights at each step, and the weights at the end."""
+    """Steps both models, comparing losses from equal weights at each step, or every few, and the weights at the end."""
     start = {name: value.clone() for name, value in reference.weights.items()}
     losses = []
     for number, batch in enumerate(batches):
-        expected = reference.losses(batch, parameters_of(engine))
+        is_compared = number % compare_every == 0
+        expected = reference.losses(batch, parameters_of(engine)) if is_compared else []
         measured.take()
         one_step(engine, batch)
         (found,) = measured.take()
-        assert len(found) == 2 * len(expected)
-        for ours, theirs in zip(found, (loss for pair in expected for loss in pair), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=LOSS_ERROR, atol=0.0)
+        if is_compared:
+            assert len(found) == 2 * len(expected)
+            for ours, theirs in zip(found, (loss for pair in expected for loss in pair), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=LOSS_ERROR, atol=0.0)
         reference.step([batch], lr_factor=1.0 if lr_factors is None else lr_factors[number])
         losses.append(float(found[0]))
     bound = weights_error(reference, lr=lr, losses=losses)
@@ -94,19 +99,19 @@ def run_case(
         assert engine.backend._interleave, "the passes were not run in lockstep"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("opt", "llama", "gpt2")])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "opt"])
 def test_streamed_model_follows_mezo(name: str, measured: Measured) -> None:
-    run_case(name, measured, num_steps=6)
+    run_case(name, measured, num_steps=NUM_STEPS)
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
-def test_streamed_model_follows_mezo_for_fifty_steps(name: str, measured: Measured) -> None:
-    run_case(name, measured, num_steps=50)
+def test_streamed_model_follows_mezo_for_fifty_steps(measured: Measured) -> None:
+    """One architecture: that errors do not add up over steps does not depend on it."""
+    run_case("opt", measured, num_steps=50)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-tied", "t5", "listless"])
 def test_resident_model_follows_mezo(name: str, measured: Measured) -> None:
-    run_case(name, measured, num_steps=6, offload=False)
+    run_case(name, measured, num_steps=NUM_STEPS, offload=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ def test_resident_model_follows_mezo(name: str, measured: Measured) -> None:
     ids=str,
 )
 def test_options_follow_mezo(options: Mapping[str, Any], measured: Measured) -> None:
-    run_case("qwen2", measured, num_steps=6, **options)
+    run_case("qwen2", measured, num_steps=NUM_STEPS, **options)
 
 
 def test_parameter_groups_follow_mezo(measured: Measured) -> None:
@@ -255,13 +260,14 @@ def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval:
 
 
 def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) -> None:
-    """A block that no forward calls falls behind by more updates than the log keeps."""
+    """A block that no forward calls falls behind by more updates than the log keeps. Losses are compared every eighth
+    step, also when the block runs again: reading the weights replays all that is pending."""
     model = seeded(Wandering)
     reference = PlainMeZO(model, lr=1e-4)
     orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 70 + [(0, 1, 2, 3)] * 2
     batches = [plain_batch(i, order=order) for i, order in enumerate(orders)]
     with zo_engine(model, zo_config(lr=1e-4, stream={"writeback_interval": 64})) as engine:
-        assert_follows(engine, reference, batches, measured, lr=1e-4)
+        assert_follows(engine, reference, batches, measured, lr=1e-4, compare_every=8)
 
 
 def test_order_that_differs_within_accumulation_follows_mezo() -> None:

@@ -70,10 +70,11 @@ def recorded_run(
     return Run(start, end, rounded, reference.weights, blocks)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_split_master_is_the_float32_replay(name: str, dtype: str, interval: int, measured: Measured) -> None:
+def test_split_master_is_the_float32_replay(name: str, dtype: str, measured: Measured) -> None:
+    """Every pair of model, dtype and interval, not every triple."""
+    interval = 1 if (name == "llama") == (dtype == "fp16") else 4
     case = CASES[name]
     batches = [case.batch(seed) for seed in range(9)]
     run = recorded_run(case.make(), batches, measured, lr=1e-4, dtype=dtype, stream={"writeback_interval": interval})
@@ -143,8 +144,10 @@ def drift_of_blocks(name: str, measured: Measured, *, rounding: str, interval: i
     return Drift.of(made, meant)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "interval"),
+    [*((name, 1) for name in FORMATS), *((name, 4) for name in FORMATS if name.endswith("under bf16"))],
+)
 def test_wire_storage_follows_float32_in_the_mean(name: str, interval: int, measured: Measured) -> None:
     drift = drift_of_blocks(name, measured, rounding="stochastic", interval=interval)
     assert drift.unbiased, drift
