@@ -27,14 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = commands.add_parser("config", help="print the tables of JSON keys: type, default, meaning")
     config.set_defaults(run=_config)
 
-    export = commands.add_parser("export", help="make a checkpoint a folder that from_pretrained loads")
+    export = commands.add_parser("export", help="make a folder for from_pretrained of a checkpoint")
     export.add_argument(
         "checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or one with a latest file"
     )
     export.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     export.add_argument("--shard-gb", type=float, default=4.0, help="largest file, in GB (default: %(default)s)")
     export.add_argument(
-        "--tokenizer", metavar="NAME_OR_PATH", help="save this one in OUT too: a checkpoint of an engine holds none"
+        "--tokenizer", metavar="NAME_OR_PATH", help="save this tokenizer in OUT too: an engine's checkpoint has none"
     )
     export.set_defaults(run=_export)
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--base", type=Path, required=True, metavar="MODEL", help="the folder the run started from, or a checkpoint"
     )
     replay.add_argument("--trajectory", type=Path, required=True, metavar="FILE", help="the run's trajectory.bin")
-    replay.add_argument("--step", type=int, required=True, metavar="N", help="how many steps to have made")
+    replay.add_argument("--step", type=int, required=True, metavar="N", help="number of steps made at that point")
     replay.add_argument("--out", type=Path, required=True, metavar="DIR", help="the model folder to make")
     replay.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     replay.set_defaults(run=_replay)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads it has seen enough, as `| head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CheckpointError, OSError, ValueError) as error:
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
-        "plan", help="what fits on a card and how fast, for every backend, before anything is allocated"
+        "plan", help="memory and speed of every backend on a GPU, computed before anything is allocated"
     )
     plan.add_argument("--model", required=True, help="a folder, a name the Hub or its cache knows, or random:opt-6.7b")
     plan.add_argument("--device-memory-gb", type=float, metavar="GB", help="of each GPU (default: unlimited)")
     plan.add_argument("--host-memory-gb", type=float, metavar="GB", help="of the machine (default: unlimited)")
-    plan.add_argument("--batch", type=int, default=1, help="sequences a GPU and step (default: %(default)s)")
-    plan.add_argument("--seq", type=int, default=2048, help="tokens a sequence (default: %(default)s)")
+    plan.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a step (default: %(default)s)")
+    plan.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (default: %(default)s)")
     plan.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
     plan.add_argument("--backend", action="append", metavar="NAME", help="only this one; may be repeated")
     plan.add_argument("--stream", default="{}", metavar="JSON", help="a ds_zo.stream section to plan with")
@@ -116,7 +116,10 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _unprinted(work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-    """What libraries print meanwhile (DeepSpeed: how long an operator took to load) is no part of our answer."""
+    """Calls `work` with standard output redirected to standard error, because libraries print there.
+
+    DeepSpeed, for one, prints how long an operator took to load.
+    """
     with redirect_stdout(sys.stderr):
         return work(*args, **kwargs)
 
@@ -125,17 +128,17 @@ def _json_object(text: str, option: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"must be a JSON object, got {text!r}: {error} ({option})") from None
+        raise ValueError(f"{option} must be a JSON object, got {text!r}: {error} ({option})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"must be a JSON object, got {text!r}: write {{...}} ({option})")
+        raise ValueError(f"{option} must be a JSON object, got {text!r}: write {{...}} ({option})")
     return found
 
 
 def _add_report(commands: Any) -> None:
-    report = commands.add_parser("report", help="check this machine for ds_zo, beside ds_report, with remedies")
+    report = commands.add_parser("report", help="check this machine for ds_zo, and name remedies")
     report.add_argument("--layers", metavar="MODEL", help="also time a layer's forward, backward and update")
-    report.add_argument("--batch", type=int, default=1, help="sequences of --layers (default: %(default)s)")
-    report.add_argument("--seq", type=int, default=2048, help="tokens a sequence of --layers (default: %(default)s)")
+    report.add_argument("--batch", type=int, default=1, help="sequences for --layers (default: %(default)s)")
+    report.add_argument("--seq", type=int, default=2048, help="tokens a sequence for --layers (default: %(default)s)")
     report.add_argument("--json", action="store_true", help="print JSON, which plan --rates reads")
     report.set_defaults(run=_report)
 
@@ -157,14 +160,14 @@ def _export(args: argparse.Namespace) -> None:
     from ds_zo.checkpoint.reader import open_folder, tag_to_load
 
     if not 0 < args.shard_gb < math.inf:
-        raise ValueError(f"a file's size must be > 0 GB, got {args.shard_gb:g} (--shard-gb)")
+        raise ValueError(f"the size of a file must be > 0 GB, got {args.shard_gb:g}: name a larger one (--shard-gb)")
     latest = tag_to_load(args.checkpoint, None)
     folder = args.checkpoint if latest is None else folder_of(args.checkpoint, latest)
     tokenizer = None
     if args.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)  # before anything is made, for a name that is wrong
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)  # first, so that a wrong name fails before the export
     export(open_folder(folder), args.out, shard_nbytes=int(args.shard_gb * 1e9))
     if tokenizer is not None:
         tokenizer.save_pretrained(args.out)
@@ -177,16 +180,18 @@ def _replay(args: argparse.Namespace) -> None:
     from ds_zo.checkpoint.rebuild import replay
 
     if args.device.partition(":")[0] not in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        raise ValueError(f"a device must be cpu, or cuda where there is a GPU, got {args.device} (--device)")
+        raise ValueError(
+            f"a device must be cpu, or cuda where there is a GPU, got {args.device}: name one of them (--device)"
+        )
     verified = replay(args.base, args.trajectory, step=args.step, out=args.out, device=args.device)
-    how = "its hash is the recorded one" if verified else "no hash to compare with was recorded at this step and device"
+    how = "its hash is the recorded one" if verified else "no hash was recorded at this step on this kind of device"
     print(f"step {args.step} -> {args.out} ({how})")
 
 
 def _add_bench(commands: Any) -> None:
     from ds_zo.bench.compare import add_arguments
 
-    bench = commands.add_parser("bench", help="stock DeepSpeed and ours head to head: rows, table, page")
+    bench = commands.add_parser("bench", help="compare stock DeepSpeed and ds_zo: rows, table, page")
     add_arguments(bench)
     bench.set_defaults(run=_bench)
 

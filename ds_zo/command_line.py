@@ -1,7 +1,8 @@
-"""Standard output of `ds-zo` is its answer and nothing else: JSON, a table.
+"""Keeps DeepSpeed's log lines out of the standard output of `ds-zo`, which is its answer alone: JSON or a table.
 
-DeepSpeed's logger keeps the standard output that it finds when it is imported, and writes to it then and there (where
-there is no GPU, for one). That is before `cli` can have a say: it is in this package, which imports DeepSpeed.
+DeepSpeed's logger keeps the standard output that it finds when DeepSpeed is imported, and writes to it during that
+import (without a GPU, for example). `ds_zo.cli` cannot redirect it, because importing the package `ds_zo` imports
+DeepSpeed first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def is_command() -> bool:
-    """Whether this process is the `ds-zo` command, by name or by `python -m`."""
+    """Whether this process is the `ds-zo` command, started by its name or by `python -m ds_zo.cli`."""
     script = sys.argv[0] if sys.argv else ""
     return Path(script).stem == "ds-zo" or (script == "-m" and "ds_zo.cli" in sys.orig_argv)
 

@@ -1,4 +1,4 @@
-"""What a user should see without asking."""
+"""Log lines that are shown at DeepSpeed's default log level."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from deepspeed.utils import logger
 
 
 def show(text: str) -> None:
-    """Logs at INFO on rank 0, past the WARNING that DeepSpeed's logger starts with: what was chosen automatically is
-    worth knowing without asking again. A logger set to errors alone stays silent."""
+    """Logs a line at INFO on rank 0, also when the logger's level is WARNING, as DeepSpeed's is by default.
+
+    So users see the settings that were chosen automatically. A logger set to ERROR or higher stays silent.
+    """
     if logger.getEffectiveLevel() > logging.WARNING or (dist.is_initialized() and dist.get_rank() != 0):
         return
     record = logger.makeRecord(logger.name, logging.INFO, "ds_zo", 0, text, (), None, func="show")

@@ -131,10 +131,10 @@ def test_report_goes_on_after_what_is_broken(
 
 def test_export_and_replay_say_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "none", "out", "--shard-gb", "0"]) == 1
-    assert "must be > 0 GB, got 0 (--shard-gb)" in capsys.readouterr().err
+    assert "must be > 0 GB, got 0: name a larger one (--shard-gb)" in capsys.readouterr().err
     command = ["replay", "--base", "none", "--trajectory", "none", "--step", "1", "--out", "none"]
     assert main([*command, "--device", "gpu"]) == 1
-    assert "got gpu (--device)" in capsys.readouterr().err
+    assert "got gpu: name one of them (--device)" in capsys.readouterr().err
 
 
 def test_the_noise_kernel_can_be_timed_anywhere() -> None:

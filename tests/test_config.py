@@ -307,7 +307,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     (
         "LSP",
         {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1e-3, "total_steps": 10}}},
-        ["cycles momentum", "optimizer.params", "set cycle_momentum to false"],
+        ["cycle_momentum of OneCycleLR must be false", "optimizer.params", "set cycle_momentum to false"],
         "scheduler.params.cycle_momentum",
     ),
 ]
@@ -360,7 +360,7 @@ SECTION = {"optimizer": DROP, "ds_zo.backend": "zo"}
 @pytest.mark.parametrize(
     ("params", "words", "location"),
     [
-        ({"lr": 1e-6}, ["belongs to the optimizer that the script builds", "1e-06", "set it there"], ".lr"),
+        ({"lr": 1e-6}, ["belongs to the optimizer that the script makes", "1e-06", "set it there"], ".lr"),
         ({"weight_decay": 0.1}, ["belongs to the optimizer"], ".weight_decay"),
         ({"zo_epss": 1e-3}, ['did you mean "zo_eps"?'], ".zo_epss"),
         ({"betas": [0.9, 0.999]}, ["unknown key"], ".betas"),

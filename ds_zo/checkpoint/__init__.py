@@ -1,5 +1,8 @@
-"""Checkpoints that are whole or absent: planes of weights in safetensors, everything else in JSON, a manifest with
-hashes, and `latest` last."""
+"""Writes and reads checkpoints that are whole or absent.
+
+Weights are in safetensors and all other state is in JSON. A manifest with hashes is written after them, and `latest`
+last.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""PEFT's names. A checkpoint holds one model with its adapters inside; `from_pretrained` wants the model as it was
-before it was wrapped, and `PeftModel.from_pretrained` the adapters in a folder of their own."""
+"""Maps the parameter names of a PEFT model to those of its base model and of its adapter.
+
+A checkpoint holds one model with its adapters inside. `from_pretrained` loads the base model without them, and
+`PeftModel.from_pretrained` loads the adapters from another folder.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def description(module: nn.Module) -> dict[str, bytes]:
-    """What `Adapters` is read from: a file for a PEFT model, none for any other."""
+    """The file, by name, that `Adapters.read` reads; empty unless `module` is a PEFT model."""
     configs: Any = getattr(module, "peft_config", None)
     if base_of(module) is module or not isinstance(configs, Mapping):
         return {}
@@ -44,13 +47,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Adapters:
-    """How to take a PEFT model apart by its parameters' names."""
+    """Tells, by the name of a parameter, whether it belongs to the adapter or to the base model."""
 
     prefix: str
-    """Of the names that a kind of adapter gives to its parameters."""
+    """Beginning of the parameter names of this kind of adapter."""
     adapter: str
+    """Name of the adapter."""
     config: str
-    """As JSON."""
+    """The adapter's config as JSON."""
 
     @classmethod
     def read(cls, text: str | None) -> Adapters | None:
@@ -62,16 +66,16 @@ class Adapters:
         if not content["prefix"]:
             kinds = sorted({str(config.get("peft_type")) for config in configs.values()})
             raise CheckpointError(
-                f"adapters of the kind {', '.join(kinds)} do not stand inside the model's layers and can't be told "
-                f"from it by name: {remedy}"
+                "an export needs adapters inside the model's layers, which are told from the model by name, got "
+                f"{', '.join(kinds)}: {remedy}"
             )
         if len(configs) > 1:
-            raise CheckpointError(f"one adapter beside the model can be exported, got {', '.join(configs)}: {remedy}")
+            raise CheckpointError(f"an export holds one adapter, got {', '.join(configs)}: {remedy}")
         ((adapter, config),) = configs.items()
         return cls(content["prefix"], adapter, json.dumps(config, indent=1))
 
     def place(self, name: str) -> tuple[bool, str]:
-        """Whether a parameter is the adapter's and not the model's, and its name there."""
+        """Whether a parameter belongs to the adapter, and its name in the adapter or in the base model."""
         copied = f"{_COPIED}{self.adapter}."
         if copied in name:
             return True, name.replace(copied, ".", 1)

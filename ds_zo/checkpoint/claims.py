@@ -1,11 +1,13 @@
-"""Units that are being saved while training goes on.
+"""Keeps the bytes of units for a writer while training continues.
 
-[Note: swap on fold] A streamed unit's home changes only when a fold is sent back, and then as a whole. So a unit that
-waits to be written is not copied: if a fold comes first, its home is left to the writer and the fold lands in a spare
-buffer, which is the unit's home from then on. What was written becomes a spare. Training sees the same bytes at the
-same steps as without a save. Extra host memory: the homes of the blocks that fold while they wait, at most one more
-copy of the streamed blocks, kept for the next save; and a copy of what lives on the device (edges, resident blocks),
-which folds in place.
+[Note: replaced buffers] The host buffer of a streamed unit changes only when a fold is sent back, and then as a whole.
+So a unit that waits to be written is not copied. If a fold comes first, the writer keeps the buffer, and the fold goes
+to a spare buffer, which becomes the unit's own. A buffer that was written becomes a spare. Training reads and writes
+the same bytes at the same steps as without a save.
+
+Extra host memory has two parts. One is the buffers of blocks that fold while they wait: at most one more copy of the
+streamed blocks, kept for the next save. The other is a copy of the units on the device (embeddings, head, resident
+blocks), which fold in place.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from ds_zo.streaming.units import Unit
 
 
 class Claim:
-    """One unit's bytes of one moment, until they are written."""
+    """The bytes of one unit at the time of the save, until they are written."""
 
-    def __init__(self, unit: Unit, home: torch.Tensor, low: torch.Tensor | None, *, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, unit: Unit, store_buffer: torch.Tensor, low: torch.Tensor | None, *, ready: Callable[[], None]
+    ) -> None:
+        """`ready` waits until the bytes are in the buffers."""
         self.unit = unit
-        self.store_buffer, self.low = home, low
+        self.store_buffer, self.low = store_buffer, low
         self.done = False
-        self.orphans: list[torch.Tensor] = []
-        """Buffers that are no unit's any more: spares as soon as this is done."""
+        self.released: list[torch.Tensor] = []
+        """Buffers that belong to no unit. They become spares when this claim is written."""
         self._ready = ready
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -38,21 +43,22 @@ class Claim:
 
 
 class Claims:
-    """All claims on a model's units, and the spare buffers that go round."""
+    """All claims on a model's units, and the spare buffers that units and claims exchange."""
 
     def __init__(self, store: HostStore, *, swaps: bool = True) -> None:
-        """`swaps` False copies streamed units too: their homes are not this process's alone to replace."""
+        """With `swaps` False streamed units are copied too: other processes use their buffers, which can't be
+        replaced."""
         self._store = store
         self._swaps = swaps
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._open: dict[int, Claim] = {}
+        self._unwritten: dict[int, Claim] = {}
         self._spares: dict[int, list[torch.Tensor]] = {}
 
     def claim(self, unit: Unit) -> Piece:
-        """Holds the unit's bytes of this moment. From the thread that trains."""
+        """Keeps the unit's present bytes until they are written. The thread that trains calls it."""
         copied: list[torch.Tensor] = []
-        home = unit.store_buffer if unit.streamed and self._swaps else self._copy(unit.store_buffer, copied)
+        store_buffer = unit.store_buffer if unit.streamed and self._swaps else self._copy(unit.store_buffer, copied)
         low = unit.low_buffer
         if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
@@ -66,48 +72,49 @@ class Claims:
                 if event is not None:
                     event.synchronize()
 
-        claim = Claim(unit, home, low, ready=ready)
-        claim.orphans += copied
+        claim = Claim(unit, store_buffer, low, ready=ready)
+        claim.released += copied
         with self._lock:
-            self._open[id(unit)] = claim
+            self._unwritten[id(unit)] = claim
         return Piece(
             claim.tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)), written=lambda: self._finish(claim)
         )
 
     def before_overwrite(self, unit: Unit, *, weights: bool, low: bool) -> None:
-        """A fold is about to be sent back to the unit's home, its low plane or both. See [Note: swap on fold]."""
+        """Gives the unit spare buffers where a fold is about to overwrite claimed ones: its stored bytes (`weights`),
+        its low plane (`low`) or both. See [Note: replaced buffers]."""
         with self._lock:
-            claim = self._open.get(id(unit))
+            claim = self._unwritten.get(id(unit))
             if claim is None:
                 return
-            new_home, new_low = unit.store_buffer, unit.low_buffer
+            new_store, new_low = unit.store_buffer, unit.low_buffer
             if weights and claim.store_buffer is unit.store_buffer:
-                claim.orphans.append(unit.store_buffer)
-                new_home = self._spare(unit.store_buffer.numel())
+                claim.released.append(unit.store_buffer)
+                new_store = self._spare(unit.store_buffer.numel())
             if low and unit.low_buffer is not None and claim.low is unit.low_buffer:
-                claim.orphans.append(unit.low_buffer)
+                claim.released.append(unit.low_buffer)
                 new_low = self._spare(unit.low_buffer.numel())
-        if new_home is not unit.store_buffer or new_low is not unit.low_buffer:
-            unit.assign_buffers(new_home, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
+        if new_store is not unit.store_buffer or new_low is not unit.low_buffer:
+            unit.assign_buffers(new_store, new_low, streamed=unit.streamed, low_streamed=unit.low_streamed)
 
     def wait(self) -> None:
-        """Until every claim is written: before homes are rewritten by anything but a fold."""
+        """Waits until every claim is written. Call it before anything but a fold rewrites stored bytes."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._open)
+            self._idle.wait_for(lambda: not self._unwritten)
 
     def _finish(self, claim: Claim) -> None:
         with self._idle:
             if claim.done:
                 return
             claim.done = True
-            for buffer in claim.orphans:
+            for buffer in claim.released:
                 self._spares.setdefault(buffer.numel(), []).append(buffer)
-            if self._open.get(id(claim.unit)) is claim:
-                del self._open[id(claim.unit)]
+            if self._unwritten.get(id(claim.unit)) is claim:
+                del self._unwritten[id(claim.unit)]
             self._idle.notify_all()
 
     def _copy(self, buffer: torch.Tensor, copied: list[torch.Tensor]) -> torch.Tensor:
-        """On the stream that trains, so that the next fold comes after it."""
+        """Copies on the stream that trains, so that the next fold runs after the copy."""
         with self._lock:
             spare = self._spare(buffer.numel())
         spare.copy_(buffer, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Plain Python data as JSON with its tensors beside it: loading executes nothing."""
+"""Encodes plain Python data as JSON, with its tensors apart. Decoding executes no code from the file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
 
 _TAG = "$"
-"""A one-key object whose key begins with it stands for what JSON has no word for."""
+"""Begins the key of an object that stands for a value of a type that JSON does not have."""
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -> Any:
-    """JSON for `value`; tensors go to `tensors` under their path. Only names and numbers: no object's code is kept."""
+    """Returns JSON for `value`, and puts its tensors into `tensors` under their path `at`. No object's code is kept."""
     if value is None or isinstance(value, (bool, str)):
         return str.__str__(value) if isinstance(value, str) else value  # an enum's str() is its name
     if isinstance(value, int):
@@ -31,7 +31,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -
         return {"$tensor": _put(tensors, at, value.detach())}
     if isinstance(value, np.ndarray) and _is_plain(value):
         signed = value.view(f"i{value.itemsize}") if value.dtype.kind == "u" and value.itemsize > 1 else value
-        whole = np.ascontiguousarray(signed).reshape(value.shape)  # numpy makes one element a vector
+        whole = np.ascontiguousarray(signed).reshape(value.shape)  # ascontiguousarray makes a scalar a vector
         return {"$array": _put(tensors, at, torch.from_numpy(whole)), "dtype": value.dtype.str}
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), tensors, at=at)
@@ -62,8 +62,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         raise CheckpointError(
-            f"a checkpoint holds dense tensors of the dtypes that safetensors has, got a {kind} of {value.dtype}: pass "
-            f"one of another dtype, or its parts ({at})"
+            f"a checkpoint holds dense tensors of the dtypes that safetensors has, got a {kind} of {value.dtype}: "
+            f"convert it to such a dtype, or pass its parts ({at})"
         )
     raise CheckpointError(
         f"a checkpoint holds plain data and tensors, got a {kind}: pass its state_dict(), vars() or str() instead "
@@ -73,7 +73,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], *, at: str = "state") -
 
 def _put(tensors: dict[str, torch.Tensor], at: str, value: torch.Tensor) -> str:
     """The name that a tensor is saved under: `at`, or a longer one where another tensor's path reads the same."""
-    name = at.encode(errors="replace").decode()  # file names may hold what is no text
+    name = at.encode(errors="replace").decode()  # a file name in `at` may hold bytes that are not text
     while name in tensors:
         name += "'"
     tensors[name] = value
@@ -81,13 +81,13 @@ def _put(tensors: dict[str, torch.Tensor], at: str, value: torch.Tensor) -> str:
 
 
 def _is_plain(array: np.ndarray[Any, Any]) -> bool:
-    """torch has its dtype, in this byte order; no element is masked."""
+    """Whether torch has the array's dtype and byte order, and no element is masked."""
     kind = array.dtype.kind in "fiub" and array.itemsize <= 8 and array.dtype.isnative
     return kind and not isinstance(array, np.ma.MaskedArray)
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `encode` was given (mappings come back as dicts, paths as strings)."""
+    """The value that `encode` was given, except that mappings become dicts and paths become strings."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -118,4 +118,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return getattr(torch, content)
     if tag == "$device":
         return torch.device(content)
-    raise CheckpointError(f"the checkpoint's state has a value this ds_zo does not know: {tag} {content!r}")
+    raise CheckpointError(
+        f"the checkpoint's state has a value of a type that this ds_zo does not know, {tag} {content!r}: load it with "
+        "the ds_zo that wrote it"
+    )

@@ -1,4 +1,4 @@
-"""The one error of this package."""
+"""The error that this package raises."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from safetensors import SafetensorError
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or must not be loaded. What was there before is untouched."""
+    """A checkpoint could not be written, or must not be loaded. Earlier files and the engine are unchanged."""
 
 
 @contextmanager
-def taking_apart(folder: Path, part: str) -> Iterator[None]:
-    """Around code that reads the content of a checkpoint and changes nothing: whatever it stumbles over is damage."""
+def reading_content(folder: Path, part: str) -> Iterator[None]:
+    """Turns errors of code that reads a checkpoint's content, and changes nothing, into a `CheckpointError` of damage.
+
+    `part` names the content that is being read.
+    """
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,7 @@
-"""Weights for everyone else: a folder that `from_pretrained` loads, or one file. A unit is in memory at a time."""
+"""Writes weights for other programs: a folder that `from_pretrained` loads, or one file.
+
+One unit is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from safetensors import safe_open
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapters
 from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
-from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.layout import check_stored
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.reader import Saved
@@ -26,7 +29,7 @@ SHARD_NBYTES = 4 * 10**9
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor before it is made."""
+    """Name, dtype and shape of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -38,24 +41,24 @@ class Spec:
 
 
 Stream = tuple[list[Spec], Iterator[tuple[str, torch.Tensor]]]
-"""What will come, and how it comes, in any order."""
+"""The specs of all tensors, and an iterator over (name, tensor) in any order."""
 
 
 def specs_of(units: Iterable[Mapping[str, Any]]) -> Iterator[Spec]:
-    """Of the parameters of units as `layout.describe` puts them."""
+    """The specs of the parameters of units, from their descriptions by `layout.describe`."""
     for unit in units:
         for part in unit["parts"]:
             yield from (Spec(p["name"], getattr(torch, part["dtype"]), tuple(p["shape"])) for p in part["params"])
 
 
 def saved_weights(saved: Saved) -> Stream:
-    """The weights of a checkpoint's step as the module's `state_dict` names them, tied ones once."""
+    """The weights of a checkpoint by their names in the module's `state_dict`. Tied weights come once."""
     state = saved.backend_state
     if "units" not in state:
         names = sorted(saved.names())
         specs = [Spec(name, *saved.form(name)) for name in names]
         return specs, ((name, saved.tensor(name)) for name in names)
-    with taking_apart(saved.folder, "its state"):
+    with reading_content(saved.folder, "its state"):
         check_stored(state, saved.form)
     specs = [spec for spec in specs_of(state["units"]) if spec.name not in state["omitted"]]
     specs += [Spec(name, *saved.form(name)) for name in state["buffers"]]
@@ -70,7 +73,7 @@ def saved_weights(saved: Saved) -> Stream:
 
 
 def weights_by_name(saved: Saved) -> Weights:
-    """The same for a reader that has an order of its own: each made when it is asked for, with its unit's others."""
+    """The weights of a checkpoint for a reader that asks for them by name. Asking for one computes its whole unit."""
     state = saved.backend_state
     if "units" not in state:
         return Weights({name: saved.form(name) for name in sorted(saved.names())}, saved.tensor)
@@ -89,16 +92,19 @@ def weights_by_name(saved: Saved) -> Weights:
 
 
 def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) -> None:
-    """One file, which appears whole. `.safetensors`, or else what `torch.save` writes, in which tied weights have all
-    their names."""
+    """Writes one file and then renames it to `path`.
+
+    A path that ends in `.safetensors` gets that format. Any other path gets the format of `torch.save`, in which tied
+    weights have all their names.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = files.unshared(path)
+    temporary = files.temporary_path(path)
     files.remove(temporary)
     try:
         _write_shards(temporary.parent, {temporary.name: stream[0]}, stream[1])
         if path.suffix != ".safetensors":
             pickled = temporary.with_name(temporary.name + ".bin")
-            with safe_open(temporary, framework="pt") as file:  # memory-mapped: not a second copy in host memory
+            with safe_open(temporary, framework="pt") as file:  # memory-mapped, so not a second copy in host memory
                 state = {spec.name: file.get_tensor(spec.name) for spec in stream[0]}
                 state |= {alias: state[name] for alias, name in aliases.items() if name in state}
                 torch.save(state, pickled)
@@ -106,7 +112,7 @@ def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) 
             temporary = pickled
         files.rename(temporary, path)
     except OSError as error:
-        raise CheckpointError(f"{path} was not written: {error}") from error
+        raise CheckpointError(f"{path} was not written: {error}; free disk space or name another path") from error
     finally:
         files.remove(temporary)
 
@@ -120,12 +126,15 @@ def write_model_folder(
     shard_nbytes: int = SHARD_NBYTES,
     progress: bool = False,
 ) -> None:
-    """A folder that appears whole, checked against what was meant to be in it. `apart` names the file of tensors that
-    are not the model's."""
+    """Writes a model folder, reads its tensors back to compare them, and then renames it to `out`.
+
+    `extra` holds the texts of other files by name. `apart` maps tensors that are not the model's own, by name, to the
+    file that they are written to; None if there are none.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already: name a folder that is not, or an empty one (OUT)")
+        raise CheckpointError(f"OUT must be a new or empty folder, got {out}, which exists: name another one (OUT)")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = files.unshared(out)
+    temporary = files.temporary_path(out)
     files.remove(temporary)
     apart = apart or {}
     own = [spec for spec in stream[0] if spec.name not in apart]
@@ -154,7 +163,7 @@ def write_model_folder(
             out.rmdir()
         files.rename(temporary, out)
     except OSError as error:
-        raise CheckpointError(f"{out} was not written: {error}") from error
+        raise CheckpointError(f"{out} was not written: {error}; free disk space or name another folder") from error
     finally:
         files.remove(temporary)
 
@@ -180,7 +189,7 @@ def _write_shards(
     *,
     progress: bool = False,
 ) -> dict[str, str]:
-    """Fills files whose tensors come in any order; returns each tensor's hash."""
+    """Writes tensors that come in any order to their files, and returns the hash of each tensor."""
     outputs: dict[str, files.TensorFile] = {}
     file_of = {spec.name: file for file, specs in shards.items() for spec in specs}
     left = {file: len(specs) for file, specs in shards.items()}
@@ -204,7 +213,7 @@ def _write_shards(
             output.close()
     missing = file_of.keys() - digests.keys()
     if missing:
-        raise CheckpointError(f"{len(missing)} tensors have no weights, such as {min(missing)}")
+        raise CheckpointError(f"{len(missing)} tensors have no values, such as {min(missing)}")
     return digests
 
 
@@ -215,12 +224,16 @@ def _verify(folder: Path, shards: Mapping[str, list[Spec]], digests: Mapping[str
                 tensor = opened.get_tensor(spec.name)
                 right = tensor.dtype is spec.dtype and tuple(tensor.shape) == spec.shape
                 if not right or hashlib.sha256(files.bytes_of(tensor)).hexdigest() != digests[spec.name]:
-                    raise CheckpointError(f"{file}: {spec.name} reads back otherwise than it was written")
+                    raise CheckpointError(
+                        f"a tensor must read back as it was written, and {spec.name} in {file} does not: check the disk"
+                    )
 
 
 def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES) -> None:
-    """`ds-zo export`: a checkpoint's weights and config as a folder for `from_pretrained`. A PEFT model's adapters
-    stand in a folder inside it, for `PeftModel.from_pretrained`."""
+    """Writes a checkpoint's weights and config as a folder for `from_pretrained`; `ds-zo export` calls it.
+
+    The adapters of a PEFT model are in a folder inside it, for `PeftModel.from_pretrained`.
+    """
     extra = {name: text for name in ("config.json", "generation_config.json") if (text := saved.text(name)) is not None}
     stream = saved_weights(saved)
     adapters = Adapters.read(saved.text(ADAPTERS_FILE))
@@ -232,7 +245,7 @@ def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES) -> None
 
 
 def _unwrapped(stream: Stream, adapters: Adapters) -> tuple[Stream, dict[str, str]]:
-    """A PEFT model's tensors by the names they have without PEFT, and the file of those that the adapter owns."""
+    """A PEFT model's tensors by their names without PEFT, and the file of each tensor that the adapter owns."""
     placed = {spec.name: adapters.place(spec.name) for spec in stream[0]}
     specs = [Spec(placed[spec.name][1], spec.dtype, spec.shape) for spec in stream[0]]
     tensors = ((placed[name][1], value) for name, value in stream[1])

@@ -1,6 +1,7 @@
-"""Files that survive a crash: written whole and fsynced under another name, then renamed.
+"""Writes files so that they survive a crash: whole and fsynced under a temporary name, then renamed.
 
-Only this module writes, so the order of what reaches the disk can be read, and broken by tests, in one place.
+All writes of checkpoints go through this module. So one place shows the order in which bytes reach the disk, and tests
+can interrupt it there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 from ds_zo.checkpoint.workers import in_threads
 
 _CHUNK_NBYTES = 32 * 2**20
-"""Between two of them a thread needs Python, which training needs too."""
+"""Bytes written by one call. Between two calls a thread takes Python's global lock, which training needs too."""
 _READ_NBYTES = 4 * 2**20
-"""Several threads have one each beside a model that fills the host."""
+"""Size of a read buffer. Each of several threads has one, and the model may fill the rest of host memory."""
 _PROCESS = uuid.uuid4().hex
-"""Hosts and containers have processes of equal ids."""
+"""Identifies this process: processes on several hosts, or in several containers, may have the same process id."""
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -53,14 +54,14 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Written:
-    """What a manifest says of a file."""
+    """Size and hash of a file, for the manifest."""
 
     nbytes: int
     sha256: str
 
 
 class _Output:
-    """An unbuffered file that knows its hash; fsynced when it is closed well."""
+    """An unbuffered new file that computes its hash. `finish` fsyncs it."""
 
     def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -74,7 +75,7 @@ class _Output:
             chunk = view[start : start + _CHUNK_NBYTES]
             self._hash.update(chunk)
             done = 0
-            while done < len(chunk):  # a signal or a full disk may cut a write short
+            while done < len(chunk):  # after a signal, or on a full disk, a write may be shorter
                 done += os.write(self._fd, chunk[done:])
             self._nbytes += len(chunk)
             self._progress(len(chunk))
@@ -92,7 +93,7 @@ def _ignore(nbytes: int) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> Written:
-    """A new file, on disk when this returns."""
+    """Writes a new file, which is on disk when this returns."""
     output = _Output(path, _ignore)
     try:
         output.write(data)
@@ -108,7 +109,7 @@ def write_json(path: Path, value: Any) -> Written:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], *, progress: Callable[[int], None] = _ignore
 ) -> Written:
-    """A new safetensors file, straight from the tensors' memory: no second copy of them is made."""
+    """Writes a new safetensors file from the tensors' own memory, without a second copy of them."""
     output = _Output(path, progress)
     try:
         for data in _safetensors(tensors):
@@ -127,17 +128,17 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """Whatever the order of its keys."""
+    """The hash of `value` as JSON. It does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """A tensor's memory as a buffer."""
+    """A tensor's memory as a buffer of bytes."""
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-    """The file's bytes, in buffers."""
+    """The bytes of a safetensors file, as a sequence of buffers."""
     header, offsets = _header({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
     yield header
     for name in offsets:
@@ -148,11 +149,11 @@ def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
 def _header(
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, and where each tensor's bytes start, in their order."""
+    """The beginning of a safetensors file, and the byte at which each tensor starts, in the order of the file."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     at = 0
-    # Wide types first, as readers view the bytes in place and need each tensor aligned to its type.
+    # Wide dtypes come first: readers view the bytes in place and need each tensor aligned to its dtype.
     for name in sorted(specs, key=lambda name: (-specs[name][0].itemsize, name)):
         dtype, shape = specs[name]
         nbytes = dtype.itemsize * torch.Size(shape).numel()
@@ -170,7 +171,7 @@ def _header(
 
 
 class TensorFile:
-    """A new safetensors file whose tensors are known by type and shape, and come in any order."""
+    """A new safetensors file whose dtypes and shapes are known first, and whose tensors are then put in any order."""
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Fsyncs a folder, so that the names in it survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -232,7 +233,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_save_folder(path: Path) -> None:
-    """With its parents, all of which outlive a crash if what is in them does."""
+    """Makes a folder and its missing parents, and fsyncs them, so that they survive a crash."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -240,14 +241,14 @@ def make_save_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Durable when it returns; both stand in one folder."""
+    """Renames a file or folder within its folder. The rename is on disk when this returns."""
     os.rename(old, new)
     sync_folder(new.parent)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A small file changes from its old to its new content, never through anything else."""
-    temporary = unshared(path)
+    """Replaces the content of a small file. A reader sees the old content or the new one."""
+    temporary = temporary_path(path)
     remove(temporary)
     try:
         write_bytes(temporary, text.encode())
@@ -259,19 +260,21 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def writer_id() -> int:
-    """A number that no other thread, process or host has, to make names of."""
+    """A number for file names that no other thread, process or host has."""
     text = f"{_PROCESS}-{os.getpid()}-{threading.get_ident()}"
     return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
 
 
-def unshared(path: Path) -> Path:
-    """A name beside `path` that no other writer uses."""
+def temporary_path(path: Path) -> Path:
+    """A path beside `path` that no other writer uses."""
     return path.with_name(f".{path.name}-{writer_id()}")
 
 
 def make_locked(path: Path, data: bytes) -> int | None:
-    """A new file that is locked until its descriptor is closed, by the end of the process if by nothing else. None: it
-    was removed before the lock was taken. File systems without locks leave it unlocked."""
+    """Creates a locked file and returns its descriptor. Closing it, or the end of the process, releases the lock.
+
+    Returns None if another run removed the file before it was locked. On file systems without locks it is not locked.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.write(fd, data)
@@ -287,12 +290,15 @@ def make_locked(path: Path, data: bytes) -> int | None:
 
 
 def remove(path: Path, *, last: Collection[str] = ()) -> None:
-    """A file or a folder with all that is in it, if it is there. What can't be removed stays: it is only litter. Files
-    named in `last` go when the folder's other files are gone."""
+    """Removes a file, or a folder with all its content, if it exists. Files that can't be removed stay.
+
+    Files named in `last` are removed after the folder's other files.
+    """
     if path.is_dir() and not path.is_symlink():
         with contextlib.suppress(OSError):
             rest = [inside for inside in path.iterdir() if inside.name not in last]
-            in_threads(_unlink, rest)  # giving memory or blocks back takes a fifth of writing them
+            in_threads(_unlink, rest)  # freeing the blocks of a file takes a fifth of the time of writing them
+
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

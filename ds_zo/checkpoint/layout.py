@@ -1,7 +1,8 @@
-"""Units as named tensors, and their description from which units can be made again without the model.
+"""Units as named tensors, and descriptions from which units are made again without the model.
 
-A unit's planes are saved parameter by parameter, without padding: what is stored under a parameter's name are its bytes
-as the host store keeps them, `NAME:low` the low bits of a split master, `NAME:exponents` the scales of fp8 and bf12.
+A unit's planes are saved parameter by parameter, without padding. The tensor `NAME` holds the bytes of a parameter as
+the host store keeps them. `NAME:low` holds the low bits of a split master, and `NAME:exponents` the scales of fp8 and
+bf12.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
 
-def unit_tensors(unit: Unit, home: torch.Tensor, low: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Views of buffers that are laid out like the unit's own."""
+def unit_tensors(unit: Unit, buffer: torch.Tensor, low: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Views, by name, of buffers that are laid out like the unit's own. `low` is None without a low plane."""
     return {
         name: view
-        for part, planes in zip(unit.parts, unit.planes(home, low), strict=True)
+        for part, planes in zip(unit.parts, unit.planes(buffer, low), strict=True)
         for placed in part.placed
         for name, view in _views(part, placed, planes)
     }
 
 
 def host_tensors(unit: Unit) -> dict[str, torch.Tensor]:
-    """The unit's own, in host memory."""
+    """The tensors of the unit's own buffers, in host memory, by name."""
     return unit_tensors(unit, unit.store_buffer.cpu(), None if unit.low_buffer is None else unit.low_buffer.cpu())
 
 
 def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
-    """The unit's own buffers from tensors that `unit_tensors` named; those of `omitted` parameters stay."""
+    """Fills the unit's own buffers from tensors that `unit_tensors` named. Those of `omitted` parameters stay."""
     for name, view in unit_tensors(unit, unit.store_buffer, unit.low_buffer).items():
         if name.partition(":")[0] not in omitted:
             view.copy_(read(name).view(view.shape))
@@ -52,7 +53,7 @@ def _views(part: Part, placed: PlacedParameter, planes: Planes) -> Iterable[tupl
 
 
 def describe(unit: Unit) -> dict[str, Any]:
-    """Everything about a unit but its bytes and its version."""
+    """Everything about a unit but its bytes and its version, as plain data."""
     return {
         "name": unit.name,
         "is_block": unit.is_block,
@@ -81,7 +82,7 @@ def describe(unit: Unit) -> dict[str, Any]:
 
 
 def rebuild(description: Mapping[str, Any]) -> Unit:
-    """A unit with placeholders for parameters and no buffers yet."""
+    """The unit of a description, with placeholders for parameters and without buffers."""
     parts = [
         Part(
             [
@@ -106,13 +107,16 @@ def rebuild(description: Mapping[str, Any]) -> Unit:
 
 
 def still_of(parameter: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a parameter's description. Runs that began before rows at `padding_idx` were left alone have none."""
+    """First and last-plus-one element of a parameter that no update changes (rows at `padding_idx`).
+
+    Descriptions by ds_zo versions that updated these rows have no such entry: (0, 0).
+    """
     first, end = parameter.get("still", (0, 0))
     return first, end
 
 
 def unit_key(description: Mapping[str, Any]) -> str:
-    """The name of its first parameter: two units may bear one module's name."""
+    """The name of the unit's first parameter. It is unique, while two units may have the name of one module."""
     name: str = description["parts"][0]["params"][0]["name"]
     return name
 
@@ -127,7 +131,7 @@ def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
         if not all(type(p["group"]) is int and 0 <= p["group"] < state["num_groups"] for p in placed):
             raise ValueError(f"parameter groups are {[p['group'] for p in placed]}")
         unit = rebuild(description)
-        give_buffers(unit, torch.device("meta"))
+        allocate_buffers(unit, torch.device("meta"))
         for name, view in unit_tensors(unit, unit.store_buffer, unit.low_buffer).items():
             if name.partition(":")[0] in omitted:
                 continue
@@ -136,7 +140,8 @@ def check_stored(state: Mapping[str, Any], form: Callable[[str], Form]) -> None:
                 raise ValueError(f"{name} is {dtype} of shape {shape}, expected {view.dtype} of {tuple(view.shape)}")
 
 
-def give_buffers(unit: Unit, device: torch.device) -> None:
+def allocate_buffers(unit: Unit, device: torch.device) -> None:
+    """Gives a unit buffers of zeros on `device`."""
     low = torch.zeros(unit.low_nbytes, dtype=torch.uint8, device=device) if unit.low_nbytes else None
     unit.assign_buffers(
         torch.zeros(unit.nbytes, dtype=torch.uint8, device=device), low, streamed=False, low_streamed=False
@@ -149,7 +154,7 @@ def shapes_of(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int,
 
 
 def difference(saved: Mapping[str, Sequence[int]], present: Mapping[str, Sequence[int]]) -> str | None:
-    """How two sets of shapes differ, in a few words; None where they don't."""
+    """A description of how two sets of shapes differ; None where they are equal."""
     texts = []
     missing, unknown = sorted(present.keys() - saved.keys()), sorted(saved.keys() - present.keys())
     for what, names in (("it lacks", missing), ("the model does not have", unknown)):

@@ -1,4 +1,4 @@
-"""The manifest: what makes a folder a complete checkpoint, and how damage is told from incompleteness."""
+"""The manifest of a checkpoint. A folder with one is complete, and the hashes in it show damage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import Written, hash_json, sha256_of
 from ds_zo.checkpoint.workers import in_threads
 
@@ -18,12 +18,14 @@ VERSION = 1
 FILE = "manifest.json"
 LATEST = "latest"
 REPLACED = ".replaced-"
-"""Prefix of a tag's folder while a new one of the same tag takes its place."""
+"""Prefix of the name of a tag's folder while a new folder of the same tag replaces it."""
 WRITING = ".writing-"
-"""Between the tag and the process's id in the name of a folder that is being written. The tag comes first because HF
-Trainer asks for `global_step*` before it asks us: what it finds, we can name as unfinished."""
+"""Stands between the tag and the writer's id in the name of a folder that is being written.
+
+The tag comes first because HF Trainer looks for `global_step*` before it calls us. It then finds the folder, and we can
+report it as unfinished."""
 REMOVED = ".removed-"
-"""Prefix of a folder that is being deleted."""
+"""Prefix of the name of a folder that is being deleted."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Manifest:
     saved_unix_s: float
     ds_zo_version: str
     weights_sha256: str
-    """Of all pieces with a key, whatever the order of files."""
+    """Hash over the hashes of all pieces with a key. It does not depend on the order of files."""
     files: Mapping[str, Written]
 
     def to_json(self) -> dict[str, Any]:
@@ -43,12 +45,12 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """It was completed: the manifest is written last."""
+    """Whether the folder is a complete checkpoint. The manifest is written last."""
     return (folder / FILE).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises where the manifest is damaged or newer than this code; files are not looked at."""
+    """Reads the manifest, and no other file. Raises where it is damaged or of a newer format."""
     path = folder / FILE
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -56,21 +58,21 @@ def read_manifest(folder: Path) -> Manifest:
         version, kind, computed = body["version"], body["format"], hash_json(body)
     except FileNotFoundError:
         raise CheckpointError(
-            f"no checkpoint of ds_zo in {folder}: name a folder that an engine of it saved to, or a tag's in that "
-            f"(looked for the files {LATEST} and {FILE})"
+            f"no checkpoint of ds_zo in {folder}, which has neither {LATEST} nor {FILE}: name a folder that an engine "
+            "of ds_zo saved to, or the folder of a tag in it"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from None
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}; make it readable") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} is not what was written ({error})") from None
     if kind == FORMAT and isinstance(version, int) and version > VERSION:
         raise CheckpointError(
-            f"checkpoint {folder} has format {version}, this ds_zo reads up to {VERSION}: load it with ds_zo "
-            f"{body.get('ds_zo_version', 'of a later version')} or later"
+            f"this ds_zo reads checkpoint formats up to {VERSION}, got {version}: load it with ds_zo "
+            f"{body.get('ds_zo_version', 'of a later version')} or later ({folder})"
         )
     if kind != FORMAT or found != computed:
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} does not match its own hash")
-    with taking_apart(folder, FILE):
+    with reading_content(folder, FILE):
         manifest = Manifest(
             backend=body["backend"],
             tag=body["tag"],
@@ -88,11 +90,11 @@ def _check_types(manifest: Manifest) -> None:
     texts = (manifest.backend, manifest.tag, manifest.ds_zo_version, manifest.weights_sha256)
     written = manifest.files.values()
     if not all(isinstance(text, str) for text in (*texts, *(one.sha256 for one in written))):
-        raise TypeError("a text is none")
+        raise TypeError("a value that should be text is of another type")
     if not all(type(number) is int for number in (manifest.global_steps, *(one.nbytes for one in written))):
-        raise TypeError("a whole number is none")
+        raise TypeError("a value that should be a whole number is of another type")
     if not isinstance(manifest.saved_unix_s, (int, float)):
-        raise TypeError("a time is none")
+        raise TypeError("saved_unix_s is not a number")
     outside = [name for name in manifest.files if Path(name).name != name or "\0" in name or len(name) > 255]
     if outside:
         raise ValueError(f"{outside[0]!r} is not the name of a file in the folder")
@@ -111,7 +113,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_hashes(folder: Path, manifest: Manifest, *, progress: Callable[[int], None]) -> None:
-    """Reads every byte, several files at a time."""
+    """Compares the hash of every file with the manifest's, several files at a time."""
 
     def check(name: str) -> str | None:
         try:
@@ -126,7 +128,7 @@ def check_hashes(folder: Path, manifest: Manifest, *, progress: Callable[[int], 
 
 
 def folder_of(save_dir: Path, tag: str) -> Path:
-    """Where a tag's checkpoint is: in its folder, or beside it if a crash came while that was being replaced."""
+    """The folder of a tag's checkpoint. If a crash came while it was being replaced, the folder with the old one."""
     folder = save_dir / tag
     if not is_checkpoint(folder) and save_dir.is_dir():
         set_aside = re.compile(re.escape(f"{REPLACED}{tag}-") + r"\d+")  # not tag `a-b` for tag `a`
@@ -137,7 +139,7 @@ def folder_of(save_dir: Path, tag: str) -> Path:
 
 
 def complete_tags(save_dir: Path) -> list[str]:
-    """Tags whose files are all there with their sizes, newest first: by step, because clocks go wrong."""
+    """Tags that have all their files in the right sizes, newest first: by step, because clocks may be wrong."""
     found = []
     if not save_dir.is_dir():
         return []
@@ -154,7 +156,7 @@ def complete_tags(save_dir: Path) -> list[str]:
 
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag that `latest` names; None where there is no such file."""
+    """The tag that the file `latest` names; None where there is no such file."""
     path = save_dir / LATEST
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -162,33 +164,37 @@ def read_latest(save_dir: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"the file {LATEST} must hold a tag as UTF-8 text, got {error}; {offer(save_dir, but='')} ({path})"
+            f"the file {LATEST} must hold a tag as UTF-8 text, got {error}; {suggest_complete(save_dir, but='')} "
+            f"({path})"
         ) from None
 
 
-def offer(save_dir: Path, *, but: str) -> str:
-    """A sentence that names the other checkpoints there are."""
+def suggest_complete(save_dir: Path, *, but: str) -> str:
+    """A sentence for an error message: which complete checkpoint, other than the tag `but`, can be loaded instead."""
     others = [tag for tag in complete_tags(save_dir) if tag != but]
     if others:
         call = f"load_checkpoint({str(save_dir)!r}, tag={others[0]!r})"
         return f"the newest complete one besides it is {others[0]!r}: {call}"
-    if _TRAINERS.fullmatch(save_dir.name):
+    if _TRAINER_FOLDER.fullmatch(save_dir.name):
         beside = newest_complete(save_dir.parent, but=save_dir.name)
         if beside is not None:
             return f"the newest complete one beside it is {beside}: train(resume_from_checkpoint={beside!r})"
     return f"there is no other complete checkpoint in {save_dir}"
 
 
-_TRAINERS = re.compile(r"checkpoint-(\d+)")
-"""A folder of HF Trainer's: one save of ours, and Trainer's own files."""
+_TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
+"""Name of a folder that HF Trainer makes: it holds one save of ours, and Trainer's own files."""
 
 
 def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | None:
-    """HF Trainer's newest `checkpoint-N` that is whole, for `train(resume_from_checkpoint=...)`, which otherwise takes
-    the newest, whole or not; None where there is none, which starts at the beginning."""
+    """Path of HF Trainer's newest complete `checkpoint-N` in `output_dir`, except for the name `but`; None if none is.
+
+    Pass it to `train(resume_from_checkpoint=...)`. With True, Trainer takes the newest folder, complete or not. With
+    None, it starts from the beginning.
+    """
     folder = Path(output_dir)
     names = [path.name for path in folder.iterdir() if path.name != but] if folder.is_dir() else []
-    numbers = {int(found[1]): name for name in names if (found := _TRAINERS.fullmatch(name))}
+    numbers = {int(found[1]): name for name in names if (found := _TRAINER_FOLDER.fullmatch(name))}
     for number in sorted(numbers, reverse=True):
         beside = folder / numbers[number]
         try:
@@ -204,8 +210,9 @@ def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | 
 
 
 def is_unfinished(save_dir: Path) -> bool:
-    """HF Trainer's folder of a save that was begun and never completed; the model beside it is not a checkpoint."""
-    if not _TRAINERS.fullmatch(save_dir.name) or not save_dir.is_dir():
+    """Whether this is a folder of HF Trainer with a save that was begun and not completed. The model files in it are
+    not a checkpoint."""
+    if not _TRAINER_FOLDER.fullmatch(save_dir.name) or not save_dir.is_dir():
         return False
     names = [path.name for path in save_dir.iterdir()]
     return LATEST not in names and any(WRITING in name for name in names)

@@ -1,10 +1,10 @@
-"""Whose a folder is while a save writes it, so that no other run tidies it away.
+"""Marks the folder that a save writes, so that no other run removes it.
 
 [Note: owned folders] A save writes into a folder that holds a mark, a file on which the save has a lock. The mark stays
-in the folder, through its rename, until `latest` names it. Tidying and `keep_last` leave a folder alone while its mark
-is locked. The kernel gives the lock back when a process ends, however it ends. A run on another host is seen where the
-file system carries locks (`flock`) between hosts: NFS 4, GPFS, Lustre with `-o flock`. Where it does not, a folder of
-another host counts as abandoned when nothing in it has changed for `STALE_S`, by the file server's clock.
+in the folder, also when it is renamed, until `latest` names it. No run removes a folder whose mark is locked, neither
+as a leftover nor for `keep_last`. The kernel releases the lock when a process ends, in any way. Locks (`flock`) reach
+other hosts on some file systems: NFS 4, GPFS, Lustre with `-o flock`. On other file systems, a folder of another host
+counts as abandoned when nothing in it has changed for `STALE_S` seconds, by the file server's clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ATTEMPTS = 100
 
 
 class OwnedFolder:
-    """A new folder, this save's own until `release`. See [Note: owned folders]."""
+    """A new folder that belongs to this save until `release`. See [Note: owned folders]."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,17 +36,17 @@ class OwnedFolder:
             files.make_folder(path)
             try:
                 lock = files.make_locked(path / MARK, content)
-            except FileNotFoundError:  # tidied away by another run while it had no mark
+            except FileNotFoundError:  # another run removed the folder before it had a mark
                 if attempt == _ATTEMPTS - 1:
                     raise
                 continue
             if lock is not None:
                 self._lock = lock
                 return
-        raise OSError(f"another run removes {path} again and again")
+        raise OSError(f"another run removed {path} {_ATTEMPTS} times")
 
     def release(self, *, now_at: Path) -> None:
-        """The folder, wherever it is by now, is nobody's."""
+        """Ends the ownership of the folder, whose path is `now_at`, and removes its mark."""
         mark = now_at / MARK
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(mark), os.fstat(self._lock)):  # not the mark of a later save of this tag
@@ -56,8 +56,10 @@ class OwnedFolder:
 
 @contextmanager
 def abandoned(folder: Path, *, now_s: float) -> Iterator[bool]:
-    """Whether the run that marked a folder is gone. Inside, no other run finds the same. `now_s`: the time by the file
-    server's clock."""
+    """Yields whether the run that marked the folder has ended. Inside, no other run finds the folder abandoned.
+
+    `now_s` is the time by the file server's clock.
+    """
     try:
         mark = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -70,7 +72,7 @@ def abandoned(folder: Path, *, now_s: float) -> Iterator[bool]:
 
 
 def is_owned(folder: Path, *, now_s: float) -> bool:
-    """A run is writing it."""
+    """Whether a run is writing the folder."""
     with abandoned(folder, now_s=now_s) as is_free:
         return (folder / MARK).exists() and not is_free
 
@@ -85,7 +87,7 @@ def _is_abandoned(folder: Path, mark: int, now_s: float) -> bool:
     content = os.read(mark, 4096)
     try:
         is_local = not content or json.loads(content)["host"] == socket.gethostname()
-    except (ValueError, KeyError, TypeError):  # not what we write
+    except (ValueError, KeyError, TypeError):  # the mark is not ours
         return False
     return is_local or _is_stale(folder, now_s)
 

@@ -1,4 +1,4 @@
-"""SIGTERM as a question that a training loop asks between two steps."""
+"""Lets a training loop ask between two steps whether SIGTERM has come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Preemption:
-    """While entered, SIGTERM does not end the process: `requested()` says that it came, on every rank if on one.
+    """Inside this context SIGTERM does not end the process. `requested()` returns True on all ranks once one got it.
 
     with Preemption() as preemption:
         for batch in batches:
@@ -23,22 +23,22 @@ class Preemption:
 
     def __init__(self) -> None:
         self._came = False
-        self._before: Any = None
+        self._previous_handler: Any = None
 
     def __enter__(self) -> Preemption:
-        self._before = signal.signal(signal.SIGTERM, self._take)
+        self._previous_handler = signal.signal(signal.SIGTERM, self._note_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._previous_handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._came = True
 
     def requested(self) -> bool:
-        """Every rank must ask, after the same step."""
+        """Whether SIGTERM has come to any rank. All ranks must call it after the same step."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._came
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"

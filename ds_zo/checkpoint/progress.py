@@ -1,4 +1,4 @@
-"""How far a save, a check or an export has come, for those that take long enough to wonder."""
+"""A progress bar for saves, checks and exports that take longer than a few seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weakref import WeakSet
 from tqdm import tqdm
 
 AFTER_S = 3.0
+"""Seconds before a bar is shown."""
 
 
 class _Bar(tqdm):
@@ -27,7 +28,7 @@ class _Bar(tqdm):
 
 @contextmanager
 def progress_bar(doing: str, *, nbytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function that threads tell of bytes done."""
+    """Yields a function that threads call with the number of bytes they have done."""
     lock = threading.Lock()
     bar = _Bar(total=nbytes, unit="B", unit_scale=True, desc=doing, delay=AFTER_S, disable=not shown, leave=False)
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint one tensor at a time, after every byte of it was found to be what was written."""
+"""Reads a checkpoint one tensor at a time, after the hashes of all its files were checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from ds_zo.checkpoint.encoding import decode
-from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import TORCH_DTYPES
 from ds_zo.checkpoint.layout import Form
 from ds_zo.checkpoint.manifest import (
@@ -19,9 +19,9 @@ from ds_zo.checkpoint.manifest import (
     check_sizes,
     folder_of,
     is_checkpoint,
-    offer,
     read_latest,
     read_manifest,
+    suggest_complete,
 )
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.trajectory import Point
@@ -29,12 +29,12 @@ from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
 
 
 class Saved:
-    """A verified checkpoint."""
+    """A checkpoint whose files were verified, open for reading."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        with taking_apart(folder, STATE):
+        with reading_content(folder, STATE):
             with safe_open(folder / STATE_TENSORS, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             state = decode(json.loads((folder / STATE).read_text(encoding="utf-8")), tensors)
@@ -43,7 +43,7 @@ class Saved:
         self._file_of: dict[str, str] = {}
         for name in manifest.files:
             if name.startswith("weights-"):
-                with taking_apart(folder, name), safe_open(folder / name, framework="pt") as file:
+                with reading_content(folder, name), safe_open(folder / name, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), name))
         self._open: tuple[str, Any] | None = None
 
@@ -51,7 +51,7 @@ class Saved:
         return set(self._file_of)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A copy in host memory. Cheapest when asked for in the order of the files."""
+        """A copy in host memory. Reading is cheapest in the order of the files, because one file is open at a time."""
         file = self._file_of[name]
         if self._open is None or self._open[0] != file:
             self._open = (file, safe_open(self.folder / file, framework="pt").__enter__())
@@ -59,29 +59,29 @@ class Saved:
         return tensor
 
     def form(self, name: str) -> Form:
-        """Nothing but the file's header is read."""
+        """The dtype and shape of a tensor, read from its file's header."""
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
             found = file.get_slice(name)
             return TORCH_DTYPES[found.get_dtype()], tuple(found.get_shape())
 
     def text(self, name: str) -> str | None:
-        """One of the extra files, None where there is none."""
+        """The text of one of the extra files; None if the checkpoint has no such file."""
         return (self.folder / name).read_text(encoding="utf-8") if name in self.manifest.files else None
 
 
 def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
-    """The tag asked for, or what `latest` names; None where there is no `latest`."""
+    """`tag`, or the tag that the file `latest` names; None where there is no such file."""
     return read_latest(load_dir) if tag is None else str(tag)
 
 
 def point_of(saved: Saved) -> Point:
-    """A checkpoint of ZO, as trajectories refer to it."""
+    """A checkpoint of the ZO backend, as trajectories refer to it."""
     manifest, state = saved.manifest, saved.backend_state
     return Point(
         step=state["step"],
         sha256=manifest.weights_sha256,
         manifest_sha256=manifest.to_json()["sha256"],
-        recorded_as=saved.engine_state["trajectory"],
+        log_id=saved.engine_state["trajectory"],
         has_all_weights=not state["omitted"],
     )
 
@@ -91,16 +91,16 @@ def is_ours(load_dir: Path, tag: str) -> bool:
 
 
 def open_checkpoint(load_dir: Path, tag: str, *, verify: bool = True, progress: bool = True) -> Saved:
-    """Verifies sizes and hashes before anything is used; a damaged checkpoint is named, and another one offered."""
+    """Opens a tag after verifying sizes and hashes. The error of a damaged checkpoint names a complete one, if any."""
     folder = folder_of(load_dir, tag)
     try:
         return open_folder(folder, verify=verify, progress=progress)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {offer(load_dir, but=tag)}") from error.__cause__
+        raise CheckpointError(f"{error}; {suggest_complete(load_dir, but=tag)}") from error.__cause__
 
 
 def open_folder(folder: Path, *, verify: bool = True, progress: bool = True) -> Saved:
-    """`verify` False trusts that another process has read every byte."""
+    """Opens the folder of a checkpoint. With `verify` False, its hashes are not checked: another process did so."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     if not verify:

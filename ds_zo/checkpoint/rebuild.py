@@ -1,6 +1,6 @@
-"""The weights of any recorded step, from the model a run started from and its trajectory: `ds-zo replay`.
+"""Computes the weights of any recorded step from a trajectory and the model its run started from: `ds-zo replay`.
 
-Units are independent once the coefficients are known, so one is in memory at a time, whatever the model.
+Units are independent of one another once the coefficients are known, so one unit is in memory at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_zo import ops
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.export import Spec, specs_of, write_model_folder
 from ds_zo.checkpoint.files import hash_json, hash_tensors
-from ds_zo.checkpoint.layout import fill_unit, give_buffers, host_tensors, rebuild, unit_key
+from ds_zo.checkpoint.layout import allocate_buffers, fill_unit, host_tensors, rebuild, unit_key
 from ds_zo.checkpoint.manifest import is_checkpoint
 from ds_zo.checkpoint.progress import AFTER_S
 from ds_zo.checkpoint.reader import Saved, open_folder, point_of
@@ -27,7 +27,7 @@ from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
 from ds_zo.streaming.fold_schedule import FOLD_ORDER
 from ds_zo.streaming.units import Unit
 
-_BESIDE_WEIGHTS = (
+_TEXT_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -38,7 +38,7 @@ _BESIDE_WEIGHTS = (
 
 
 class _Base:
-    """Where a replay starts: a model folder at the run's first step, or one of its checkpoints."""
+    """The weights from which a replay starts: a model folder at the run's first step, or one of its checkpoints."""
 
     def __init__(self, folder: Path, trajectory: Trajectory) -> None:
         self.folder = folder
@@ -49,20 +49,23 @@ class _Base:
         if is_checkpoint(folder):
             self.saved = open_folder(folder)
             self.step, self.sha256 = self.saved.backend_state["step"], self.saved.manifest.weights_sha256
-            if not trajectory.leads_from(point_of(self.saved)) or not _stores_alike(self.saved, self._header):
-                raise CheckpointError(f"{folder} is not a checkpoint of the run that the trajectory records (--base)")
+            if not trajectory.continues(point_of(self.saved)) or not _stores_alike(self.saved, self._header):
+                raise CheckpointError(
+                    f"the base must be a checkpoint of the run that the trajectory records, got {folder} of another "
+                    "run: name another checkpoint or the model that the run started from (--base)"
+                )
             self._versions = {unit_key(u): u["version"] for u in self.saved.backend_state["units"]}
             return
         self.weights = model_source(folder)
         if self.weights is None:
             raise CheckpointError(
-                f"{folder} is neither a model folder with safetensors nor a checkpoint: looked for "
-                "model.safetensors, model.safetensors.index.json and manifest.json (--base)"
+                f"the base must be a model folder with safetensors or a checkpoint, got {folder}, which has neither "
+                "model.safetensors, model.safetensors.index.json nor manifest.json: name another folder (--base)"
             )
 
     def unit(self, description: dict[str, Any], device: torch.device) -> Unit:
         unit = rebuild(description)
-        give_buffers(unit, device)
+        allocate_buffers(unit, device)
         unit.version = self.step
         if self.saved is not None:
             fill_unit(unit, self.saved.tensor)
@@ -76,12 +79,18 @@ class _Base:
         names = [name, *(alias for alias, of in self._header["aliases"].items() if of == name)]
         found = next((n for n in names if n in self.weights), None)
         if found is None:
-            raise CheckpointError(f"{self.folder} has no tensor {name}: it is another model (--base)")
+            raise CheckpointError(
+                f"the base must have the tensors of the trajectory's model, got {self.folder} without {name}: name the "
+                "model that the run started from (--base)"
+            )
         return self.weights[found]
 
     def rows(self, trajectory: Trajectory) -> tuple[int, torch.Tensor]:
-        """All updates that a replay may need, and the step of the first. Units of a checkpoint may lag behind the step
-        that the trajectory begins with: those updates are in the checkpoint's own log."""
+        """The step of the first update that a replay may need, and all updates from it on.
+
+        Units of a checkpoint may lag behind the step at which the trajectory begins. The updates that they lack are in
+        the checkpoint's own log.
+        """
         if self.saved is None:
             return trajectory.first_step, trajectory.rows
         log = self.saved.backend_state["rows"]
@@ -95,9 +104,9 @@ class _Base:
             return self.saved.tensor(name)
         return self.weights[name] if self.weights is not None and name in self.weights else None
 
-    def beside(self) -> dict[str, str]:
-        """Text files that a model folder has besides weights."""
-        paths = {p.name: p for pattern in _BESIDE_WEIGHTS for p in self.folder.glob(pattern) if p.is_file()}
+    def text_files(self) -> dict[str, str]:
+        """The text files that a model folder has besides weights, by name."""
+        paths = {p.name: p for pattern in _TEXT_FILES for p in self.folder.glob(pattern) if p.is_file()}
         found = {}
         for name, path in paths.items():
             try:
@@ -108,12 +117,15 @@ class _Base:
 
 
 def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: torch.device | str = "cpu") -> bool:
-    """Writes the model folder of `step`. True: its weights have the hash that was recorded when a checkpoint of that
-    step was saved; False: none was, or on another kind of device. Another hash is an error, and nothing is written."""
+    """Writes the model folder of `step`.
+
+    Returns True if a hash of the weights was recorded at that step and the replayed weights have it. Returns False if
+    none was recorded, or on another kind of device. If the hash differs, raises and writes nothing.
+    """
     device = torch.device(device)
     trajectory = read_trajectory(trajectory_file)
-    for note in trajectory.notes():
-        logger.warning(f"ds_zo: {note}")
+    for text in trajectory.warnings():
+        logger.warning(f"ds_zo: {text}")
     header, facts = trajectory.header, trajectory.header["facts"]
     for what, there, here in (
         ("noise version", facts["noise_version"], ops.NOISE_VERSION),
@@ -121,14 +133,15 @@ def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: t
     ):
         if there != here:
             raise CheckpointError(
-                f"{trajectory_file} was recorded with {what} {there}, this ds_zo has {here}: replay with the ds_zo "
-                "that recorded it (--trajectory)"
+                f"{trajectory_file} was recorded with {what} {there}, and this ds_zo has {here}: replay it with the "
+                "ds_zo that recorded it (--trajectory)"
             )
     start = _Base(base, trajectory)
     if not start.step <= step <= trajectory.end_step:
         damage = "" if trajectory.damage is None else f" because {trajectory.damage}"
         raise CheckpointError(
-            f"{trajectory_file} leads from step {start.step} to {trajectory.end_step}{damage}, got {step} (--step)"
+            f"{trajectory_file} leads from step {start.step} to {trajectory.end_step}{damage}, got {step}: name a step "
+            "between them (--step)"
         )
     _check_base(start, header["units"])
     recipe = Recipe(
@@ -156,28 +169,28 @@ def replay(base: Path, trajectory_file: Path, *, step: int, out: Path, device: t
         if comparable and hash_json(digests) != recorded:
             raise CheckpointError(
                 f"the weights replayed to step {step} are not those that the run had: their hash is not the one "
-                f"recorded in {trajectory_file}"
+                f"recorded in {trajectory_file}. Name the unchanged trajectory of that run (--trajectory)"
             )
         yield from buffers.items()
 
     of_buffers = [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
-    write_model_folder(out, ([*specs_of(header["units"]), *of_buffers], tensors()), extra=start.beside())
+    write_model_folder(out, ([*specs_of(header["units"]), *of_buffers], tensors()), extra=start.text_files())
     return comparable
 
 
 def _check_base(base: _Base, descriptions: list[dict[str, Any]]) -> None:
-    """Reads all of the base once: a replay from other weights would be garbage that looks like a model."""
+    """Compares the hash of the base with the recorded one: a replay from other weights would give a wrong model."""
     host = torch.device("cpu")
     found = hash_json({unit_key(d): hash_tensors(host_tensors(base.unit(d, host))) for d in descriptions})
     if found != base.sha256:
         raise CheckpointError(
             f"{base.folder} is not the model that the run started from: its weights, stored as the run stored them, "
-            "have another hash (--base)"
+            "have another hash. Name that model (--base)"
         )
 
 
 def _stores_alike(saved: Saved, header: dict[str, Any]) -> bool:
-    """Whether the run that the trajectory records took the checkpoint's stored weights as they are."""
+    """Whether the run of the trajectory stores weights in the form in which the checkpoint holds them."""
     state = {"fold_order": 1, **saved.backend_state}
     units = [{name: value for name, value in unit.items() if name != "version"} for unit in state["units"]]
     facts = {"fold_order": 1, **header["facts"]}

@@ -1,4 +1,4 @@
-"""Writes a running engine's trajectory: in memory until a folder is known, then step by step to disk."""
+"""Records the trajectory of a running engine: in memory until a folder is known, then step by step on disk."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from ds_zo.checkpoint.trajectory import (
 )
 
 Header = dict[str, Any]
-_OF_UPDATES = ("noise_version", "seed", "distribution", "num_directions", "num_groups")
-"""Facts without which a row does not say what it did to the weights."""
+_UPDATE_FACTS = ("noise_version", "seed", "distribution", "num_directions", "num_groups")
+"""Facts of the header that determine, with a row, the update that the row stands for."""
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class TrajectoryRecorder:
-    """One run's steps. On a CUDA device a thread waits for each step's numbers, so that the engine does not: a step is
-    on disk shortly after the device has finished it. On the CPU it is when `append` returns.
+    """Records the steps of one run.
 
-    Where the steps are written to is told by [Note: who owns a log].
+    On a CUDA device a thread waits for the numbers of each step, so that the engine does not. A step is on disk shortly
+    after the device has finished it. On the CPU it is on disk when `append` returns. [Note: who owns a log] says which
+    file a run writes to.
     """
 
     def __init__(self, header: Callable[[], Header], *, step: int, base_sha256: str, on_device: bool) -> None:
@@ -46,49 +47,52 @@ class TrajectoryRecorder:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ds_zo-trajectory") if on_device else None
         self._last: Future[None] | None = None
         self._file: TrajectoryFile | None = None
-        self._ended: TrajectoryFile | None = None
-        """The log that `break_off` ended, until a later checkpoint is whole."""
+        self._ended_file: TrajectoryFile | None = None
+        """The file of the log that `end_log` ended, until a later checkpoint is complete; None without one."""
         self._error: CheckpointError | None = None
-        self._restart({"step": step, "sha256": base_sha256})
+        self._start_log({"step": step, "sha256": base_sha256})
 
-    def _restart(self, base: dict[str, Any]) -> None:
-        """Another log. Only ids that one run alone has written tell of which steps a checkpoint is."""
+    def _start_log(self, base: dict[str, Any]) -> None:
+        """Starts a log with a new id. An id that only one run has written tells which steps a checkpoint contains."""
         self.id = uuid.uuid4().hex
         self._base = base
         self._earlier: dict[str, int] = {}
         self._file = None
-        self._waiting: list[torch.Tensor] = []
-        """Steps since the base that are not on disk: no folder is known yet, or writing failed."""
+        self._unwritten: list[torch.Tensor] = []
+        """Steps after the base that are not on disk: no folder is known yet, or writing failed."""
         self._hashes: dict[int, str] = {}
-        """Of the weights at steps that wait."""
-        self._loaded_from: Path | None = None
-        """Where an unsaved log is kept, from the load of a checkpoint to the first save."""
+        """Hashes of the weights at such steps, by step."""
+        self._loaded_folder: Path | None = None
+        """Folder of the unsaved log, from the load of a checkpoint to the first save; None at other times."""
 
-    def break_off(self, step: int) -> None:
-        """Something else than a step changed the weights at `step`, which no row tells: what is recorded leads that far
-        and no further. The next checkpoint starts a file of its own."""
+    def end_log(self, step: int) -> None:
+        """Ends the log at `step`, where the weights were changed by something else than a step.
+
+        No row describes such a change, so later steps can't be replayed from this log. The next checkpoint starts a
+        new file.
+        """
         self.flush()
         with self._lock:
-            if self._file is not None or self._loaded_from is not None:
+            if self._file is not None or self._loaded_folder is not None:
                 logger.warning(
-                    "ds_zo: weights were changed by something else than a step, so "
+                    "ds_zo: the weights were changed by something else than a step, so "
                     f"{'the trajectory' if self._file is None else self._file.path} ends at step {step}; later steps "
                     "are recorded from the next checkpoint on (ds_zo.checkpoint.trajectory)"
                 )
             if self._file is not None:
-                self._close(self._ended)
-                self._ended = self._file
-            self._restart({"step": step, "sha256": ""})
+                self._close(self._ended_file)
+                self._ended_file = self._file
+            self._start_log({"step": step, "sha256": ""})
 
     @property
     def follows_a_checkpoint(self) -> bool:
-        """Whether steps from now on are recorded where they can be added to a checkpoint that is whole."""
-        return self._loaded_from is not None or (self._file is not None and self._file.path.name == FILE)
+        """Whether the steps from now on can be replayed from a complete checkpoint."""
+        return self._loaded_folder is not None or (self._file is not None and self._file.path.name == FILE)
 
     def append(self, row: torch.Tensor) -> None:
-        """A step was logged. What goes wrong is raised by `raise_error`, and tried again with the next step."""
+        """Records a step. An error is raised by `raise_error`, and writing is tried again with the next step."""
         if self._pool is None:
-            self._take(row.detach().cpu().clone())
+            self._record(row.detach().cpu().clone())
             return
         copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
         copy.copy_(row, non_blocking=True)
@@ -97,104 +101,113 @@ class TrajectoryRecorder:
 
         def run() -> None:
             copied.synchronize()
-            self._take(copy.clone())  # steps may wait here for a folder for long; pinned memory is for the next ones
+            self._record(copy.clone())  # rows may stay in memory for long; the pinned memory is freed for later rows
 
         self._last = self._pool.submit(run)
 
-    def _take(self, row: torch.Tensor) -> None:
+    def _record(self, row: torch.Tensor) -> None:
         with self._lock:
-            self._waiting.append(row)
-            folder = self._loaded_from if self._file is None else self._file.path.parent
+            self._unwritten.append(row)
+            folder = self._loaded_folder if self._file is None else self._file.path.parent
             try:
                 if self._file is not None:
-                    self._file.append(*self._waiting)
-                    self._waiting = []
+                    self._file.append(*self._unwritten)
+                    self._unwritten = []
                 elif folder is not None:
-                    self._begin(folder)
+                    self._create_file(folder)
             except OSError as error:
                 if self._file is None and error.errno in _NOT_WRITABLE:
-                    self._loaded_from = None
+                    self._loaded_folder = None
                     logger.warning(
-                        f"ds_zo: {folder} was loaded from and can't be written to ({error.strerror}), so steps are "
-                        "recorded in memory alone until the first save (ds_zo.checkpoint.trajectory)"
+                        f"ds_zo: the folder loaded from can't be written to ({error.strerror}), so steps are recorded "
+                        f"in memory alone until the first save: {folder} (ds_zo.checkpoint.trajectory)"
                     )
                 else:
-                    self._error = CheckpointError(f"{folder}: a step could not be recorded: {error}")
+                    self._error = CheckpointError(
+                        f"a step could not be recorded: {error}; free disk space, and it is written with the next step "
+                        f"({folder})"
+                    )
 
     def raise_error(self) -> None:
-        """Raises, once, why steps are not on disk."""
+        """Raises, once, the error that kept steps from the disk."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def flush(self) -> None:
-        """Until every step made is recorded."""
+        """Waits until every step made is recorded."""
         if self._last is not None:
             self._last.result()
 
     def prepare(self, folder: Path) -> None:
-        """Before a checkpoint is written: a run that has no log on disk and none that it goes on from begins one."""
+        """Creates the file of a run that has none and continues none, before its first checkpoint is written."""
         self.flush()
         with self._lock:
-            if self._file is None and self._loaded_from is None:
+            if self._file is None and self._loaded_folder is None:
                 try:
-                    self._begin(folder.resolve())
+                    self._create_file(folder.resolve())
                 except OSError as error:
                     raise CheckpointError(
-                        f"no trajectory could be begun in {folder}: {error}; name a folder that can be written to "
-                        "(ds_zo.checkpoint.trajectory_dir)"
+                        f"a trajectory needs a folder that can be written to, got {folder}: {error}; name another "
+                        "folder (ds_zo.checkpoint.trajectory_dir)"
                     ) from error
 
-    def complete(self, folder: Path, recorded_as: str, *, step: int, sha256: str | None) -> None:
-        """A checkpoint of `step` is whole, whose run was `recorded_as` then: that log goes on in `folder`. The
-        checkpoint stays whole if the trajectory can't be written: that error comes later."""
+    def complete(self, folder: Path, log_id: str, *, step: int, sha256: str | None) -> None:
+        """Moves the log `log_id` to `folder`, where a checkpoint of `step` with that log is now complete.
+
+        If the trajectory can't be written the checkpoint stays whole, and `raise_error` raises the error.
+        """
         folder = folder.resolve()
         with self._lock:
             try:
-                if recorded_as == self.id:
+                if log_id == self.id:
                     if self._file is None:
-                        self._begin(folder)
+                        self._create_file(folder)
                     assert self._file is not None
-                    self._file.append(*self._waiting)
-                    self._waiting = []
-                    log = self._file = _settle(self._file, folder, FILE)
-                    if self._ended is not None and self._ended.path.name.startswith(UNSAVED):
-                        self._ended = _settle(self._ended, folder, _free_name(folder / FILE))
-                    self._close(self._ended)
-                    self._ended = self._loaded_from = None
-                elif self._ended is not None:  # since the snapshot was taken
-                    log = self._ended = _settle(self._ended, folder, FILE)
+                    self._file.append(*self._unwritten)
+                    self._unwritten = []
+                    log = self._file = _move_log(self._file, folder, FILE)
+                    if self._ended_file is not None and self._ended_file.path.name.startswith(UNSAVED):
+                        self._ended_file = _move_log(self._ended_file, folder, _free_name(folder / FILE))
+                    self._close(self._ended_file)
+                    self._ended_file = self._loaded_folder = None
+                elif self._ended_file is not None:  # `end_log` was called after the snapshot was made
+                    log = self._ended_file = _move_log(self._ended_file, folder, FILE)
                 else:
                     return
                 if sha256 is not None:
-                    log.mark(step, sha256)
+                    log.add_hash(step, sha256)
             except (OSError, CheckpointError) as error:
-                self._error = CheckpointError(f"{folder}: a checkpoint could not be recorded: {error}")
+                self._error = CheckpointError(
+                    f"a checkpoint could not be recorded: {error}; free disk space and save again ({folder})"
+                )
 
     def resume(self, logs: Iterable[Trajectory], folder: Path, point: Point, *, newest: bool) -> torch.Tensor | None:
-        """After the checkpoint `point` was loaded: the rows of later steps that `logs` hold, or None. `newest`: the
-        caller wants the run as far as it came; otherwise the run branches off at `point`. Writes nothing."""
+        """Continues the log of the loaded checkpoint `point`, and returns the rows of later steps in `logs`, or None.
+
+        With `newest` the run continues at its last recorded step; without it, at `point`. Writes no file.
+        """
         self.flush()
         with self._lock:
             self._close(self._file)
-            self._close(self._ended)
-            self._ended = None
+            self._close(self._ended_file)
+            self._ended_file = None
             header = self._header()
             fitting = []
             for found in logs:
-                if found.leads_from(point) and _makes_the_same_updates(found.header, header):
+                if found.continues(point) and _makes_the_same_updates(found.header, header):
                     fitting.append(found)
                 elif found.end_step > point.step:
                     logger.warning(
                         f"ds_zo: {found.path} records another run than that of the checkpoint of step {point.step}, so "
-                        f"its steps {found.first_step} to {found.end_step} are not made again; the file is kept"
+                        f"its steps {found.first_step} to {found.end_step} are not replayed; the file is kept"
                     )
             log = _longest(fitting, since=point.step) if newest else _of_earliest_base(fitting, step=point.step)
             if log is None:
                 base = {"step": point.step, "sha256": point.sha256, "manifest_sha256": point.manifest_sha256}
-                self._restart(base)
-                self._earlier = {} if point.recorded_as is None else {point.recorded_as: point.step}
-                self._loaded_from = folder.resolve()
+                self._start_log(base)
+                self._earlier = {} if point.log_id is None else {point.log_id: point.step}
+                self._loaded_folder = folder.resolve()
                 return None
             end_step = log.end_step if newest else point.step
             later = log.rows[point.step - log.first_step :] if newest else None
@@ -203,23 +216,23 @@ class TrajectoryRecorder:
                     f"ds_zo: this run stores or rounds weights in another way than {log.path} was recorded with, so "
                     "later steps are recorded from the next checkpoint on (ds_zo.checkpoint.trajectory)"
                 )
-                self._restart({"step": end_step, "sha256": ""})
+                self._start_log({"step": end_step, "sha256": ""})
                 return later
-            self._restart(log.header["base"])
+            self._start_log(log.header["base"])
             self._earlier = {id: min(step, end_step) for id, step in {**log.earlier, log.id: end_step}.items()}
-            self._waiting = list(log.rows[: end_step - log.first_step])
+            self._unwritten = list(log.rows[: end_step - log.first_step])
             self._hashes = {step: sha256 for step, sha256 in log.hashes.items() if step <= end_step}
-            self._loaded_from = folder.resolve()
+            self._loaded_folder = folder.resolve()
             return later
 
     # Files
 
-    def _begin(self, folder: Path) -> None:
+    def _create_file(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         header = {"id": self.id, "base": self._base, "earlier": self._earlier, **self._header()}
-        content = content_of(header, self._waiting, self._hashes)
+        content = content_of(header, self._unwritten, self._hashes)
         self._file = TrajectoryFile(folder / f"{UNSAVED}{self.id[:8]}.bin", content)
-        self._waiting, self._hashes = [], {}
+        self._unwritten, self._hashes = [], {}
 
     @staticmethod
     def _close(log: TrajectoryFile | None) -> None:
@@ -233,38 +246,41 @@ class TrajectoryRecorder:
             if self._pool is not None:
                 self._pool.shutdown()
             self._close(self._file)
-            self._close(self._ended)
+            self._close(self._ended_file)
 
 
 def read_logs(*folders: Path) -> list[Trajectory]:
-    """Logs that a run which loads from the folders may go on from, a folder's own first."""
+    """The logs in `folders` that a run may continue after a load, `trajectory.bin` of each folder first."""
     found = []
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
         for path in (folder / FILE, *sorted(folder.glob(f"{UNSAVED}*.bin"))):
             try:
                 if path.name != FILE and is_being_written(path):
-                    logger.warning(f"ds_zo: {path} belongs to a run that goes on, so its steps are not made again")
+                    logger.warning(f"ds_zo: {path} belongs to a run that is still running: its steps are not replayed")
                     continue
                 log = read_trajectory(path)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise CheckpointError(
-                    f"the steps recorded after a checkpoint must be readable, got {error}: permit it, or move the file "
-                    f"elsewhere to go on without them ({path})"
+                    f"the steps recorded after a checkpoint must be readable, got {error}: make the file readable, or "
+                    f"move the file elsewhere to continue without them ({path})"
                 ) from error
             except CheckpointError as error:
-                logger.warning(f"ds_zo: {error}: none of its steps is made again; the file is kept")
+                logger.warning(f"ds_zo: {error}: none of its steps are replayed; the file is kept")
                 continue
-            for note in log.notes():
-                logger.warning(f"ds_zo: {note}")
+            for text in log.warnings():
+                logger.warning(f"ds_zo: {text}")
             found.append(log)
     return found
 
 
-def _settle(log: TrajectoryFile, folder: Path, name: str) -> TrajectoryFile:
-    """`log` as `folder / name`. Another run's file of that name is kept under another one, unless `log` has all of it.
-    A folder that was saved to keeps its copy of `log`; from one that was only loaded from it goes away."""
+def _move_log(log: TrajectoryFile, folder: Path, name: str) -> TrajectoryFile:
+    """Makes `log` the file `folder / name`.
+
+    Another run's file of that name is renamed, unless `log` contains all of it. If `log` was in another folder, its
+    file there stays when that folder was saved to, and is removed when it was only loaded from.
+    """
     path = folder / name
     if log.path == path:
         return log
@@ -273,25 +289,27 @@ def _settle(log: TrajectoryFile, folder: Path, name: str) -> TrajectoryFile:
     if path.exists() and not _has_all_of(path, steps):
         kept = path.with_name(_free_name(path))
         files.rename(path, kept)
-        logger.warning(f"ds_zo: {path} is not the log of this run's steps: it is kept as {kept.name}")
+        logger.warning(f"ds_zo: {path} holds other steps than this run's: it is kept as {kept.name}")
     if log.path.parent == folder:
         log.rename(path)
-        settled = log
+        moved = log
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        settled = TrajectoryFile(path, content)
+        moved = TrajectoryFile(path, content)
         log.close()
         if log.path.name.startswith(UNSAVED):
             files.remove(log.path)
     for unsaved in folder.glob(f"{UNSAVED}*.bin"):
         if _has_all_of(unsaved, steps):
             files.remove(unsaved)
-    return settled
+    return moved
 
 
 def _longest(logs: list[Trajectory], *, since: int) -> Trajectory | None:
-    """The log with the most steps, if the others are parts of it; else the folder's own: which of two runs that were
-    killed before they saved is meant, nobody has said."""
+    """The log with the most steps, if all other logs are parts of it; else `trajectory.bin` or None.
+
+    Two runs that were killed before they saved leave two logs, and nothing says which of them is to be continued.
+    """
     longest = max(logs, key=lambda log: log.end_step, default=None)
     if longest is None or all(log.is_part_of(longest, since=since) for log in logs):
         return longest
@@ -299,7 +317,7 @@ def _longest(logs: list[Trajectory], *, since: int) -> Trajectory | None:
     others = [log for log in logs if own is None or not log.is_part_of(own, since=since)]
     logger.warning(
         f"ds_zo: {', '.join(str(log.path) for log in others)} hold other steps after step {since} than "
-        f"{'one another' if own is None else own.path}: theirs are not made again; the files are kept"
+        f"{'one another' if own is None else own.path}: their steps are not replayed; the files are kept"
     )
     return own
 
@@ -308,14 +326,14 @@ def _of_earliest_base(logs: list[Trajectory], *, step: int) -> Trajectory | None
     for log in logs:
         if log.end_step > step:
             logger.warning(
-                f"ds_zo: {log.path} holds the steps from {step} to {log.end_step}, which are not made again because a "
+                f"ds_zo: {log.path} holds the steps from {step} to {log.end_step}, which are not replayed because a "
                 "tag was named; the file is kept"
             )
     return min(logs, key=lambda log: log.first_step, default=None)
 
 
 def _has_all_of(path: Path, log: Trajectory) -> bool:
-    """Whether nothing is lost when `log` takes the place of the file."""
+    """Whether `log` contains everything that the file at `path` does."""
     try:
         if is_being_written(path):
             return False
@@ -331,10 +349,10 @@ def _has_all_of(path: Path, log: Trajectory) -> bool:
 
 
 def _free_name(path: Path) -> str:
-    """trajectory.1.bin, trajectory.2.bin, ..."""
+    """The first of trajectory.1.bin, trajectory.2.bin, ... that does not exist beside `path`."""
     names = (f"{path.stem}.{i}{path.suffix}" for i in range(1, 10**6))
     return next(name for name in names if not path.with_name(name).exists())
 
 
 def _makes_the_same_updates(there: Header, here: Header) -> bool:
-    return all(there["facts"].get(name) == here["facts"][name] for name in _OF_UPDATES)
+    return all(there["facts"].get(name) == here["facts"][name] for name in _UPDATE_FACTS)

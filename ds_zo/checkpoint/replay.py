@@ -1,4 +1,4 @@
-"""A unit's weights of a later step, from its planes and the log of updates."""
+"""Computes a unit's weights of a later step from its stored planes and the replay log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_zo import ops
-from ds_zo.checkpoint.layout import fill_unit, give_buffers, rebuild
+from ds_zo.checkpoint.layout import allocate_buffers, fill_unit, rebuild
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.units import PlacedParameter, Unit
@@ -17,7 +17,7 @@ from ds_zo.streaming.units import PlacedParameter, Unit
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is fixed about a run's updates."""
+    """Settings of a run that determine its updates and do not change."""
 
     seed: int
     distribution: ops.Distribution
@@ -25,17 +25,17 @@ class Recipe:
     num_directions: int
     interval: int
     capacity: int
-    """Entries that a unit may lag before it must fold."""
+    """Number of rows in the replay log. A unit folds before it lags by that many steps."""
 
 
 def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
-    """Whether the forward of `step` folds the unit: a pure function, staggered over blocks."""
+    """Whether the forward of `step` folds pending updates into the unit. Blocks fold at different steps."""
     every = interval if unit.is_block else 1
     return unit.trainable and ((step + turn(unit.index, every)) % every == 0 or step - unit.version >= capacity - 1)
 
 
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:
-    """Stores the updates of steps `unit.version` to `step - 1`, as the forward of `step` does."""
+    """Folds the updates of steps `unit.version` to `step - 1` into the stored planes, as the forward of `step` does."""
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         if part.direct:
             continue
@@ -63,7 +63,7 @@ def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, reci
 def values(
     unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe, exact: bool = False
 ) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
-    """The weights of `step`, in the parameters' own dtype, or in float32 where `exact`. The planes stay as they are."""
+    """The weights of `step`, in the parameters' own dtype, or in float32 if `exact`. The planes do not change."""
     pending = step - unit.version if unit.trainable else 0
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         if part.direct:
@@ -92,8 +92,8 @@ def values(
 def recipe_of(state: Mapping[str, Any]) -> Recipe:
     if state["noise_version"] != ops.NOISE_VERSION:
         raise ValueError(
-            f"the checkpoint's noise is version {state['noise_version']}, this ds_zo makes version "
-            f"{ops.NOISE_VERSION}: use the ds_zo that wrote it"
+            f"this ds_zo makes noise of version {ops.NOISE_VERSION}, and the checkpoint has version "
+            f"{state['noise_version']}: use the ds_zo that wrote it"
         )
     names = ("seed", "distribution", "rounding", "num_directions", "interval")
     return Recipe(**{name: state[name] for name in names}, capacity=state["rows"].shape[0])
@@ -102,7 +102,7 @@ def recipe_of(state: Mapping[str, Any]) -> Recipe:
 def saved_values(
     saved: Saved, *, device: torch.device | str = "cpu", exact: bool = False
 ) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
-    """All weights of a ZO checkpoint's step, a unit in memory at a time."""
+    """All weights of a ZO checkpoint's step. One unit is in memory at a time."""
     for description in saved.backend_state["units"]:
         yield from unit_values(saved, description, device=device, exact=exact)
 
@@ -110,12 +110,12 @@ def saved_values(
 def unit_values(
     saved: Saved, description: Mapping[str, Any], *, device: torch.device | str = "cpu", exact: bool = False
 ) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
-    """Those of one of the units that the checkpoint describes."""
+    """The weights of one unit of a ZO checkpoint, given its description there."""
     device = torch.device(device)
     state = saved.backend_state
     omitted = set(state["omitted"])
     unit = rebuild(description)
-    give_buffers(unit, device)
+    allocate_buffers(unit, device)
     fill_unit(unit, saved.tensor, omitted=omitted)
     unit.version = description["version"]
     rows = state["rows"].to(device)

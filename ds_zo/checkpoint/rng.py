@@ -1,4 +1,4 @@
-"""The random states of a process: dropout and data order go on as if nothing had happened."""
+"""Reads and sets the random states of a process, so that dropout and data order continue exactly after a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Mapping[str, Any]) -> None:
-    """Raises where `set_random_states` would, and sets nothing."""
+    """Raises where `set_random_states` would, and changes no state."""
     torch.Generator().set_state(states["torch"])
     random.Random().setstate(states["python"])
     np.random.RandomState().set_state(states["numpy"])

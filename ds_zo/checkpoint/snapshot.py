@@ -1,4 +1,4 @@
-"""What a backend hands to the writer. Nothing here knows how a backend keeps weights."""
+"""The data that a backend gives to the writer. This module does not depend on how a backend stores weights."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that are written to one file, together, and held in memory no longer than that."""
+    """Tensors that are written to one file. They are kept in memory until that is done."""
 
     tensors: Callable[[], Mapping[str, torch.Tensor]]
-    """Called when its turn comes, perhaps in another thread: contiguous tensors in host memory."""
+    """Returns contiguous tensors in host memory, by name. The writer calls it, perhaps in another thread."""
     nbytes: int
     key: str = ""
-    """Identifies it in the hash of all weights; empty: not a part of that."""
+    """Identifies the piece in the hash of all weights. A piece with an empty key is not part of that hash."""
     written: Callable[[], None] = _nothing
-    """Called once when the tensors are no longer needed, written or not."""
+    """Called when the tensors are not needed any more, whether they were written or not."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of one moment. With `hold`, it stays that moment's while training goes on."""
+    """A backend's state at one step. A snapshot made with `hold` does not change while training continues."""
 
     pieces: Sequence[Piece]
-    """File `weights-00000.safetensors` is the first, whatever order they are written in."""
+    """File `weights-00000.safetensors` is the first piece, in whichever order they are written."""
     state: Callable[[], dict[str, Any]]
-    """Plain data and small tensors; called like a piece's tensors, so that late numbers may be late."""
+    """Returns plain data and small tensors. The writer calls it, so that numbers on the device need not be ready when
+    the snapshot is made."""
     order: Sequence[int] | None = None
-    """In which the pieces are written: soonest to change first."""
+    """Indices of the pieces in the order of writing, those first that training changes soonest; None: as listed."""
 
     def abandon(self) -> None:
+        """Releases the memory of all pieces."""
         for piece in self.pieces:
             piece.written()
 
@@ -49,7 +51,7 @@ _ATOMS = frozenset({bool, int, float, str, bytes})
 
 
 def without_aliases(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a state dict, each once, and the other names of tied ones."""
+    """The tensors of a state dict, each once, and the other names of tied tensors, each with the first name."""
     first: dict[Any, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -66,7 +68,7 @@ def without_aliases(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tens
 
 
 def module_pieces(tensors: Mapping[str, torch.Tensor], *, hold: bool) -> list[Piece]:
-    """Pieces of about half a GiB. `hold` copies them now."""
+    """The tensors in pieces of about half a GiB. With `hold` they are copied now."""
     groups: list[dict[str, torch.Tensor]] = []
     room = 0
     for name, value in tensors.items():
@@ -84,22 +86,24 @@ def module_pieces(tensors: Mapping[str, torch.Tensor], *, hold: bool) -> list[Pi
     return [piece(members) for members in groups]
 
 
-def held(value: Any) -> Any:
-    """Plain data of this moment for a writer in another thread. Tensors go to host memory now: a copy on the device
-    could be what it has no room for, and its stream is not the writer's."""
+def host_copy(value: Any) -> Any:
+    """A copy of plain data for a writer in another thread. Tensors are copied to host memory now.
+
+    The device may have no memory for a copy, and the writer does not run on the stream that trains.
+    """
     if value is None or type(value) in _ATOMS:
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {copy.deepcopy(key): held(item) for key, item in value.items()}
+        return {copy.deepcopy(key): host_copy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(held(item) for item in value)
+        return type(value)(host_copy(item) for item in value)
     return copy.deepcopy(value)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to `state_dict`, by their names there."""
+    """The buffers that are in `state_dict`, by their names there."""
     for prefix, m in module.named_modules():
         for name, buffer in m._buffers.items():
             if buffer is not None and name not in m._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""Weights from what others wrote: folders of safetensors, and DeepSpeed's own files without executing them."""
+"""Reads weights that other programs wrote: folders of safetensors, and DeepSpeed's own files without executing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_zo.streaming.loading import SafetensorsSource
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read when it is asked for."""
+    """A mapping of tensors by name, which reads each tensor when it is asked for."""
 
     def __init__(self, forms: Mapping[str, Form], read: Callable[[str], torch.Tensor]) -> None:
         self.forms = forms
@@ -37,8 +37,10 @@ class Weights(Mapping[str, torch.Tensor]):
 
 
 def model_source(folder: Path) -> Weights | None:
-    """The weights of a folder that `save_pretrained` or `ds-zo export` wrote; None where it is not one. Every file's
-    header is read here."""
+    """The weights of a folder that `save_pretrained` or `ds-zo export` wrote; None for any other folder.
+
+    The header of every file is read here.
+    """
     try:
         source = SafetensorsSource(folder)
     except FileNotFoundError:
@@ -58,12 +60,13 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Safeten
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"a model folder has whole safetensors files, and those of {folder} can't be read: {error!r}. Copy it again"
+        f"a model folder has whole safetensors files, and those of {folder} can't be read: {error!r}. Copy the folder "
+        "again"
     )
 
 
 def check_forms(forms: Mapping[str, Form], here: Mapping[str, torch.Tensor], *, of: str) -> None:
-    """Raises where a tensor of `here` has another shape, or is of another kind. Nothing has been changed by then."""
+    """Raises where a tensor of `here` has another shape or kind of number in `forms`, before anything is changed."""
     for name in sorted(forms.keys() & here.keys()):
         dtype, shape = forms[name]
         if shape != tuple(here[name].shape):
@@ -85,7 +88,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, ...]:
 def check_weights(
     weights: Weights, here: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, strict: bool
 ) -> None:
-    """Raises where names, shapes or kinds of number are of another model; nothing has been changed by then."""
+    """Raises where names, shapes or kinds of number are of another model, before anything is changed."""
     names = {
         name for name in here if name not in aliases and not any(a in weights for a, n in aliases.items() if n == name)
     }
@@ -94,15 +97,17 @@ def check_weights(
         example = min(missing) if missing else min(unknown, default="")
         raise CheckpointError(
             f"these are weights of another model: {len(missing)} are missing, {len(unknown)} unknown, such as "
-            f"{example}; load_module_strict=False takes what fits"
+            f"{example}; load_module_strict=False loads those with equal names"
         )
     check_forms(weights.forms, here, of="the folder or checkpoint")
 
 
 @contextmanager
 def plain_loading(checkpoint_engine: Any, *, scheduler_state: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """DeepSpeed's files are pickles: only tensors and plain data are taken from them meanwhile. A run that had no
-    scheduler gives ours `scheduler_state`, where DeepSpeed would hand it None."""
+    """Inside this context, DeepSpeed loads only tensors and plain data from its files, which are pickles.
+
+    If the run that saved had no scheduler, DeepSpeed would load None into ours. It loads `scheduler_state` instead.
+    """
 
     def load(path: str, map_location: Any = None) -> Any:
         try:
@@ -110,9 +115,9 @@ def plain_loading(checkpoint_engine: Any, *, scheduler_state: Mapping[str, Any] 
         except pickle.UnpicklingError as error:
             first_line = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"{path} holds more than tensors and plain data, which would have to be executed to be loaded: "
-                f"{first_line} If you trust the file, name its classes in torch.serialization.add_safe_globals, or "
-                "make a safetensors folder of it"
+                "a DeepSpeed checkpoint may hold tensors and plain data, because anything else would have to be "
+                f"executed, got {path}: {first_line} If you trust the file, name its classes in "
+                "torch.serialization.add_safe_globals, or make a safetensors folder of it"
             ) from None
         if scheduler_state is not None and isinstance(state, dict) and state.get("lr_scheduler", state) is None:
             state["lr_scheduler"] = scheduler_state

@@ -1,14 +1,14 @@
-"""A ZO run as a list of numbers: the model it started from, and each step's coefficients.
+"""The trajectory file of a ZO run: the hash of the weights it started from, and the coefficients of each step.
 
-One line names the format. One line of JSON, the header, holds its own hash. Then come records of fixed sizes, each
-ending in its CRC-32. `S` is a step: the row of the replay log as it was applied. `H` is the hash of all stored weights
-at a step, recorded when a checkpoint was completed. Records are appended and fsynced one at a time.
+The first line names the format. The second line, the header, is JSON and holds its own hash. Then come records of fixed
+sizes, each ending in its CRC-32. A record `S` is a step: the row of the replay log as it was applied. A record `H` is
+the hash of all stored weights at a step, recorded when a checkpoint was completed. Records are appended and fsynced one
+at a time.
 
-[Note: who owns a log] A run writes into files that the run itself has begun, and never into another run's. A run that
-has loaded a checkpoint records its steps beside that checkpoint, in a file named `trajectory.unsaved-*.bin`. When the
-run saves, its log goes with the checkpoint: it becomes `trajectory.bin` of the folder saved to, and the folder that was
-loaded from has the files that it had before. A run that is killed before it saves leaves the unsaved file: the next one
-that loads the checkpoint makes these steps again.
+[Note: who owns a log] A run writes only to files that it has created itself. A run that has loaded a checkpoint records
+its steps beside that checkpoint, in a file named `trajectory.unsaved-*.bin`. When the run saves, this log becomes
+`trajectory.bin` of the folder saved to, and the folder loaded from has the same files as before. A run that is killed
+before it saves leaves the unsaved file, and the next run that loads the checkpoint replays these steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ds_zo.checkpoint.errors import CheckpointError
 
 FILE = "trajectory.bin"
 UNSAVED = "trajectory.unsaved-"
-"""See [Note: who owns a log]."""
+"""Beginning of the names of unsaved logs: see [Note: who owns a log]."""
 VERSION = 2
 _MAGIC = b"ds_zo trajectory "
 _STEP, _HASH = b"S", b"H"
@@ -46,30 +46,30 @@ _HEADER_TYPES = {
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint, as a log refers to it."""
+    """A checkpoint, as a trajectory refers to it."""
 
     step: int
     sha256: str
     """Hash of the stored weights."""
     manifest_sha256: str
-    recorded_as: str | None
-    """Id of the log that the run had when it saved; None: it recorded no trajectory."""
+    log_id: str | None
+    """Id of the log of the run that saved it; None if that run recorded no trajectory."""
     has_all_weights: bool = True
 
 
 @dataclass
 class Trajectory:
-    """The content of a file."""
+    """The content of a trajectory file."""
 
     path: Path
     version: int
     header: dict[str, Any]
     rows: torch.Tensor
-    """A row a step, from `first_step` on."""
+    """One row of coefficients for each step, from `first_step` on."""
     hashes: dict[int, str] = field(default_factory=dict)
-    """Of the weights stored when that many steps had been made."""
+    """Hash of the stored weights, by the number of steps made."""
     damage: str | None = None
-    """Which bytes of the file are no records in sequence, in words; None: every byte was used."""
+    """A description of the bytes that are not records in sequence; None if every byte was read."""
 
     @property
     def id(self) -> str:
@@ -81,39 +81,37 @@ class Trajectory:
 
     @property
     def end_step(self) -> int:
-        """Steps made when the last one was recorded."""
+        """Number of steps made when the last step was recorded."""
         return self.first_step + self.rows.shape[0]
 
     @property
     def earlier(self) -> dict[str, int]:
-        """Ids of logs that this one goes on from, each with the step up to which both hold the same steps."""
+        """Ids of logs that this one continues, each with the step up to which both hold the same steps."""
         found: dict[str, int] = self.header.get("earlier", {})
         return found
 
-    def notes(self) -> list[str]:
-        """Sentences for whoever relies on the file."""
+    def warnings(self) -> list[str]:
+        """Sentences about damage and missing checks, to be logged when the file is used."""
         found = [] if self.damage is None else [f"{self.path} is damaged: {self.damage}; the file is kept"]
         if self.version == 1:
             found.append(f"{self.path} was recorded by an older ds_zo, whose headers have no checksum")
         return found
 
-    def leads_from(self, point: Point) -> bool:
+    def continues(self, point: Point) -> bool:
         """Whether the log's steps from `point.step` on were made from the weights of that checkpoint."""
         if not self.first_step <= point.step <= self.end_step:
             return False
         if point.has_all_weights and self.hashes.get(point.step, point.sha256) != point.sha256:
             return False
-        if point.recorded_as is not None and point.step <= {**self.earlier, self.id: self.end_step}.get(
-            point.recorded_as, -1
-        ):
+        if point.log_id is not None and point.step <= {**self.earlier, self.id: self.end_step}.get(point.log_id, -1):
             return True
         base = {"step": point.step, "sha256": point.sha256, "manifest_sha256": point.manifest_sha256}
-        if self.version == 1:  # does not name the checkpoint itself
+        if self.version == 1:  # that format does not hold the manifest's hash
             del base["manifest_sha256"]
         return bool(self.header["base"] == base)
 
     def is_part_of(self, other: Trajectory, *, since: int) -> bool:
-        """Whether `other` has all the steps, from `since` on, that this one has, bit for bit."""
+        """Whether `other` has every step of this log from step `since` on, bit for bit."""
         if since < max(self.first_step, other.first_step):
             return False
         mine = self.rows[since - self.first_step :]
@@ -126,23 +124,28 @@ def read_trajectory(path: Path) -> Trajectory:
 
 
 def parse_trajectory(path: Path, data: bytes) -> Trajectory:
-    """All steps in sequence from the first on. Raises where the header can't be relied upon."""
+    """Reads all steps in sequence from the first on. Raises where the header is damaged."""
     version_end = data.find(b"\n", len(_MAGIC))
     start = data.find(b"\n", version_end + 1) + 1
     version = data[len(_MAGIC) : version_end]
     if not data.startswith(_MAGIC) or not version.isdigit() or len(version) > 4:
-        raise CheckpointError(f"{path} is not a trajectory that this ds_zo reads (trajectory)")
+        raise CheckpointError(
+            f"a trajectory begins with {_MAGIC.decode()!r} and a format number, got another file: name a "
+            f"{FILE} ({path})"
+        )
     if not 1 <= int(version) <= VERSION:
         raise CheckpointError(
-            f"{path} has format {int(version)}, this ds_zo reads 1 to {VERSION}: use the ds_zo that wrote it "
-            "(trajectory)"
+            f"this ds_zo reads trajectory formats 1 to {VERSION}, got {int(version)}: use the ds_zo that wrote it "
+            f"({path})"
         )
     if not start:
-        raise CheckpointError(f"{path} has no header (trajectory)")
+        raise CheckpointError(f"a trajectory has a header in its second line, got none: use another copy ({path})")
     try:
         header = _header(data[version_end + 1 : start - 1], checked=int(version) > 1)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a damaged header ({error}) (trajectory)") from None
+        raise CheckpointError(
+            f"a trajectory has a whole header, got a damaged header ({error}): use another copy ({path})"
+        ) from None
     found = Trajectory(path, int(version), header, torch.zeros(0, header["width"]))
     _read_records(found, data, start)
     return found
@@ -158,12 +161,13 @@ def _header(text: bytes, *, checked: bool) -> dict[str, Any]:
                 raise ValueError(f"{name} is not a {kind.__name__}")
     base = header["base"]
     if not isinstance(base["step"], int) or not isinstance(base["sha256"], str) or header["width"] < 1:
-        raise ValueError("its base or width is not one that a run has")
+        raise ValueError("its base has no step and sha256, or its width is less than 1")
     return header
 
 
 def _read_records(found: Trajectory, data: bytes, at: int) -> None:
-    """A damaged hash is passed over. A damaged step ends what can be used: later steps belong to other weights."""
+    """Reads records into `found`, from byte `at` on. Skips damaged hashes, and stops at a damaged step: the steps after
+    it were made from weights that can't be rebuilt."""
     sizes = {_STEP: 4 * found.header["width"], _HASH: 36}
     rows: list[np.ndarray] = []
     damage: list[str] = []
@@ -172,7 +176,7 @@ def _read_records(found: Trajectory, data: bytes, at: int) -> None:
         if record is None:
             following = next((i for i in range(at + 1, len(data)) if _record_at(data, i, sizes) is not None), None)
             if following is None:
-                damage.append(f"its last {len(data) - at} bytes, from byte {at} on, are no whole record")
+                damage.append(f"its last {len(data) - at} bytes, from byte {at} on, are not a whole record")
                 break
             damage.append(f"the record at byte {at}, of step {found.first_step + len(rows)}, is not as it was written")
             at = following
@@ -185,7 +189,7 @@ def _read_records(found: Trajectory, data: bytes, at: int) -> None:
         else:
             damage.append(
                 f"step {int.from_bytes(body[:4], 'little')} at byte {at} does not follow step "
-                f"{found.first_step + len(rows) - 1}, and neither it nor what is recorded after it is used"
+                f"{found.first_step + len(rows) - 1}, and neither it nor the records after it are used"
             )
             break
         at += len(record)
@@ -195,7 +199,7 @@ def _read_records(found: Trajectory, data: bytes, at: int) -> None:
 
 
 def _record_at(data: bytes, at: int, sizes: Mapping[bytes, int]) -> bytes | None:
-    """The whole record that begins there; None where there is none."""
+    """The whole record that begins at byte `at`; None if none does."""
     size = sizes.get(data[at : at + 1])
     if size is None or at + 1 + size + 4 > len(data):
         return None
@@ -204,7 +208,7 @@ def _record_at(data: bytes, at: int, sizes: Mapping[bytes, int]) -> bytes | None
 
 
 def content_of(header: Mapping[str, Any], rows: Iterable[torch.Tensor], hashes: Mapping[int, str]) -> bytes:
-    """The bytes of a file."""
+    """The bytes of a new trajectory file."""
     text = json.dumps({**header, "sha256": files.hash_json(header)})
     records = [_record(_STEP, row.numpy().tobytes()) for row in rows]
     records += [_record_of_hash(step, sha256) for step, sha256 in hashes.items()]
@@ -212,7 +216,7 @@ def content_of(header: Mapping[str, Any], rows: Iterable[torch.Tensor], hashes: 
 
 
 def is_being_written(path: Path) -> bool:
-    """By another process that is alive; unknown counts as no, on file systems without locks."""
+    """Whether another process that is running writes the file. False on file systems without locks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -226,10 +230,10 @@ def is_being_written(path: Path) -> bool:
 
 
 class TrajectoryFile:
-    """A file of this process, open for appending; each record is on disk when its call returns."""
+    """A trajectory file that this process appends to. Each record is on disk when the call that adds it returns."""
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """The whole content appears at once: a reader never meets half a header."""
+        """Creates the file with `content` and then renames it to `path`, so that no reader sees half a header."""
         self.path = path
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         files.remove(temporary)
@@ -238,7 +242,7 @@ class TrajectoryFile:
             files.write_bytes(temporary, content)
             self._fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
             with suppress(OSError):
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # `is_being_written` until this process ends
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # read by `is_being_written` in other processes
             files.rename(temporary, path)
         except BaseException:
             self.close()
@@ -247,18 +251,19 @@ class TrajectoryFile:
         self._nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def content(self) -> bytes:
-        """Read from the open file: its folder may be deleted, and closing a second descriptor would drop the lock."""
+        """The file's bytes, read by its open descriptor: the folder may have been deleted, and closing a second
+        descriptor would release the lock."""
         return os.pread(self._fd, self._nbytes, 0)
 
     def rename(self, path: Path) -> None:
-        """Within its folder. A file of that name is replaced."""
+        """Renames the file within its folder, replacing a file of that name."""
         files.rename(self.path, path)
         self.path = path
 
     def append(self, *rows: torch.Tensor) -> None:
         self._write(b"".join(_record(_STEP, row.numpy().tobytes()) for row in rows))
 
-    def mark(self, step: int, sha256: str) -> None:
+    def add_hash(self, step: int, sha256: str) -> None:
         self._write(_record_of_hash(step, sha256))
 
     def _write(self, data: bytes) -> None:
@@ -268,7 +273,8 @@ class TrajectoryFile:
                 done += os.write(self._fd, data[done:])
             os.fsync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, self._nbytes)  # half a record would hide the ones after it
+            os.ftruncate(self._fd, self._nbytes)  # records after half a record could not be read
+
             os.lseek(self._fd, self._nbytes, os.SEEK_SET)
             raise
         self._nbytes += len(data)

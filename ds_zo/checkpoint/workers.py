@@ -1,7 +1,7 @@
-"""Several files at a time.
+"""Runs a function on several files at a time.
 
-Not by a pool of `concurrent.futures`: that takes no work once the interpreter has begun to end, which is when the last
-checkpoint of a script is written.
+A pool of `concurrent.futures` accepts no work once the interpreter has begun to end. A script's last checkpoint may be
+written at that time, so these are plain threads.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 THREADS = max(2, min(12, (os.cpu_count() or 4) * 3 // 4))
-"""Hashing takes about as long as writing, and one thread does about 1 GB/s of both. The rest is left to training."""
+"""Number of threads. One thread hashes and writes about 1 GB/s, and a quarter of the cores is left to training."""
 
 
 def in_threads(
     call: Callable[[_Item], _Result], items: Iterable[_Item], *, threads: int = THREADS, name: str = "ds_zo-files"
 ) -> list[_Result]:
-    """`call` of each item, begun in their order. The first error is raised when what was begun is done; nothing is
-    begun after it."""
+    """Calls `call` with each item, begun in their order, and returns the results in that order.
+
+    After an error no call is begun. The error is raised when the calls that had begun have ended.
+    """
     waiting = list(enumerate(items))[::-1]
     results: dict[int, _Result] = {}
     errors: list[BaseException] = []
@@ -43,17 +45,17 @@ def in_threads(
             with lock:
                 results[number] = result
 
-    crew = [threading.Thread(target=work, name=name) for _ in range(min(threads, len(waiting)) - 1)]
+    workers = [threading.Thread(target=work, name=name) for _ in range(min(threads, len(waiting)) - 1)]
     try:
-        for worker in crew:
+        for worker in workers:
             worker.start()
         work()
-        for worker in crew:
+        for worker in workers:
             worker.join()
     except BaseException:  # an interrupt
         with lock:
             waiting.clear()
-        for worker in crew:
+        for worker in workers:
             if worker.ident is not None:
                 worker.join()
         raise

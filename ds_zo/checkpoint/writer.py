@@ -1,8 +1,9 @@
-"""Writes a snapshot so that a crash, a kill or a full disk at any moment leaves the checkpoints that were there.
+"""Writes a snapshot so that a crash, a kill or a full disk at any moment leaves earlier checkpoints whole.
 
-[Note: order of a save] Files under a temporary name, each fsynced; the manifest, last of them; the folder's rename;
-then `latest`. A reader believes only in folders with a manifest, and `latest` changes from one whole checkpoint to
-another. Several runs may save to one folder: see [Note: owned folders].
+[Note: order of a save] The writer creates a folder with a temporary name. It writes and fsyncs each file there, and the
+manifest last. It renames the folder to its tag, and then replaces the file `latest`. A reader uses only folders with a
+manifest, and `latest` changes from one whole checkpoint to another. Several runs may save to one folder: see
+[Note: owned folders].
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def weights_file(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Save:
-    """One save as it was asked for."""
+class SaveRequest:
+    """The snapshot and the settings of one save."""
 
     save_dir: Path
     tag: str
@@ -62,10 +63,12 @@ class Save:
     ds_zo_version: str
     snapshot: Snapshot
     state: Any
-    """The engine's part: plain data and tensors, or a callable that gives it when it is written."""
+    """The engine's part of the state, plain data and tensors, or a callable that the writer calls to get it."""
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     latest: bool = True
+    """Whether the file `latest` is to name this checkpoint."""
     keep_last: int | None = None
+    """Number of complete checkpoints to keep in the folder; None keeps all."""
     progress: bool = True
     threads: int = THREADS
     on_complete: Callable[[Manifest], None] | None = None
@@ -74,14 +77,17 @@ class Save:
 def check_tag(tag: str) -> None:
     if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST or WRITING in tag:
         raise CheckpointError(
-            f"a checkpoint's tag is a folder name that does not start with a dot nor contain {WRITING}, got {tag!r} "
-            "(tag)"
+            f"a checkpoint's tag is a folder name that does not start with a dot nor contain {WRITING}, got {tag!r}: "
+            "pass another name (tag)"
         )
 
 
-def write_checkpoint(save: Save) -> Manifest:
-    """See [Note: order of a save]. On any failure the snapshot is let go, what was written removed, and a
-    `CheckpointError` says what failed."""
+def write_checkpoint(save: SaveRequest) -> Manifest:
+    """Writes the files in the order of [Note: order of a save].
+
+    On any failure it releases the snapshot and removes the files that it wrote. It raises a `CheckpointError` for
+    errors of the file system.
+    """
     owned: OwnedFolder | None = None
     final = save.save_dir / save.tag
     try:
@@ -98,31 +104,31 @@ def write_checkpoint(save: Save) -> Manifest:
             files.remove(owned.path, last=(MARK,))
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"checkpoint {final} was not written: {error}. Earlier checkpoints are whole; make room or name a "
-                "folder that can be written, and save again"
+                f"checkpoint {final} was not written: {error}. Earlier checkpoints are whole; free disk space or name "
+                "a folder that can be written to, and save again"
             ) from error
         raise
     finally:
         if owned is not None:
             owned.release(now_at=final)
         save.snapshot.abandon()
-    with contextlib.suppress(OSError, CheckpointError):  # the checkpoint is whole: what stays is only litter
-        _tidy(save)
+    with contextlib.suppress(OSError, CheckpointError):  # the checkpoint is whole, and the next save tries again
+        _remove_leftovers(save)
     if save.on_complete is not None:
         save.on_complete(manifest)
     return manifest
 
 
 def _check_whole(folder: Path, manifest: Manifest) -> None:
-    """Before a folder gets its tag: something else may have removed files from it."""
+    """Checks, before the folder gets its tag, that no other program has removed files from it."""
     try:
         read_manifest(folder)
         check_sizes(folder, manifest)
     except CheckpointError as error:
-        raise OSError(f"another program has changed it while it was being written ({error})") from error
+        raise OSError(f"another program changed it while it was being written ({error})") from error
 
 
-def _write_files(save: Save, folder: Path) -> Manifest:
+def _write_files(save: SaveRequest, folder: Path) -> Manifest:
     pieces = save.snapshot.pieces
     order = save.snapshot.order or range(len(pieces))
     nbytes = sum(piece.nbytes for piece in pieces)
@@ -161,10 +167,10 @@ def _write_files(save: Save, folder: Path) -> Manifest:
     return manifest
 
 
-def _put_in_place(save: Save, temporary: Path) -> None:
-    """Another run may put the same tag in place meanwhile: the last one's stays."""
+def _put_in_place(save: SaveRequest, temporary: Path) -> None:
+    """Renames the temporary folder to its tag. If another run does this at the same time, the last one remains."""
     final = save.save_dir / save.tag
-    # Readers look for the set-aside folder where the tag's own is missing (`folder_of`).
+    # Readers use the folder `aside` where the folder of the tag is missing (`folder_of`).
     aside = save.save_dir / f"{REPLACED}{save.tag}-{files.writer_id()}"
     files.remove(aside, last=(FILE,))
     for attempt in range(_ATTEMPTS):
@@ -194,9 +200,12 @@ _BEING_REMOVED = re.compile(f"{re.escape(REMOVED)}.+-\\d+")
 _SET_ASIDE = re.compile(f"{re.escape(REPLACED)}(.+)-\\d+")
 
 
-def _tidy(save: Save) -> None:
-    """Removes what crashes left, and checkpoints beyond `keep_last`. A folder is ours by its name and by what is in it:
-    the mark of a writer, or a manifest. Folders of other runs that are writing stay."""
+def _remove_leftovers(save: SaveRequest) -> None:
+    """Removes folders that crashed saves left, and checkpoints beyond `keep_last`.
+
+    A folder is removed only if its name and its content are ours: the mark of a writer, or a manifest. Folders that
+    other runs are writing stay.
+    """
     now_s = (save.save_dir / save.tag).stat().st_mtime
     for path in save.save_dir.iterdir():
         if _BEING_WRITTEN.fullmatch(path.name):
@@ -209,24 +218,28 @@ def _tidy(save: Save) -> None:
                 files.remove(path, last=(FILE,))
             _remove_if_empty(path)
         elif found := _SET_ASIDE.fullmatch(path.name):
-            _tidy_set_aside(path, save.save_dir / found[1], now_s)
+            _remove_replaced(path, save.save_dir / found[1], now_s)
             _remove_if_empty(path)
     if save.keep_last is None:
         return
     for tag in complete_tags(save.save_dir)[save.keep_last :]:
-        # The mark before `latest`: a save writes `latest` before it takes its mark away.
+        # The mark is read before `latest`, because a save writes `latest` before it removes its mark.
         if tag == save.tag or is_owned(save.save_dir / tag, now_s=now_s) or tag == read_latest(save.save_dir):
             continue
         gone = save.save_dir / f"{REMOVED}{tag}-{files.writer_id()}"
         try:
-            files.rename(save.save_dir / tag, gone)  # so that a crash half-way leaves no tag that lacks files
+            files.rename(save.save_dir / tag, gone)  # a crash during the removal leaves no tag that lacks files
         except OSError:
             continue
         files.remove(gone, last=(FILE,))
 
 
-def _tidy_set_aside(path: Path, final: Path, now_s: float) -> None:
-    """A crash came while a tag's folder was being replaced, or another run is replacing it."""
+def _remove_replaced(path: Path, final: Path, now_s: float) -> None:
+    """Removes the folder `path` that a newer one of its tag, `final`, has replaced.
+
+    After a crash that came before `final` was in place, renames `path` back. While another run replaces the tag, does
+    nothing.
+    """
     writing = [beside for beside in final.parent.iterdir() if beside.name.startswith(f"{final.name}{WRITING}")]
     if not is_checkpoint(path) or any(is_owned(folder, now_s=now_s) for folder in (final, *writing)):
         return
@@ -237,25 +250,25 @@ def _tidy_set_aside(path: Path, final: Path, now_s: float) -> None:
 
 
 def _remove_if_empty(path: Path) -> None:
-    """A crash came before the folder's mark was in it, or after it was gone."""
+    """Removes a folder whose run crashed before it had a mark or after it had none."""
     with contextlib.suppress(OSError):
         os.rmdir(path)
 
 
-class Background:
-    """At most one save at a time in a thread of its own; what went wrong there is raised here, later."""
+class BackgroundWriter:
+    """Writes at most one checkpoint at a time in a thread. `raise_error` raises the error of the last one."""
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.waited_s = 0.0
-        """How long callers had to wait for a save that was still being written."""
+        """Seconds, in sum, that callers waited for a save that was still being written."""
         self.write_s: list[float] = []
-        """How long each save took."""
+        """Seconds that each save took."""
 
-    def start(self, save: Save) -> None:
-        """Not before the last one is done: two at a time would hold two snapshots."""
+    def start(self, save: SaveRequest) -> None:
+        """Starts a save when the last one is done: two at a time would keep two snapshots in memory."""
 
         def run() -> None:
             start = time.perf_counter()
@@ -268,17 +281,17 @@ class Background:
 
         with self._starting:  # threads of a user may save at the same time
             self.wait()
-            # Not a daemon: an interpreter that ends lets the save finish.
+            # The thread is not a daemon, so that an interpreter that ends waits for the save.
             thread = threading.Thread(target=run, name="ds_zo-checkpoint", daemon=False)
             try:
                 thread.start()
-            except RuntimeError:  # the system has none left
+            except RuntimeError:  # the system can start no more threads
                 save.snapshot.abandon()
                 raise
             self._thread = thread
 
     def wait(self) -> float:
-        """Until nothing is being written; returns for how long. Errors stay for `raise_error`."""
+        """Waits until no save is being written, and returns the seconds. Errors stay for `raise_error`."""
         start = time.perf_counter()
         thread = self._thread
         if thread is not None:
@@ -290,9 +303,9 @@ class Background:
         return waited_s
 
     def raise_error(self) -> None:
-        """Raises what the last save failed with, once."""
+        """Raises the error of the last save, once."""
         error, self._error = self._error, None
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:
-            raise CheckpointError(f"a checkpoint could not be written in the background: {error!r}") from error
+            raise CheckpointError(f"a checkpoint was not written in the background: {error!r}; save again") from error

@@ -1,4 +1,4 @@
-"""The JSON surface: every key of ours, typed, and what a whole DeepSpeed JSON comes to."""
+"""Typed models of our JSON keys, and `resolve`, which checks a whole DeepSpeed JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ds_zo.config [--write FILE]`: the key tables, printed or put between a file's markers."""
+"""`python -m ds_zo.config [--write FILE]` prints the key tables, or writes them between the markers of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_zo.config.docs import key_tables, write_tables
 
 
 def main() -> None:
-    """Print the tables, or bring a file's copy of them up to date."""
+    """Prints the tables, or updates the copy of them in a file."""
     parser = argparse.ArgumentParser(prog="python -m ds_zo.config", description="Markdown tables of every ds_zo key.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables between FILE's markers")
     path = parser.parse_args().write

@@ -1,4 +1,4 @@
-"""What of a configuration has to be the same on every rank: all that decides an update."""
+"""Checks that the settings which determine an update are the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ds_zo.config.errors import ConfigError
 from ds_zo.config.resolved import Resolved
 
-_OWN = frozenset(
+_MAY_DIFFER = frozenset(
     {
         "pin_memory",
         "clipping_explicit",
@@ -31,17 +31,17 @@ _OWN = frozenset(
         "ds_zo.checkpoint.keep_last",
     }
 )
-"""Settings of one rank: where its bytes are, how it computes, what it writes. Weights do not depend on them."""
+"""Settings that may differ between ranks: placement, ways of computing, and files. Weights do not depend on them."""
 
 
 _PLAIN = (bool, int, float, str, tuple, torch.Tensor)
-"""Values whose text is the same in every process."""
+"""Types of values whose text is the same in every process."""
 
 
 def shared_settings(
     config: Resolved, *, param_groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Values by their place in the JSON, or in the optimizer that the script builds."""
+    """The text of each setting that must be equal on all ranks, by its key in the JSON or in the script's optimizer."""
     found = {config.params_at: config.optimizer.model_dump(), "ds_zo": config.section.model_dump()}
     others = {field.name for field in dataclasses.fields(config)} - {"optimizer", "section"}
     found |= {name: getattr(config, name) for name in sorted(others)}
@@ -50,17 +50,17 @@ def shared_settings(
         plain = {key: value for key, value in group.items() if value is None or isinstance(value, _PLAIN)}
         plain.pop("params", None)
         found[f"param_groups[{index}]"] = {**plain, "num_params": len(group["params"])}
-    return {at: repr(value) for at, value in _leaves(found, "") if at not in _OWN}
+    return {at: repr(value) for at, value in _leaves(found, "") if at not in _MAY_DIFFER}
 
 
 def check_agreement(settings: Sequence[Mapping[str, str]]) -> None:
-    """Raises for the first setting that is another on some rank; `settings` are those of all ranks, in order."""
+    """Raises for the first setting that differs between ranks. `settings` has those of all ranks, by rank."""
     for at in dict.fromkeys(at for of_rank in settings for at in of_rank):
         values = [of_rank.get(at, "nothing") for of_rank in settings]
         rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if rank is not None:
             raise ConfigError(
-                f"all ranks need the same {at}, or each would train other weights, got {values[0]} on rank 0 and "
+                f"all ranks need the same {at}, because their weights would differ, got {values[0]} on rank 0 and "
                 f"{values[rank]} on rank {rank}: start every rank with one JSON and one seed",
                 at=at,
             )
@@ -69,7 +69,7 @@ def check_agreement(settings: Sequence[Mapping[str, str]]) -> None:
 def _leaves(value: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for name, item in value.items():
         path = f"{at}.{name}" if at else str(name)
-        if isinstance(item, Mapping) and item and path not in _OWN:
+        if isinstance(item, Mapping) and item and path not in _MAY_DIFFER:
             yield from _leaves(item, path)
         else:
             yield path, item

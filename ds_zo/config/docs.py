@@ -1,4 +1,4 @@
-"""Markdown tables of every key, made from the models so that they cannot disagree with them."""
+"""Markdown tables of every key, made from the configuration models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def key_tables() -> str:
-    """All tables, each under a heading that says where its keys stand in the JSON."""
+    """All tables, each under a heading that names the section of the JSON with its keys."""
     own = [_table(title, model, None) for title, model in _SECTIONS.items()]
     return "\n\n".join([*_params_tables(), *own])
 
@@ -55,7 +55,7 @@ def _params_tables() -> list[str]:
 
 
 def write_tables(path: Path) -> None:
-    """Replace what stands between the markers of a Markdown file."""
+    """Replaces the text between the markers of a Markdown file by the tables."""
     head, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, found, tail = rest.partition(END)
     if not found:

@@ -1,4 +1,4 @@
-"""One line for whatever is wrong with a JSON: the rule, the value found, the remedy, and where it stands."""
+"""Errors of a JSON, each in one line: the rule, the value found, the remedy, and the key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BOUND_RULES = {
 
 
 class ConfigError(ValueError):
-    """What a user wrote in the JSON cannot be used."""
+    """The JSON has a value that cannot be used. `location` is the dotted name of its key."""
 
     def __init__(self, text: str, *, at: str) -> None:
         super().__init__(" ".join(f"{text} ({at})".split()))
@@ -43,34 +43,35 @@ class ConfigError(ValueError):
 
 
 def rule_error(text: str, *, field: str | None = None) -> PydanticCustomError:
-    """A rule of our own broken inside a model; one that spans fields names the `field` the user has to change."""
+    """The error of a rule that a validator of a model checks. `field` is the key to change, if it is not the
+    validator's own."""
     return PydanticCustomError(_RULE_ERROR, "{text}", {"text": text, "field": field})
 
 
 def shown(value: Any) -> str:
-    """The value as its author would recognise it in the JSON, cut to one short line."""
+    """The value as it is written in the JSON, cut to one short line."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The nearest of the known words, or all of them."""
+    """A remedy for an unknown word: the nearest of the known words, or all of them."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
     return f'did you mean "{near[0]}"?' if near else f"choose from: {', '.join(names)}"
 
 
 def is_near(word: str, known: str) -> bool:
-    """Whether `word` is `known` misspelt, rather than a word of its own such as wandb_name beside wandb."""
+    """Whether `word` is a misspelling of `known`. Another word, such as wandb_name beside wandb, is not."""
     return difflib.SequenceMatcher(None, known, word).ratio() >= _NEAR
 
 
 def translate(error: ValidationError, model: type[BaseModel], *, at: str) -> ConfigError:
-    """The first of pydantic's complaints about `model`, which stands at `at` in the JSON, and how many follow."""
+    """The first of pydantic's errors in `model`, which is at the key `at` of the JSON, and the number of the others."""
     details = error.errors(include_url=False)
     first = details[0]
     path = [str(part) for part in first["loc"]]
-    if first["type"] == "missing" and path[-1].isdigit():  # a list too short is the list's fault, not the entry's
+    if first["type"] == "missing" and path[-1].isdigit():  # pydantic names the entry that a short list lacks
         path.pop()
     if first["type"] == _RULE_ERROR:
         text, field = first["ctx"]["text"], first["ctx"]["field"]
@@ -113,7 +114,7 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
 
 
 def type_remedy(value: Any) -> str | None:
-    """What to write instead of `value` for a number or a switch, where the value gives away what was meant."""
+    """A remedy for a number or a switch of the wrong type; None where the value does not show its meaning."""
     if isinstance(value, str):
         try:
             float(value)
@@ -128,12 +129,12 @@ def type_remedy(value: Any) -> str | None:
 
 
 def _spelled(path: list[str]) -> str:
-    """The last key, with its index where it is an entry of a list."""
+    """The last key of a path, with its index where it is an entry of a list."""
     return f"{path[-2]}[{path[-1]}]" if len(path) > 1 and path[-1].isdigit() else path[-1]
 
 
 def _find(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The model that owns the last key of the path, and that key's field where there is one."""
+    """The model that has the last key of the path, and the field of that key; None if there is none."""
     owner: type[BaseModel] = model
     field: FieldInfo | None = None
     for name in path:

@@ -1,4 +1,4 @@
-"""`optimizer.params` of each backend."""
+"""Models of `optimizer.params`, one for each backend. The text under a field is its meaning in the key reference."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ STOCK_PARAMS = frozenset(
         "torch_adam",
     }
 )
-"""Parameters of stock optimizers: a JSON written for AdamW works with only `optimizer.type` changed."""
+"""Parameters of stock optimizers. They are accepted and ignored, so that a JSON written for AdamW works with only
+`optimizer.type` changed."""
 
 
 class OptimizerParams(ConfigModel):
-    """What every backend takes."""
+    """Parameters of every backend."""
 
     lr: float = Field(1e-3, ge=0, le=100)
     """Learning rate; a `scheduler` scales it."""
@@ -68,7 +69,7 @@ class OptimizerParams(ConfigModel):
     def _decay_keeps_the_sign(self) -> Self:
         if self.lr * self.weight_decay >= 1:
             text = (
-                f"lr * weight_decay must be < 1, or a step flips the sign of every weight, got {self.lr:g} * "
+                f"lr * weight_decay must be < 1, because a step would flip the sign of every weight, got {self.lr:g} * "
                 f"{self.weight_decay:g}; lower weight_decay"
             )
             raise rule_error(text, field="weight_decay")
@@ -76,47 +77,48 @@ class OptimizerParams(ConfigModel):
 
 
 class ZOParams(OptimizerParams):
-    """ZO: two forward passes, no backward."""
+    """ZO: two forward passes a step, and no backward pass."""
 
     lr: float = Field(1e-6, ge=0, le=100)
-    """Learning rate; a `scheduler` scales it. Expect 1e-7 to 1e-5 for a large model, far below AdamW's."""
+    """Learning rate; a `scheduler` scales it. Use 1e-7 to 1e-5 for a large model, far less than AdamW's."""
 
     zo_eps: float = Field(1e-3, gt=0, le=1)
-    """Perturbation size: losses are taken at theta + zo_eps * z and theta - zo_eps * z."""
+    """Size of the perturbation: losses are computed at theta + zo_eps * z and theta - zo_eps * z."""
 
     num_directions: int = Field(1, ge=1, le=1024)
-    """Independent z drawn a step; each costs two forward passes, all share one upload of a block."""
+    """Number of independent directions z in a step. Each costs two forward passes; a block is uploaded once for all."""
 
     direction_parallel: int = Field(1, ge=1, le=1024)
-    """Ranks that share a batch and divide its `num_directions` among them (ranks 0 to n - 1, the next n, ...): they
-    train on what the first of them is given, so a step learns from `train_batch_size / direction_parallel` samples."""
+    """Number n of ranks that divide the `num_directions` of one batch among them (ranks 0 to n - 1, the next n, ...).
+    All n train on the batch of the first of them, so a step uses `train_batch_size / direction_parallel` samples."""
 
     distribution: Literal["normal", "rademacher"] = "normal"
-    """What z is drawn from. Rademacher (+1 or -1) is cheaper to draw."""
+    """Distribution of z. Rademacher (+1 or -1) is cheaper to draw."""
 
     clip_projected_grad: float | None = Field(None, gt=0)
-    """Largest |g|, the projected gradient, a step may use; null: no limit. `gradient_clipping` never alters ZO."""
+    """Largest |g| that a step uses, where g is the projected gradient; null: no limit. `gradient_clipping` does not
+    change ZO."""
 
     compute_dtype: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """What matrix products are computed in; auto: the model's dtype. A float32 model runs under autocast to bf16 or
-    fp16, a model in bf16 or fp16 admits only its own."""
+    """Dtype of matrix products; auto: the model's dtype. With bf16 or fp16 a float32 model runs under autocast. A model
+    in bf16 or fp16 accepts only its own dtype."""
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
-    """Key of the noise: the same seed gives the same run, whatever the ranks, blocks and slots."""
+    """Key of the noise. The same seed gives the same run with any number of ranks, blocks and buffers."""
 
     @model_validator(mode="after")
     def _directions_divide(self) -> Self:
         if self.num_directions % self.direction_parallel:
             text = (
-                f"direction_parallel must divide num_directions ({self.num_directions}), so that every rank tries as "
-                f"many, got {self.direction_parallel}; change one of the two"
+                f"direction_parallel must divide num_directions ({self.num_directions}), so that every rank evaluates "
+                f"as many, got {self.direction_parallel}; change one of the two"
             )
             raise rule_error(text, field="direction_parallel")
         return self
 
 
 class AdapterParams(ConfigModel):
-    """LoRA beside LOMO: adapters by AdamW, the rest by LOMO."""
+    """LoRA with LOMO: AdamW updates the adapters, and LOMO all other parameters."""
 
     lr: float = Field(5e-4, ge=0, le=100)
     """AdamW's learning rate for the adapter parameters; a `scheduler` scales it as it scales LOMO's."""
@@ -129,102 +131,108 @@ class AdapterParams(ConfigModel):
 
 
 class LOMOParams(OptimizerParams):
-    """LOMO: each gradient is consumed by its update inside the backward pass."""
+    """LOMO: each gradient is applied to its weights inside the backward pass, and then freed."""
 
     clip_grad_value: float | None = Field(None, gt=0)
-    """Clip every gradient element to this magnitude, in one backward pass; excludes `gradient_clipping`."""
+    """Clip every element of a gradient to this magnitude, in one backward pass; excludes `gradient_clipping`."""
 
     norm_scope: Literal["global", "group"] = "global"
-    """What `gradient_clipping` measures: the whole gradient (two backward passes) or one layer's (one pass)."""
+    """Norm that `gradient_clipping` limits: global, of the whole gradient (two backward passes), or group, of one
+    layer's gradient (one backward pass)."""
 
     accumulation: Literal["refuse", "sequential"] = "refuse"
-    """With `gradient_accumulation_steps` > 1: refuse, or apply one small update a micro-batch (not the same as
-    accumulating)."""
+    """With `gradient_accumulation_steps` > 1: refuse, or apply one small update for each micro-batch, which differs
+    from accumulation."""
 
     adapter: AdapterParams | None = None
-    """Train adapter parameters with AdamW in the same run; null: everything by LOMO."""
+    """Train adapter parameters with AdamW in the same run; null: LOMO trains all parameters."""
 
 
 class AdaLOMOParams(LOMOParams):
-    """AdaLOMO: LOMO with factored second moments and an update normalised by group."""
+    """AdaLOMO: LOMO with factored second moments and updates normalised by group."""
 
     decay_rate: float = Field(-0.8, ge=-1, le=0)
-    """The second moment of step t keeps 1 - t ** decay_rate of its past."""
+    """At step t the moving average of squared gradients keeps the fraction 1 - t ** decay_rate of its last value."""
 
     adalomo_eps: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
         (1e-30, 1e-3), strict=False
     )
-    """Two floors: one added to squared gradients, one under the weights' own scale. (`eps` is AdamW's, ignored.)"""
+    """The first number is added to squared gradients. An update is scaled by the root mean square of its weights, or
+    by the second number if that is larger. (`eps` is AdamW's and ignored.)"""
 
     clip_threshold: float = Field(1.0, gt=0)
     """Largest root mean square of a normalised update."""
 
 
 class LSPParams(OptimizerParams):
-    """LSP: Adam in a subspace of learned sparse projectors."""
+    """LSP: Adam in the subspace of learned sparse projectors."""
 
     lr: float = Field(1e-4, ge=0, le=100)
-    """Learning rate; a `scheduler` scales it. Start from AdamW's: updates of every matrix are as large as AdamW's."""
+    """Learning rate; a `scheduler` scales it. Start from AdamW's: the updates of a matrix are as large as AdamW's."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
     """Adam's decay rates."""
 
     eps: float = Field(1e-8, gt=0, le=1)
-    """Adam's denominator floor."""
+    """Added to the denominator of Adam's update."""
 
     subspace_dim: int = Field(512, ge=1, le=65536)
-    """d: a matrix's gradient becomes d x d before it leaves the GPU. Matrices smaller than that keep their own size."""
+    """d: the gradient of a matrix is projected to d x d before it leaves the GPU. A smaller dimension of the matrix
+    takes the place of d. A matrix of at most d * d elements is not projected."""
 
     nonzeros_per_row: int = Field(4, ge=1, le=1024)
-    """r: non-zero entries in each projector row."""
+    """r: number of non-zero entries in each row of a projector."""
 
     check_interval: int = Field(1000, ge=1)
-    """Steps between tests of how well the projectors still fit."""
+    """Steps between two tests of how well the projectors fit the gradient."""
 
     calibration_batches: int = Field(4, ge=1, le=1024)
-    """Micro-batches whose mean gradient projectors are fitted to. The next one tests them: they serve if they capture
-    more of its gradient than the present projectors."""
+    """Number of micro-batches to whose mean gradient projectors are fitted. The next micro-batch tests the fitted ones:
+    they are used if they capture more of its gradient than the present ones."""
 
     bias_threshold: float = Field(0.5, gt=0, le=1)
-    """Refit a matrix's projectors when the part of its gradient they lose exceeds this."""
+    """Fit the projectors of a matrix again when they lose more than this fraction of its gradient."""
 
     fit_steps: int = Field(60, ge=0, le=1_000_000)
-    """Most steps one fit may take, over all of `calibration_batches`."""
+    """Largest number of steps of one fit, over all of `calibration_batches`."""
 
     fit_timeout_s: float = Field(60.0, gt=0)
-    """Most seconds one fit may take."""
+    """Longest time of one fit, in seconds."""
 
     fit_lr: float = Field(0.3, gt=0, le=100)
-    """Learning rate of a fit, as a part of the size of the projectors' values."""
+    """Learning rate of a fit, as a fraction of the size of the projectors' values."""
 
     fit_beta: float = Field(0.0, ge=0)
-    """Weight of the projectors' own norms in a fit's objective."""
+    """Weight of the projectors' norms in the objective of a fit."""
 
     payload_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What crosses the bus; int8 carries its error forward."""
+    """Dtype in which projected gradients and updates are copied between GPU and host. With bf16 and int8 the rounding
+    error of a copy is added to the next one."""
 
     projector: Literal["learned", "random", "none"] = "learned"
-    """Fit projectors, leave them random, or project nothing."""
+    """learned: fitted projectors; random: projectors as they are drawn; none: no projection."""
 
     schedule: Literal["layerwise", "sync"] = "layerwise"
-    """Overlap each layer's trip to the CPU with the rest of the backward pass, or wait for it; same weights."""
+    """layerwise: copy and update each layer on the CPU during the rest of the backward pass; sync: wait for it. Both
+    give the same weights."""
 
     edge: Literal["lsp", "freeze", "dense"] = "lsp"
-    """Embeddings and head: projected too, not trained, or dense Adam."""
+    """Embeddings and head: lsp projects them too, freeze does not train them, dense trains them with Adam."""
 
     clip_scope: Literal["matrix", "global"] = "matrix"
-    """What `gradient_clipping` measures; global serialises the layer-wise schedule."""
+    """Gradient whose norm `gradient_clipping` limits: of each matrix, or of all. With global the layer-wise schedule
+    cannot overlap."""
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
-    """Where projector positions and first values are drawn from."""
+    """Seed of the positions and first values of projectors."""
 
     @model_validator(mode="before")
     @classmethod
     def _updates_have_one_size(cls, params: Any) -> Any:
         if isinstance(params, dict) and "update_rms" in params:
             text = (
-                f"updates always have AdamW's size, so update_rms is not a key, got {shown(params['update_rms'])}; "
-                "remove it, and write AdamW's learning rate to lr"
+                "update_rms is not a key, because updates always have AdamW's size, got "
+                f"{shown(params['update_rms'])}; remove it, and set lr to AdamW's learning rate"
             )
             raise rule_error(text, field="update_rms")
         return params

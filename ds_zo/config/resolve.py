@@ -1,4 +1,4 @@
-"""From a DeepSpeed JSON to what an engine needs, or to one line that says what to change."""
+"""Turns a DeepSpeed JSON into a checked `Resolved`, or raises a `ConfigError` of one line that says what to change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _GROUP_KEYS = ("lr", "weight_decay")
 
 
 def backend_of(ds_config: Any) -> str | None:
-    """Which of ours a DeepSpeed JSON names; None for a stock one. Cheap, and checks nothing else.
+    """The name of our backend that a DeepSpeed JSON selects; None for a stock JSON. It is cheap and checks little.
 
-    Raises only for a `ds_zo.backend` that is no backend, and for a section or an optimizer block of ours spelt another
-    way: nothing stock has that key, and a typo there would otherwise train with the stock optimizer in silence.
+    Raises only for an unknown `ds_zo.backend`, and for a misspelt `ds_zo` section or `optimizer` block. DeepSpeed
+    ignores such keys, and would train with a stock optimizer without a warning.
     """
     if not isinstance(ds_config, dict):
         return None
@@ -39,10 +39,10 @@ def backend_of(ds_config: Any) -> str | None:
 
 
 def with_section_on_top(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """The same JSON with its `ds_zo` section at the top level, as all code but this expects it.
+    """The same JSON with its `ds_zo` section at the top level, where all other code reads it.
 
-    The section may stand inside `zero_optimization`. DeepSpeed without this package refuses unknown keys there, and
-    ignores unknown keys at the top level.
+    A user may write the section inside `zero_optimization`. Without this package DeepSpeed refuses unknown keys there,
+    and ignores unknown keys at the top level.
     """
     zero = ds_config.get("zero_optimization")
     if not isinstance(zero, dict) or "ds_zo" not in zero:
@@ -55,9 +55,9 @@ def with_section_on_top(ds_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_size: int | None = None) -> Resolved:
-    """Check all that can be checked before any memory is taken.
+    """Checks a JSON before any memory is allocated.
 
-    `client_optimizer`: the script passes an optimizer object of its own. `world_size` matters only where the
+    `client_optimizer` says that the script passes its own optimizer object. `world_size` is used only where the
     accumulation steps follow from batch sizes; None reads it from the running process group.
     """
     if not isinstance(ds_config, dict):
@@ -126,7 +126,7 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
     if in_type is None and in_section is None:
         text = (
             f"one of {', '.join(backend_names())} must be named, got optimizer.type {shown(written)} and no "
-            "ds_zo.backend; set optimizer.type, or ds_zo.backend where the script builds its optimizer"
+            "ds_zo.backend; set optimizer.type, or ds_zo.backend where the script makes its optimizer"
         )
         raise ConfigError(text, at="optimizer.type")
     if in_type is None and optimizer:
@@ -151,7 +151,7 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
 
 
 def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
-    """`ds_zo.params` stands in for an `optimizer` block that is not there, and never for the script's own groups."""
+    """Refuses `ds_zo.params` beside an `optimizer` block, and keys in it that belong to the script's own optimizer."""
     if in_type:
         text = (
             f"params goes with ds_zo.backend, got {shown(params)} beside an optimizer block; move its keys into "
@@ -161,7 +161,7 @@ def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
     for key in _GROUP_KEYS:
         if params.get(key) is not None:
             text = (
-                f"{key} belongs to the optimizer that the script builds, got {shown(params[key])}; set it there, or "
+                f"{key} belongs to the optimizer that the script makes, got {shown(params[key])}; set it there, or "
                 "write an optimizer block instead of ds_zo.backend"
             )
             raise ConfigError(text, at=f"ds_zo.params.{key}")
@@ -170,7 +170,7 @@ def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
 def _own_and_foreign_params(
     ds_config: dict[str, Any], model: type[OptimizerParams]
 ) -> tuple[dict[str, Any], list[str]]:
-    """`optimizer.params` without those of stock optimizers, and the names of these."""
+    """`optimizer.params` without parameters of stock optimizers, and the names of the latter."""
     optimizer = block(ds_config, "optimizer")
     for key, value in optimizer.items():
         if key not in _OPTIMIZER_KEYS:

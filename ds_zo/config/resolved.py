@@ -1,4 +1,4 @@
-"""What a JSON came to."""
+"""The checked configuration that an engine is made from."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ class Resolved:
     """The name of a registered backend, in lower case."""
 
     optimizer: OptimizerParams
-    """An instance of the entry's `params`. With a client optimizer lr and weight decay are its own."""
+    """An instance of the `params` class of the backend's entry. With a script's own optimizer, its lr and
+    weight decay are not those of this object."""
 
     section: DsZoConfig
 
     dtype: torch.dtype
-    """What the model's parameters are given."""
+    """Dtype of the model's parameters."""
 
     autocast: torch.dtype | None
-    """`torch_autocast`'s dtype, None where that is off."""
+    """Dtype of `torch_autocast`; None where it is off."""
 
     stream: bool
-    """Blocks travel: `offload_param.device` is "cpu"."""
+    """Whether blocks are streamed from the host: `offload_param.device` is "cpu"."""
 
     pin_memory: bool
     zero_stage: int
 
     offload_optimizer: bool
-    """LSP's Adam runs on the CPU."""
+    """Whether LSP's Adam runs on the CPU."""
 
     gradient_clipping: float
-    """Largest gradient norm, 0 for none. LOMO's `clip_grad_value` turns DeepSpeed's default into 0."""
+    """Largest gradient norm; 0 for no limit. With LOMO's `clip_grad_value` the default is 0, not DeepSpeed's."""
 
     clipping_explicit: bool
-    """`gradient_clipping` stands in the JSON, it is not DeepSpeed's default."""
+    """Whether the JSON contains `gradient_clipping`; otherwise it is DeepSpeed's default."""
 
     gradient_accumulation_steps: int
     loss_scale: LossScale
 
     ignored: tuple[str, ...] = ()
-    """Dotted keys that were accepted and do nothing here."""
+    """Dotted names of keys that are accepted and have no effect."""
 
     warnings: tuple[str, ...] = ()
-    """Lines worth a user's attention at start."""
+    """Sentences that the engine logs as warnings when it is made."""
 
     params_at: str = "optimizer.params"
-    """Where the keys of `optimizer` stand in the JSON, or would: `ds_zo.params` where there is no optimizer block."""
+    """Place of the optimizer's keys in the JSON: `ds_zo.params` where there is no optimizer block."""
 
     @property
     def entry(self) -> BackendEntry:
@@ -64,5 +65,6 @@ class Resolved:
 
     @property
     def shards_device(self) -> bool:
-        """On several ranks, each device keeps a piece of every block: LOMO at stage 3 without `offload_param`."""
+        """Whether, with several ranks, each device keeps a shard of every block: LOMO at stage 3 without
+        `offload_param`."""
         return self.zero_stage == 3 and not self.stream and self.entry.shards_device

@@ -1,4 +1,4 @@
-"""Rules that span sections of the JSON: what cannot work together, what does nothing, what deserves a warning."""
+"""Rules that span sections of the JSON: combinations that are refused, keys that have no effect, and warnings."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import known_keys
 
 _REFUSED = {
-    "pipeline": "pipeline stages split the model before the plugin sees it; remove the section",
-    "hybrid_engine": "the hybrid engine replaces the engine the plugin extends; set its enabled to false",
-    "tensor_parallel": "the plugin places whole parameters, not shards; remove the section",
-    "expert_parallel": "the plugin places whole parameters, not shards of experts; set its enabled to false",
-    "sequence_parallel_size": "a rank must see whole sequences; set it to 1",
-    "compression_training": "compressed weights are not what an update is applied to; remove the section",
-    "zero_optimization.zenflow": "ZenFlow is another update path; remove it, or use a stock optimizer.type",
-    "compile.deepcompile": "DeepCompile schedules ZeRO's own transfers; set it to false",
+    "pipeline": "pipeline stages split the model before ds_zo gets it; remove the section",
+    "hybrid_engine": "the hybrid engine replaces the engine that ds_zo extends; set its enabled to false",
+    "tensor_parallel": "ds_zo places whole parameters, not shards; remove the section",
+    "expert_parallel": "ds_zo places whole parameters, not shards of experts; set its enabled to false",
+    "sequence_parallel_size": "a rank needs whole sequences; set it to 1",
+    "compression_training": "an update applies to weights that are not compressed; remove the section",
+    "zero_optimization.zenflow": "ZenFlow updates weights in its own way; remove it, or use a stock optimizer.type",
+    "compile.deepcompile": "DeepCompile schedules the copies of ZeRO alone; set it to false",
 }
+"""Features of DeepSpeed that are refused, by dotted key: the reason and the remedy."""
 _PLACES = {
     key: place
     for place, model in (
@@ -35,23 +36,24 @@ _PLACES = {
     )
     for key in keys_of(model)
 }
-"""Where keys belong that do nothing at the top level."""
+"""The section of each key that has no effect at the top level."""
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 LARGEST_ZO_LR = 5e-4
-"""The shipped JSON's, for a model of a million parameters. Above it nobody has trained a language model by ZO."""
+"""Learning rate of `ds_configs/zo.json`, for a model of a million parameters. No larger one is known to train a
+language model by ZO."""
 
 
 def check_top_level(ds_config: dict[str, Any]) -> None:
-    """DeepSpeed ignores top-level keys that it does not know: a misspelt or misplaced one would do nothing."""
+    """Refuses a misspelt or misplaced top-level key. DeepSpeed ignores top-level keys that it does not know."""
     known = {*known_keys(), "ds_zo"}
     own = 'a key of your own may begin with "_"'
     for key in map(str, ds_config):
         if key in known or not key[:1].isalpha():
             continue
         if key in _PLACES:
-            text = f"{key} belongs inside {_PLACES[key]}, got it at the top level, where nothing reads it; move it"
+            text = f"{key} belongs inside {_PLACES[key]}, got it at the top level, where it is ignored; move it"
             raise ConfigError(f"{text} ({own})", at=key)
         near = [name for name in sorted(known) if is_near(key.lower(), name)]
         if near:
@@ -60,7 +62,7 @@ def check_top_level(ds_config: dict[str, Any]) -> None:
 
 
 def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
-    """Raise for the first combination that cannot work."""
+    """Raises for the first combination that cannot work."""
     _check_refused_features(ds_config)
     _check_placement(ds_config, config)
     _check_dtypes(config)
@@ -83,20 +85,20 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
-    """Stock keys, and ours without streaming, that are accepted and do nothing."""
+    """Dotted names of keys that are accepted and have no effect: stock keys, and ours for streaming where it is off."""
     ignored = []
     if not config.entry.offloads_optimizer and _device(ds_config, "offload_optimizer") != "none":
         ignored.append("zero_optimization.offload_optimizer")
     if not config.entry.scales_loss:
         ignored += [f"fp16.{key}" for key in config.loss_scale.written]
     if not config.stream and not config.shards_device:
-        travel_only = ("device_slots", "overlap", "reuse_buffers")
-        ignored += [f"ds_zo.stream.{key}" for key in travel_only if key in config.section.stream.model_fields_set]
+        streaming_only = ("device_slots", "overlap", "reuse_buffers")
+        ignored += [f"ds_zo.stream.{key}" for key in streaming_only if key in config.section.stream.model_fields_set]
     return ignored
 
 
 def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params: list[str]) -> list[str]:
-    """Legal settings that probably do not do what their author expects."""
+    """Sentences about legal settings that probably do not do what their author expects."""
     found = []
     optimizer = config.optimizer
     usual_lr = type(optimizer).model_fields["lr"].default
@@ -124,15 +126,16 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
 
 
 def largest_zo_lr(num_trainable: int) -> float:
-    """Ten times what is advised for a model of this size. A warning above it is not a matter of taste."""
+    """Ten times the advised learning rate for a model of this size. Larger ones are warned of."""
     return min(LARGEST_ZO_LR, max(1e-5, 1e4 / max(1, num_trainable)))
 
 
 def large_zo_lr(lr: float, *, at: str) -> str:
-    """An estimate along one random direction is longer than the gradient, the more so the more parameters there are."""
+    """The warning of a large learning rate. A gradient estimate along one random direction is longer than the
+    gradient, by more the more parameters there are."""
     return (
-        f"a learning rate of {lr:g} is AdamW's kind, and ZO takes 100 to 1,000 times less: 1e-7 to 1e-6 for models of "
-        f"billions of parameters, at most 1e-5 for some hundred million; larger ones diverge ({at})"
+        f"ZO needs a learning rate 100 to 1,000 times smaller than AdamW's, got {lr:g}: use 1e-7 to 1e-6 for billions "
+        f"of parameters, and at most 1e-5 for some hundred million; larger ones diverge ({at})"
     )
 
 
@@ -177,7 +180,7 @@ def _check_dtypes(config: Resolved) -> None:
 
 
 def _check_streaming(config: Resolved) -> None:
-    """Keys whose author believes that memory is being managed must not pass in silence when it is not."""
+    """Refuses keys that limit memory only with streaming where streaming is off."""
     if config.stream:
         return
     stream = config.section.stream
@@ -194,14 +197,14 @@ def _check_streaming(config: Resolved) -> None:
 def _check_zo(ds_config: dict[str, Any], config: Resolved) -> None:
     if _is_on(_lookup(ds_config, "flops_profiler")):
         text = (
-            "flops_profiler cannot follow passes that interleave, got it enabled under ZO; set it to false and use "
+            "flops_profiler cannot follow the interleaved passes of ZO, got it enabled; set it to false and use "
             "wall_clock_breakdown"
         )
         raise ConfigError(text, at="flops_profiler.enabled")
     if config.section.compile_blocks:
         text = (
-            "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, whose CUDA graphs spare launches "
-            "already (compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
+            "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, which uses CUDA graphs instead "
+            "(compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
         )
         raise ConfigError(text, at="ds_zo.compile_blocks")
 
@@ -229,39 +232,41 @@ def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
         raise ConfigError(text, at=f"{config.params_at}.clip_grad_value")
     if config.gradient_accumulation_steps > 1 and optimizer.accumulation == "refuse":
         text = (
-            "gradient_accumulation_steps must be 1, because a gradient is gone once its update is made, got "
+            "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
             f"{config.gradient_accumulation_steps}; use a larger micro-batch with activation checkpointing, or set "
-            f'{config.params_at}.accumulation to "sequential" for one small update a micro-batch'
+            f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
         )
         raise ConfigError(text, at="gradient_accumulation_steps")
 
 
 def _check_storage(config: Resolved) -> None:
-    """LOMO and LSP store weights as they compute with them."""
+    """Refuses storage formats of ZO. LOMO and LSP store weights in the dtype that they compute in."""
     stream, model = config.section.stream, _DTYPE_NAMES[config.dtype]
     if stream.wire_dtype not in ("auto", model):
         text = (
-            f"wire_dtype must be auto or the model's {model} under {config.backend}, which updates weights in the form "
-            f"they travel in, got {shown(stream.wire_dtype)}; leave it out"
+            f"wire_dtype must be auto or the model's {model} under {config.backend}, which updates weights in the "
+            f"model's dtype, got {shown(stream.wire_dtype)}; leave it out"
         )
         raise ConfigError(text, at="ds_zo.stream.wire_dtype")
     if stream.master == "split" and "master" in stream.model_fields_set:
         text = (
-            f"master split belongs to ZO, got it under {config.backend}, which has no second plane; leave it out, and "
-            "choose by ds_zo.rounding what becomes of the bits that storage drops"
+            f"master split belongs to ZO, got it under {config.backend}, which stores no low bits; leave it out, and "
+            "choose the rounding of updates by ds_zo.rounding"
         )
         raise ConfigError(text, at="ds_zo.stream.master")
     if config.stream and config.section.rounding == "kahan":
         text = (
-            "kahan rounding keeps what it drops on the device, so it excludes block streaming, got both; write "
+            "kahan rounding keeps its rounding errors on the device, so it excludes block streaming, got both; write "
             "stochastic, or remove zero_optimization.offload_param"
         )
         raise ConfigError(text, at="ds_zo.rounding")
 
 
 def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[str]:
-    """WarmupLR and WarmupDecayLR climb to their own `warmup_max_lr`, not to the optimizer's rate. Left out, it is the
-    optimizer's rate for WarmupLR and a number for WarmupDecayLR."""
+    """A warning that WarmupLR and WarmupDecayLR raise the rate to their own `warmup_max_lr`, not to the optimizer's.
+
+    Where `warmup_max_lr` is left out, WarmupLR uses the optimizer's rate, and WarmupDecayLR a number.
+    """
     kind = _lookup(ds_config, "scheduler.type")
     if kind not in _ABSOLUTE_SCHEDULERS:
         return []
@@ -276,15 +281,15 @@ def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[
 
 
 def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
-    """torch's cyclic schedulers fail on an optimizer without momentum, after the model has moved."""
+    """Refuses cycled momentum before the model is moved. torch's cyclic schedulers fail without momentum after that."""
     kind = _lookup(ds_config, "scheduler.type")
     cycles = _lookup(ds_config, "scheduler.params.cycle_momentum")
     if kind not in _MOMENTUM_SCHEDULERS or cycles is False or config.params_at != "optimizer.params":
         return
     has_betas = "betas" in type(config.optimizer).model_fields
     owner = config.entry.optimizer_type
-    whose = f"{owner}'s betas stay those of optimizer.params" if has_betas else "this backend has none"
-    text = f"{kind} cycles momentum unless cycle_momentum is false, got {shown(cycles)}, and {whose}"
+    why = f"{owner}'s betas stay those of optimizer.params" if has_betas else "this backend has no momentum"
+    text = f"cycle_momentum of {kind} must be false, because {why}, got {shown(cycles)}"
     raise ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
 
 
@@ -296,7 +301,7 @@ def _lookup(ds_config: dict[str, Any], path: str) -> Any:
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a section or switch asks for something: by its `enabled`, its parallel sizes, or by being there."""
+    """Whether a section or switch is on: by its `enabled`, by its parallel sizes, or else by not being empty."""
     if isinstance(value, dict):
         if "enabled" in value:
             return value["enabled"] is True

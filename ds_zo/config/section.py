@@ -1,4 +1,4 @@
-"""The top-level `ds_zo` section."""
+"""Models of the `ds_zo` section. The text under each field is its meaning in `ds_configs/README.md`."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ BackendName = NewType("BackendName", str)
 
 
 class StreamConfig(ConfigModel):
-    """How blocks travel between host and device when `zero_optimization.offload_param.device` is "cpu"."""
+    """Streaming of blocks between host and device, when `zero_optimization.offload_param.device` is "cpu"."""
 
     device_memory_gb: float | None = Field(None, gt=0, le=100_000)
-    """Device memory to fill, in GB of 10**9 bytes; null: what is free, less activations and a margin."""
+    """Device memory that the run may use, in GB of 10**9 bytes; null: the free memory, less activations and a
+    margin."""
 
     resident_blocks: int | None = Field(None, ge=0, le=1_000_000)
-    """Blocks that never leave the device; null: as many as fit the memory."""
+    """Number of blocks that stay on the device; null: as many as fit into its memory."""
 
     device_slots: int = Field(2, ge=2, le=64)
-    """Blocks in flight at once: one computing, the rest arriving or leaving."""
+    """Number of device buffers for streamed blocks: one block is computed while the others are copied."""
 
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "bf12", "fp8"] = "auto"
-    """What host storage holds and the bus carries; auto: the model's dtype. Wider than the model (fp32 under a bf16
-    model) keeps a master copy on the host; bf12 is bf16 in 12 bits (the same mantissa, the exponent shared by 256), fp8
-    half of bf16."""
+    """Dtype in which the host stores blocks and copies them to the device; auto: the model's dtype. A wider one (fp32
+    for a bf16 model) keeps a master copy on the host. bf12 is bf16 in 12 bits: the same mantissa, and an exponent
+    shared by 256 values. fp8 takes half the bytes of bf16."""
 
     master: Literal["split", "wire"] = "split"
-    """split: float32's low bits stay in a second host plane; wire: storage is all there is, with its rounding."""
+    """split: the host keeps the low bits of float32 weights in a second buffer. wire: weights exist only in
+    `wire_dtype`, and each update is rounded to it."""
 
     writeback_interval: int | None = Field(None, ge=1, le=64)
-    """Steps between write-backs of a block (ZO replays what is pending); null: chosen by the engine."""
+    """Steps between write-backs of a block to the host (ZO replays pending updates); null: chosen by the engine."""
 
     blocks: str | list[str] | None = None
-    """Dotted path of the block list, or several; []: the model has none; null: found in the model."""
+    """Dotted path of the module list with the blocks, or a list of paths; []: no blocks; null: found in the model."""
 
     overlap: bool = True
-    """Copy beside compute. Off only to measure what it brings."""
+    """Copy blocks while others are computed. Set false only to measure the effect."""
 
     reuse_buffers: bool = True
-    """Allocate device slots once. Off only to measure what it brings."""
+    """Allocate the device buffers once. Set false only to measure the effect."""
 
     fuse_update: bool = True
-    """Update a block on the visit that computes it. Off only to measure what it brings."""
+    """Update a block while it is on the device for its forward. Set false only to measure the effect."""
 
     @field_validator("blocks", mode="before")
     @classmethod
@@ -58,7 +60,7 @@ class StreamConfig(ConfigModel):
         if not all(isinstance(path, str) and all(path.split(".")) for path in paths):
             text = (
                 f"blocks must be a dotted path such as model.layers or a list of them, got {shown(value)}; leave it "
-                "out to have them found"
+                "out to have the blocks found"
             )
             raise rule_error(text)
         return value
@@ -75,50 +77,54 @@ class StreamConfig(ConfigModel):
 
 
 class CheckpointConfig(ConfigModel):
-    """How checkpoints are written."""
+    """Settings of checkpoints."""
 
     asynchronous: bool = False
-    """Write in the background while training goes on. Host memory meanwhile: for ZO at most one more copy of the
-    streamed blocks, and a copy of what lives on the device; for the others a copy of weights and optimizer state. An
-    error of the writer is raised at the end of the next `engine.step()`, which has made its step."""
+    """Write checkpoints in the background while training continues. Host memory during a save: for ZO at most one more
+    copy of the streamed blocks and a copy of the weights on the device; for other backends a copy of weights and
+    optimizer state. An error of the writer is raised at the end of the next `engine.step()`, after its update."""
 
     trajectory: bool = False
-    """ZO: also log every step's seed and coefficient, from which any step's weights can be replayed."""
+    """ZO: also record the seed and coefficients of every step, from which the weights of any step can be replayed."""
 
     trajectory_dir: str | None = Field(None, min_length=1)
-    """Folder of that log; null: the folder that a run saves to, or, until its first save, the one it loaded from."""
+    """Folder of the trajectory; null: the folder that the run saves to, and until its first save the folder that it
+    loaded from."""
 
     keep_last: int | None = Field(None, ge=1, le=1_000_000)
-    """Complete checkpoints to keep in a folder, those of most steps; null: all. `latest` and the one just saved always
-    stay."""
+    """Number of complete checkpoints to keep in a folder, those with the most steps; null: all. The checkpoint that
+    `latest` names and the one just saved are always kept."""
 
 
 class DsZoConfig(ConfigModel):
-    """Everything of ours that is not an optimizer parameter."""
+    """Settings of this package that are not optimizer parameters."""
 
     backend: BackendName | None = None
-    """Selects a backend without an `optimizer` block, for scripts that build their own optimizer object."""
+    """Selects a backend without an `optimizer` block, for scripts that make their own optimizer object."""
 
     params: dict[str, Any] | None = None
-    """With `backend`: its `optimizer.params`, but for `lr` and `weight_decay`, which the script's optimizer has."""
+    """With `backend`: the keys of its `optimizer.params`, except `lr` and `weight_decay`, which come from the script's
+    optimizer."""
 
     stream: StreamConfig = Field(default_factory=StreamConfig)
-    """Block streaming."""
+    """Block streaming: see `ds_zo.stream`."""
 
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
-    """How an update meets 16-bit or 8-bit storage; nearest loses most small updates. kahan (LOMO and AdaLOMO on the
-    device): nearest, and what it drops is kept for the next update, in as much memory as the weights take."""
+    """How an updated weight is rounded to 16-bit or 8-bit storage. nearest loses most small updates. kahan (LOMO and
+    AdaLOMO, weights on the device) rounds to nearest and adds the rounding error to the next update; it takes as much
+    memory again as the weights."""
 
     cuda_graphs: bool = True
-    """ZO: replay small blocks as CUDA graphs where weights stay on the device. What can't be recorded runs as usual."""
+    """ZO: record small blocks as CUDA graphs and replay them, where weights stay on the device. Blocks that can't be
+    recorded run as usual."""
 
     compile_blocks: bool = False
-    """LOMO, AdaLOMO and LSP: torch.compile every block, all of a kind as one graph. Faster after a first step that
-    compiles; equal to rounding, not in bits; the gradients of one block are alive at a time in place of one
-    parameter's."""
+    """LOMO, AdaLOMO and LSP: torch.compile every block, with one graph for all blocks of a kind. Steps after the first,
+    which compiles, are faster. Results are equal up to rounding, not in bits. The gradients of one block are in memory
+    at a time, in place of those of one parameter."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Checkpoints."""
+    """Checkpoints: see `ds_zo.checkpoint`."""
 
     @field_validator("backend", mode="before")
     @classmethod

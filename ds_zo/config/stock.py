@@ -1,4 +1,4 @@
-"""What DeepSpeed's own keys say, read with DeepSpeed's own models, complaints on one line."""
+"""Reads DeepSpeed's own keys with DeepSpeed's own models, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_SCALE_POWER = 126
 _NULLABLE = ("ds_zo", "bf16")
 _TYPED = ("optimizer", "scheduler")
 _KEYS_OF_INITIALIZE = frozenset({"data_parallel_size", "sequence_parallel_size"})
-"""Read by `deepspeed.initialize` itself."""
-_SCHEDULER_HOMES = (lr_schedules, torch.optim.lr_scheduler)
+"""Top-level keys that `deepspeed.initialize` reads itself."""
+_SCHEDULER_MODULES = (lr_schedules, torch.optim.lr_scheduler)
 _AUTOCAST_DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -40,7 +40,7 @@ _AUTOCAST_DTYPES = {
 
 @dataclass(frozen=True)
 class LossScale:
-    """The fp16 block's scaling; `loss_scale` 0 is dynamic. `written` names the keys that stand in the JSON."""
+    """Loss scaling of the `fp16` block. `loss_scale` 0 is dynamic. `written` has the keys that the JSON contains."""
 
     loss_scale: float
     initial_scale_power: int
@@ -52,7 +52,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StockKeys:
-    """Stock keys that keep their stock meaning under our backends."""
+    """Values of DeepSpeed's keys that have the same meaning under our backends."""
 
     dtype: torch.dtype
     autocast: torch.dtype | None
@@ -64,7 +64,7 @@ class StockKeys:
 
 
 def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKeys:
-    """Check and read the stock keys. `world_size` None: that of the running process group."""
+    """Checks and reads DeepSpeed's keys. With `world_size` None, it is that of the running process group."""
     fp16 = parse(DeepSpeedFP16Config, block(ds_config, "fp16"), at="fp16")
     bf16_key = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
     bf16 = parse(DeepSpeedBF16Config, block(ds_config, bf16_key), at=bf16_key)
@@ -85,7 +85,7 @@ def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKey
 
 
 def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
-    """The object at a top-level key, empty where it is left out. DeepSpeed itself fails on most that are null."""
+    """The object at a top-level key; empty where it is left out. Null is refused where DeepSpeed fails on it."""
     found = ds_config.get(key, {})
     if found is None and key in _NULLABLE:
         return {}
@@ -97,14 +97,14 @@ def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Top-level keys that DeepSpeed looks for, found by letting it read a JSON that notes what it is asked for."""
-    probe = _NotingDict(train_micro_batch_size_per_gpu=1)
+    """Top-level keys that DeepSpeed reads, found by letting it read a JSON that records the keys looked up in it."""
+    probe = _RecordingDict(train_micro_batch_size_per_gpu=1)
     DeepSpeedConfig(probe)
     return frozenset(probe.asked_for) | _KEYS_OF_INITIALIZE
 
 
-class _NotingDict(dict[str, Any]):
-    """A JSON object that notes every key that is looked up. A shallow copy notes in the same set."""
+class _RecordingDict(dict[str, Any]):
+    """A JSON object that records every key that is looked up. A shallow copy records in the same set."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
@@ -119,11 +119,11 @@ class _NotingDict(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self  # DeepSpeed asks `key in config.keys()`
+        return self  # DeepSpeed evaluates `key in config.keys()`
 
 
 def parse(model: type[Model], data: dict[str, Any], *, at: str) -> Model:
-    """Build `model` from the object at `at`, or say in one line why not."""
+    """Makes a `model` from the object at the key `at`, or raises a `ConfigError`."""
     try:
         return model(**data)
     except ValidationError as error:
@@ -131,19 +131,19 @@ def parse(model: type[Model], data: dict[str, Any], *, at: str) -> Model:
 
 
 def number(ds_config: dict[str, Any], key: str) -> float | None:
-    """A finite number >= 0 at a top-level key, None when left out."""
+    """A finite number >= 0 at a top-level key; None where it is left out."""
     found = ds_config.get(key)
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise ConfigError(f"{key} must be a number, got {shown(found)}; {_number_remedy(found)}", at=key)
     if not math.isfinite(found) or found < 0:
-        raise ConfigError(f"{key} must be finite and >= 0, got {shown(found)}; 0 switches it off", at=key)
+        raise ConfigError(f"{key} must be finite and >= 0, got {shown(found)}; write 0 to switch it off", at=key)
     return float(found)
 
 
 def count(ds_config: dict[str, Any], key: str) -> int | None:
-    """An integer >= 1 at a top-level key, None when left out."""
+    """An integer >= 1 at a top-level key; None where it is left out."""
     found = ds_config.get(key)
     if found is None:
         return None
@@ -156,12 +156,12 @@ def count(ds_config: dict[str, Any], key: str) -> int | None:
 
 def _number_remedy(value: Any) -> str:
     if value == "auto":
-        return 'Trainer and Accelerate replace "auto", DeepSpeed alone does not: write a number'
+        return 'write a number, because only Trainer and Accelerate replace "auto", and DeepSpeed does not'
     return type_remedy(value) or "write a number"
 
 
 def _accumulation_steps(ds_config: dict[str, Any], world_size: int | None) -> int:
-    """As DeepSpeed infers it: what is written, else what the two batch sizes imply, else 1."""
+    """The accumulation steps as DeepSpeed computes them: as written, else from the two batch sizes, else 1."""
     written = count(ds_config, "gradient_accumulation_steps")
     total, micro = count(ds_config, "train_batch_size"), count(ds_config, "train_micro_batch_size_per_gpu")
     if written is not None or total is None or micro is None:
@@ -195,13 +195,13 @@ def _zero(ds_config: dict[str, Any]) -> DeepSpeedZeroConfig:
 
 
 def _check_scheduler(settings: dict[str, Any]) -> None:
-    """DeepSpeed makes the scheduler last, after the model has moved: too late to find a wrong name."""
+    """Refuses a wrong scheduler before the model is moved. DeepSpeed makes the scheduler after that."""
     name, params = settings.get("type"), settings.get("params")
     if name is None:
         return
-    maker = next((getattr(home, str(name), None) for home in _SCHEDULER_HOMES if hasattr(home, str(name))), None)
+    maker = next((getattr(module, str(name)) for module in _SCHEDULER_MODULES if hasattr(module, str(name))), None)
     if maker is None:
-        known = [key for home in _SCHEDULER_HOMES for key in vars(home) if key.endswith("LR") and key[0] != "_"]
+        known = [key for module in _SCHEDULER_MODULES for key in vars(module) if key.endswith("LR") and key[0] != "_"]
         text = f"type must be a scheduler of DeepSpeed or torch.optim.lr_scheduler, got {shown(name)}"
         raise ConfigError(f"{text}; {suggestion(str(name), known)}", at="scheduler.type")
     if not isinstance(params, dict):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ds_zo.plugin.engine import install, uninstall
+from ds_zo.plugin.patches import install, uninstall
 
 __all__ = ["install", "uninstall"]

@@ -1,7 +1,7 @@
-"""The engine's side of checkpoints: DeepSpeed's calls, counters and layout, with files of our own.
+"""DeepSpeed's methods for saving and loading, with our own files.
 
-A tag is a folder with a manifest, `latest` names one, and both mean what they mean to DeepSpeed. Inside are safetensors
-and JSON instead of pickles. Data-parallel ranks hold the same weights, so one rank writes.
+As in DeepSpeed, each tag is a folder and the file `latest` names a tag. A folder holds a manifest, safetensors and JSON
+in place of pickles. Data-parallel ranks have the same weights, so one rank writes.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from deepspeed.utils import log_dist, logger
 from ds_zo.backends import Backend
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
-from ds_zo.checkpoint.errors import taking_apart
+from ds_zo.checkpoint.errors import reading_content
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
-from ds_zo.checkpoint.manifest import Manifest, is_unfinished, offer
+from ds_zo.checkpoint.manifest import Manifest, is_unfinished, suggest_complete
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, point_of, tag_to_load
 from ds_zo.checkpoint.recorder import read_logs
 from ds_zo.checkpoint.rng import check_random_states, random_states, set_random_states
-from ds_zo.checkpoint.snapshot import held
+from ds_zo.checkpoint.snapshot import host_copy
 from ds_zo.checkpoint.stock import model_source, plain_loading
 from ds_zo.checkpoint.trajectory import Trajectory
-from ds_zo.checkpoint.writer import Background, Save, check_tag, write_checkpoint
+from ds_zo.checkpoint.writer import BackgroundWriter, SaveRequest, check_tag, write_checkpoint
 from ds_zo.config import Resolved
 
 _T = TypeVar("_T")
-_NOTICED_S = 1.0
+_WARN_AFTER_S = 1.0
+"""Waits for the last save that are longer than this are logged."""
 
 
 class CheckpointingEngine(DeepSpeedEngine):
-    """What `PluginEngine` adds to DeepSpeed's engine for saving and loading."""
+    """The part of `PluginEngine` that saves and loads."""
 
     resolved: Resolved
     backend: Backend
-    _background: Background
+    _background: BackgroundWriter
 
     # Saving
 
@@ -54,29 +55,32 @@ class CheckpointingEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's `save_checkpoint`; every rank calls it. With `ds_zo.checkpoint.asynchronous` it returns while the
-        weights of this step are still being written, unless a trajectory starts with them."""
+        """Does what DeepSpeed's `save_checkpoint` does; every rank calls it.
+
+        With `ds_zo.checkpoint.asynchronous` it returns while the weights of this step are still being written, except
+        for the first checkpoint of a trajectory.
+        """
         if not save_dir:
-            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}: name a folder (save_dir)")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
         if dist.get_world_size() > 1:
             self._checkpoint_tag_validation(tag)
-        ranks = self._of_all_ranks(self._rank_state())
+        ranks = self._gather_from_ranks(self._rank_state())
 
         def save() -> None:
             if self._writes:
                 self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
 
-        self._together(self._finish_last_save)
+        self._on_all_ranks(self._finish_last_save)
         with self.backend.readable_on_rank_0():
-            self._together(save)
+            self._on_all_ranks(save)
         return True
 
     def _finish_last_save(self) -> None:
-        """Two at a time would hold two snapshots."""
+        """Waits for the last save and raises its error. Two saves at a time would keep two snapshots in memory."""
         waited_s = self._background.wait() if self._writes else 0.0
-        if waited_s > _NOTICED_S:
+        if waited_s > _WARN_AFTER_S:
             logger.warning(
                 f"ds_zo: training waited {waited_s:.1f} s for the last checkpoint to be written: save less often, or "
                 "to a faster disk"
@@ -88,40 +92,40 @@ class CheckpointingEngine(DeepSpeedEngine):
     ) -> None:
         settings = self.resolved.section.checkpoint
         recorder = self.backend.recorder
-        # A trajectory loses no step once there is a whole checkpoint that it goes on from: the first is waited for.
+        # A trajectory can be replayed only from a complete checkpoint, so training waits for the first one.
         asynchronous = settings.asynchronous and (recorder is None or recorder.follows_a_checkpoint)
         log_folder = Path(settings.trajectory_dir or save_dir)
         if recorder is not None:
             recorder.raise_error()
             recorder.prepare(log_folder)
-        recorded_as = None if recorder is None else recorder.id
+        log_id = None if recorder is None else recorder.id
         common = super()._common_checkpoint_state({}, False, False)
         state = {
             "common": {name: value for name, value in common.items() if name != "module"},
             "micro_steps": self.micro_steps,
             "client": client,
             "ranks": ranks,
-            "trajectory": recorded_as,
+            "trajectory": log_id,
         }
         step = 0 if recorder is None else self.backend.state_dict()["step"]
 
         def complete(manifest: Manifest) -> None:
-            if recorder is not None and recorded_as is not None:
+            if recorder is not None and log_id is not None:
                 sha256 = None if omit_frozen else manifest.weights_sha256
-                recorder.complete(log_folder, recorded_as, step=step, sha256=sha256)
+                recorder.complete(log_folder, log_id, step=step, sha256=sha256)
 
-        kept = held(state) if asynchronous else state
+        written_state = host_copy(state) if asynchronous else state
         extra_files = _model_description(self.module)
-        # Last of what may fail: what a snapshot holds, somebody has to write or to let go.
+        # The snapshot is made last, because the writer releases its memory: an error between the two would leak it.
         snapshot = self.backend.snapshot(hold=asynchronous, omit_frozen=omit_frozen)
-        asked = Save(
+        request = SaveRequest(
             save_dir=save_dir,
             tag=tag,
             backend=self.resolved.backend,
             global_steps=self.global_steps,
             ds_zo_version=_version(),
             snapshot=snapshot,
-            state=kept,
+            state=written_state,
             extra_files=extra_files,
             latest=latest,
             keep_last=settings.keep_last,
@@ -129,12 +133,13 @@ class CheckpointingEngine(DeepSpeedEngine):
             on_complete=complete,
         )
         if asynchronous:
-            self._background.start(asked)
+            self._background.start(request)
         else:
-            write_checkpoint(asked)
+            write_checkpoint(request)
         log_dist(f"ds_zo: checkpoint {save_dir / tag}", ranks=[0])
 
     def _rank_state(self) -> dict[str, Any]:
+        """The part of the state that differs between ranks."""
         return {
             "random": random_states(),
             "backend": self.backend.rank_state(),
@@ -143,13 +148,16 @@ class CheckpointingEngine(DeepSpeedEngine):
         }
 
     def wait_for_checkpoint(self) -> None:
-        """Until no checkpoint is being written; raises what went wrong with the last one."""
+        """Waits until no checkpoint is being written, and raises the error of the last one, if it failed."""
         self._background.wait()
         self._background.raise_error()
 
-    def _surface_checkpoint_error(self) -> None:
-        """After every step, so that a loop that catches the error and goes on has lost none. With several ranks an
-        error on one would leave the others waiting, so all raise it when they next save; it is logged meanwhile."""
+    def _raise_background_error(self) -> None:
+        """Raises the error of a save or of the trajectory, at the end of a step.
+
+        The step is complete by then, so a loop that catches the error has lost no step. With several ranks an error on
+        one of them would leave the other ranks waiting. There it is logged, and all ranks raise it at the next save.
+        """
         if dist.get_world_size() == 1:
             self._background.raise_error()
             if self.backend.recorder is not None:
@@ -158,7 +166,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """DeepSpeed's call: one file with the weights of this step, made a unit at a time."""
+        """Writes the weights of this step to one file, as DeepSpeed's method does. One unit is in memory at a time."""
 
         def save() -> None:
             if dist.get_rank() == 0:
@@ -168,7 +176,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
 
         with self.backend.readable_on_rank_0():
-            self._together(save)
+            self._on_all_ranks(save)
         return True
 
     # Loading
@@ -183,20 +191,25 @@ class CheckpointingEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """DeepSpeed's `load_checkpoint`, for our checkpoints, DeepSpeed's own, and folders of safetensors (weights)."""
-        self._together(self._background.wait)  # a rank that writes nothing would read an older `latest`
+        """Does what DeepSpeed's `load_checkpoint` does.
+
+        It reads our checkpoints, DeepSpeed's own, and the weights of folders with safetensors.
+        """
+        self._on_all_ranks(self._background.wait)  # a rank that writes nothing would read an older `latest`
         folder = Path(load_dir)
         found = tag_to_load(folder, tag)
         if found is None and is_unfinished(folder):
-            raise CheckpointError(f"the checkpoint in {folder} was not completed; {offer(folder, but='')}")
+            raise CheckpointError(f"the checkpoint in {folder} was not completed; {suggest_complete(folder, but='')}")
         if found is None and (source := model_source(folder)) is not None:
             self.backend.load_weights(source, strict=load_module_strict)
             return load_dir, {}
         if found is None or not is_ours(folder, found):
-            if found is not None and not any((folder / found).glob("*model_states.pt")):  # nor one of DeepSpeed's
-                raise CheckpointError(f"there is no complete checkpoint {folder / found}; {offer(folder, but=found)}")
-            if found is None and "no other" not in (others := offer(folder, but="")):
-                logger.warning(f"ds_zo: {folder} has no file `latest`; {others}")
+            if found is not None and not any((folder / found).glob("*model_states.pt")):  # the name of DeepSpeed's
+                raise CheckpointError(
+                    f"there is no complete checkpoint {folder / found}; {suggest_complete(folder, but=found)}"
+                )
+            if found is None and "no other" not in (suggestion := suggest_complete(folder, but="")):
+                logger.warning(f"ds_zo: {folder} has no file `latest`; {suggestion}")
             scheduler_state = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
             with plain_loading(self.checkpoint_engine, scheduler_state=scheduler_state):
                 loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
@@ -209,15 +222,16 @@ class CheckpointingEngine(DeepSpeedEngine):
                     custom_load_fn,
                 )
             return loaded
-        saved = self._together(lambda: open_checkpoint(folder, found, verify=self._writes, progress=self._writes))
+        saved = self._on_all_ranks(lambda: open_checkpoint(folder, found, verify=self._writes, progress=self._writes))
         resume = load_optimizer_states and not load_module_only
         if resume and saved.manifest.backend != self.resolved.backend:
             raise CheckpointError(
-                f"checkpoint {saved.folder} was written by backend {saved.manifest.backend}, this engine is "
-                f"{self.resolved.backend}: load_optimizer_states=False takes its weights and counters alone, and a "
-                "folder of `ds-zo export` loads by from_pretrained"
+                f"a checkpoint resumes with the backend that wrote it, got {saved.folder} of backend "
+                f"{saved.manifest.backend} in an engine of backend {self.resolved.backend}: "
+                "load_optimizer_states=False loads its weights and counters alone, and from_pretrained loads a folder "
+                "that `ds-zo export` makes"
             )
-        with taking_apart(saved.folder, "its state"):
+        with reading_content(saved.folder, "its state"):
             _check_engine_state(saved.engine_state)
             if resume and (mine := self._own_rank_state(saved.engine_state["ranks"])) is not None:
                 self.backend.check_rank_state(mine["backend"])
@@ -237,7 +251,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         if resume:
             _load_groups(self.optimizer, groups)
             self._load_rank_state(saved.engine_state["ranks"])
-            self._go_on_with_trajectory(saved, folder, logs, newest=tag is None)
+            self._continue_trajectory(saved, folder, logs, newest=tag is None)
         return str(saved.folder), client
 
     def _load_counters(self, saved: Saved, load_lr_scheduler_states: bool) -> None:
@@ -256,13 +270,15 @@ class CheckpointingEngine(DeepSpeedEngine):
         self.loaded_checkpoint_mp_world_size = common["mp_world_size"]
 
     def _own_rank_state(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """None: half a window's sum means nothing to other ranks."""
+        """This rank's state in a checkpoint. None if the checkpoint has another number of ranks: the sums of half an
+        accumulation window belong to the batches of its own ranks."""
         return ranks[dist.get_rank()] if len(ranks) == dist.get_world_size() else None
 
     def _load_rank_state(self, ranks: list[dict[str, Any]]) -> None:
         if dist.get_rank() >= len(ranks):
             logger.warning(
-                f"ds_zo: the checkpoint has {len(ranks)} ranks, so rank {dist.get_rank()} keeps its own random states"
+                f"ds_zo: the checkpoint has {len(ranks)} ranks, so rank {dist.get_rank()} keeps its present random "
+                "states"
             )
             return
         mine = ranks[dist.get_rank()]
@@ -273,15 +289,16 @@ class CheckpointingEngine(DeepSpeedEngine):
             self.backend.load_rank_state(mine["backend"])
 
     def _read_logs(self, folder: Path) -> list[Trajectory]:
-        """Before weights are replaced: a log that can't be read is an error that changes nothing."""
+        """The trajectories in `folder`. They are read before weights are replaced, so that a log that can't be read
+        changes nothing."""
         settings = self.resolved.section.checkpoint
         if not settings.trajectory:
             return []
         folders = [Path(settings.trajectory_dir or folder), folder]
-        return self._together(lambda: [] if self.backend.recorder is None else read_logs(*folders))
+        return self._on_all_ranks(lambda: [] if self.backend.recorder is None else read_logs(*folders))
 
-    def _go_on_with_trajectory(self, saved: Saved, folder: Path, logs: list[Trajectory], *, newest: bool) -> None:
-        """Steps that were made after the checkpoint are made again from the trajectory, if there is one."""
+    def _continue_trajectory(self, saved: Saved, folder: Path, logs: list[Trajectory], *, newest: bool) -> None:
+        """Replays the steps that a trajectory recorded after the checkpoint, if there is one."""
         settings = self.resolved.section.checkpoint
         if not settings.trajectory:
             return
@@ -292,7 +309,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             log_folder = Path(settings.trajectory_dir or folder)
             return self.backend.recorder.resume(logs, log_folder, point_of(saved), newest=newest)
 
-        rows = self._of_all_ranks(self._together(resume))[0]
+        rows = self._gather_from_ranks(self._on_all_ranks(resume))[0]
         if rows is None or rows.shape[0] == 0:
             return
         num_steps = rows.shape[0]
@@ -306,9 +323,9 @@ class CheckpointingEngine(DeepSpeedEngine):
         accumulation = self.gradient_accumulation_steps()
         self.micro_steps = (self.micro_steps // accumulation + num_steps) * accumulation
         log_dist(
-            f"ds_zo: {num_steps} steps after the checkpoint were recorded in the trajectory and made again: the run is "
+            f"ds_zo: {num_steps} steps after the checkpoint were recorded in the trajectory and replayed: the run is "
             f"at step {self.global_steps}; client_state and random states are those of the checkpoint; load_checkpoint "
-            "with a tag makes none again",
+            "with a tag replays none",
             ranks=[0],
             level=logging.WARNING,
         )
@@ -317,17 +334,19 @@ class CheckpointingEngine(DeepSpeedEngine):
 
     @property
     def _writes(self) -> bool:
+        """Whether this rank writes checkpoints."""
         return bool((self.local_rank if self.use_node_local_storage() else self.global_rank) == 0)
 
-    def _of_all_ranks(self, value: _T) -> list[_T]:
+    def _gather_from_ranks(self, value: _T) -> list[_T]:
+        """`value` of every rank, by rank."""
         if dist.get_world_size() == 1:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
 
-    def _together(self, call: Callable[[], _T]) -> _T:
-        """Runs `call` on every rank; if it fails on one, all raise, so that none waits for another for ever."""
+    def _on_all_ranks(self, call: Callable[[], _T]) -> _T:
+        """Runs `call` on every rank. If it fails on one rank, all ranks raise, so that none waits for ever."""
         if dist.get_world_size() == 1:
             return call()
         error: Exception | None = None
@@ -336,21 +355,22 @@ class CheckpointingEngine(DeepSpeedEngine):
             result = call()
         except Exception as raised:
             error = raised
-        failures = [text for text in self._of_all_ranks(None if error is None else str(error)) if text is not None]
+        texts = self._gather_from_ranks(None if error is None else str(error))
+        failures = [text for text in texts if text is not None]
         if error is not None:
             raise error
         if failures:
-            raise CheckpointError(f"another rank could not go on: {failures[0]}")
+            raise CheckpointError(f"another rank failed: {failures[0]}")
         return result  # type: ignore[no-any-return]
 
 
 def refuse_to_stock(load_dir: Path, tag: str | None) -> None:
-    """Raises where a checkpoint of ours is handed to DeepSpeed's own engine."""
+    """Raises where DeepSpeed's own engine is about to load a checkpoint of ours."""
     found = tag_to_load(load_dir, tag)
     if found is not None and is_ours(load_dir, found):
         raise CheckpointError(
-            f"checkpoint {load_dir / found} was written by ds_zo, this engine is DeepSpeed's own: make a folder for "
-            f"from_pretrained of it, by `ds-zo export {load_dir / found} OUT`, and begin from that"
+            f"DeepSpeed's own engine cannot load checkpoint {load_dir / found}, which was written by ds_zo: make a "
+            f"model folder of it with `ds-zo export {load_dir / found} OUT`, and load that with from_pretrained"
         )
 
 
@@ -362,7 +382,7 @@ def _version() -> str:
 
 
 def _model_description(module: torch.nn.Module) -> dict[str, bytes]:
-    """What `from_pretrained` needs besides weights, for `ds-zo export`."""
+    """The files that `from_pretrained` needs besides weights, by name, for `ds-zo export`."""
     found = description(module)
     module = base_of(module)
     config: Any = getattr(module, "config", None)
@@ -376,12 +396,12 @@ def _model_description(module: torch.nn.Module) -> dict[str, bytes]:
         try:
             found["generation_config.json"] = generation.to_json_string().encode()
         except (TypeError, ValueError) as error:
-            logger.warning(f"ds_zo: the generation config is not saved with the checkpoint: {error}")
+            logger.warning(f"ds_zo: the generation config can't be written as JSON and is not saved: {error}")
     return found
 
 
 def _check_engine_state(state: Mapping[str, Any]) -> None:
-    """Raises where something of it could not be loaded: before anything is."""
+    """Raises where a part of the state could not be loaded, before anything is loaded."""
     common = state["common"]
     counters = [common[name] for name in ("global_steps", "global_samples", "skipped_steps")]
     counters += [common["dp_world_size"], common["mp_world_size"], state["micro_steps"]]
@@ -390,19 +410,19 @@ def _check_engine_state(state: Mapping[str, Any]) -> None:
     dicts = [state["client"], *common["optimizer"]["param_groups"], *state["ranks"]]
     dicts += [common[name] for name in ("lr_scheduler", "random_ltd", "data_sampler") if common[name] is not None]
     if not all(isinstance(found, dict) for found in dicts):
-        raise TypeError("a part is not a dict")
+        raise TypeError("a part of it is not a dict")
     for rank in state["ranks"]:
         check_random_states(rank["random"])
         if type(rank["unmanaged_backward_count"]) is not int or not isinstance(rank["backend"], dict):
-            raise TypeError("a rank's state is not one")
+            raise TypeError("the state of a rank has values of other types")
         if rank["window_loss"] is not None and rank["window_loss"].numel() != 1:
-            raise ValueError("a loss is not one number")
+            raise ValueError("the window_loss of a rank is not one number")
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
     if len(saved) != len(optimizer.param_groups):
         raise ValueError(
-            f"a checkpoint loads into the parameter groups that it was saved from, {len(saved)}, got "
+            f"an optimizer needs as many parameter groups as the checkpoint has, {len(saved)}, got "
             f"{len(optimizer.param_groups)}: make the same groups, or call load_checkpoint(load_optimizer_states=False)"
         )
 

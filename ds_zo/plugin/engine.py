@@ -1,23 +1,17 @@
-"""The one module that knows DeepSpeed's internals: it puts our engine where the JSON asks for one.
+"""`PluginEngine`: DeepSpeed's engine whose update is computed by one of our backends.
 
-DeepSpeed has no registry of optimizers. `install` sets `DeepSpeedEngine.__new__`, which every route to an engine passes
-(`deepspeed.initialize`, an early-bound copy of it, Accelerate, Trainer), and returns a `PluginEngine` when the JSON
-names one of our backends. Python then calls `PluginEngine.__init__`. Deleting a `__new__` that was set on a class
-breaks construction for good, so it stays and `uninstall` clears the flag it reads.
-
-[Note: collected engines] An engine that is dropped is destroyed by Python's collector, in whatever thread happens to
-allocate. Threads of ours are what the end of an engine waits for (Adam's, a checkpoint's), so in one of those it is
-left to a new thread. It has a context of its own: leaving the module whole sets context variables (numpy's error
-state), and before Python 3.12 the collector may come in the middle of `ContextVar.set`, whose context must not change.
-A process that was forked meanwhile, a worker of a data loader say, leaves the engine alone: it has neither its threads
-nor the device.
+[Note: collected engines] Python's garbage collector destroys an engine that has no more references, in any thread that
+allocates. Destroying an engine waits for threads of ours (Adam's, a checkpoint's). In such a thread it would wait for
+itself, so a new thread destroys the engine. `super().__del__` runs in a copy of the context, for this reason: before
+Python 3.12 the collector may run in the middle of `ContextVar.set`, during which the context must not change. Writing
+the whole weights back to the module sets context variables (numpy's error state). A forked process, such as a data
+loader's worker, has neither the engine's threads nor its device, and does not destroy the engine.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
-import functools
 import inspect
 import logging
 import os
@@ -29,16 +23,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -49,196 +41,59 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
-from ds_zo.backends import Backend, StepOutcome, backend_class
+from ds_zo.backends import Backend, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.fixed_embeddings import FixedEmbeddings
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.weak_hooks import weakly
-from ds_zo.checkpoint.files import SAFETENSORS_DTYPES, hash_json
-from ds_zo.checkpoint.snapshot import persistent_buffers
-from ds_zo.checkpoint.writer import Background
-from ds_zo.config import ConfigError, Resolved, backend_of, resolve, with_section_on_top
+from ds_zo.checkpoint.files import hash_json
+from ds_zo.checkpoint.writer import BackgroundWriter
+from ds_zo.config import ConfigError, Resolved
 from ds_zo.config.agreement import check_agreement, shared_settings
-from ds_zo.config.errors import shown, suggestion
-from ds_zo.config.registry import entries
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show
-from ds_zo.plugin import gathered_parameters, hf_trainer
-from ds_zo.plugin.checkpointing import CheckpointingEngine, refuse_to_stock
+from ds_zo.plugin.checkpointing import CheckpointingEngine
 from ds_zo.plugin.throughput import EventTimer
 from ds_zo.plugin.zero_grad import ZeroGrads
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.loading import read_all
 
-_stock_new = DeepSpeedEngine.__new__
-_stock_config_init = DeepSpeedConfig.__init__
-_stock_load_checkpoint = DeepSpeedEngine.load_checkpoint
-_stock_signature = inspect.signature(DeepSpeedEngine.__init__)
+ENGINE_SIGNATURE = inspect.signature(DeepSpeedEngine.__init__)
 _LR_KEYS = ("lr", "initial_lr", "max_lr")
-"""Learning rates in a parameter group; torch's schedulers write the last two."""
-_PEAKS = ("max_lrs", "org_lrs")
-"""Attributes in which schedulers of DeepSpeed (and torch's CyclicLR) keep the rates that they climb to."""
-_active = False
-THREADS = "ds_zo"
-"""What names of threads of ours begin with."""
-_living: weakref.WeakSet[PluginEngine] = weakref.WeakSet()
-"""Engines of ours that have not been destroyed."""
-_ending: list[threading.Thread] = []
-"""Those in which engines are being destroyed that were dropped."""
+"""Keys of learning rates in a parameter group; torch's schedulers write the last two."""
+_PEAK_LR_ATTRIBUTES = ("max_lrs", "org_lrs")
+"""Attributes in which schedulers of DeepSpeed (and torch's CyclicLR) keep their largest learning rates."""
+THREAD_PREFIX = "ds_zo"
+"""The beginning of the name of every thread that this package starts."""
+_live_engines: weakref.WeakSet[PluginEngine] = weakref.WeakSet()
+"""Engines of ours that are made and not destroyed."""
+_destroying_threads: list[threading.Thread] = []
+"""Threads that destroy engines without references; see [Note: collected engines]."""
 
 
-def install() -> None:
-    """Makes our backends known to DeepSpeed. `import ds_zo` has done it; it undoes `uninstall`."""
-    global _active
-    _active = True
-    if DeepSpeedEngine.__new__ is not _new:
-        DeepSpeedEngine.__new__ = staticmethod(_new)
-        DeepSpeedConfig.__init__ = _config_init
-        DeepSpeedEngine.load_checkpoint = _load_checkpoint
-        gathered_parameters.install()
-        hf_trainer.install(lambda: _active)
+def has_live_engines() -> bool:
+    return len(_live_engines) > 0
 
 
-def uninstall() -> None:
-    """From now on every JSON gets DeepSpeed's own engine. Engines that exist keep working."""
-    global _active
-    _active = False
+def destroy_engine_of(model: nn.Module | None) -> None:
+    """Destroys the engine that has a parameter of `model`, before a new engine is made.
 
-
-def _new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
-    config = _ds_config(args, kwargs) if _active else None
-    backend = backend_of(config) if config is not None else None
-    if config is None or backend is None:
-        if config is not None and config.get("ds_zo"):
-            resolve(config)  # raises: the section would do nothing, and the run would not be the one that was meant
-        if config is not None and _argument("optimizer", args, kwargs) is None:
-            _check_optimizer_type(cls, config)
-        model = _argument("model", args, kwargs)
-        _let_go_of(model)
-        if config is not None and model is not None:
-            read_all(model)
-        return _stock_new(cls) if _stock_new is object.__new__ else _stock_new(cls, *args, **kwargs)
-    if not issubclass(PluginEngine, cls):
-        raise ConfigError(
-            f"backend {backend} replaces DeepSpeedEngine, and this model or JSON asks for {cls.__name__}: pass a plain "
-            "nn.Module and leave hybrid_engine out",
-            at="optimizer.type" if "optimizer" in config else "ds_zo.backend",
-        )
-    engine = object.__new__(PluginEngine)
-    engine.__dict__["_process"] = os.getpid()
-    # Here, not in __init__: a refused JSON leaves no half-made engine, and nothing has been moved or allocated yet.
-    engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
-    engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
-    _check_dtype(engine.resolved)
-    model = _argument("model", args, kwargs)
-    _let_go_of(model)
-    _check_whole(model)
-    _check_savable(model)
-    return engine
-
-
-def _check_dtype(resolved: Resolved) -> None:
-    """DeepSpeed refuses it too, after the model was moved, and without a remedy."""
-    if resolved.dtype is torch.float16 and not get_accelerator().is_fp16_supported():
-        raise ConfigError(
-            f"fp16 needs FP16 instructions, which this machine's {get_accelerator().device_name()} does not have; "
-            "use bf16.enabled, or neither for float32, or a GPU",
-            at="fp16.enabled",
-        )
-
-
-def _check_optimizer_type(cls: type[DeepSpeedEngine], config: Mapping[str, Any]) -> None:
-    """A name that DeepSpeed is about to refuse may be one of ours, misspelt: its own error does not list them."""
-    block = config.get("optimizer")
-    written = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(written, str) or any(cls._is_supported_optimizer(cls, n) for n in (written, written.lower())):
-        return
-    names = (*(entry.optimizer_type for entry in entries()), *DEEPSPEED_OPTIMIZERS)
-    text = f"neither DeepSpeed, torch.optim nor ds_zo has this optimizer, got {shown(written)}; "
-    raise ConfigError(text + suggestion(written, names), at="optimizer.type")
-
-
-@functools.wraps(_stock_load_checkpoint)
-def _load_checkpoint(self: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's own engine finds none of its files in a checkpoint of ours, and asserts without a word."""
-    if _active and load_dir is not None and not isinstance(self, PluginEngine):
-        refuse_to_stock(Path(load_dir), tag)
-    return _stock_load_checkpoint(self, load_dir, tag, *args, **kwargs)
-
-
-def _let_go_of(model: nn.Module | None) -> None:
-    """A module has one engine: what an earlier one has pending, and its hooks, would mix with the new one's."""
-    while _ending:
-        _ending.pop().join()
+    Pending updates and hooks of the earlier engine would mix with those of the new one.
+    """
+    while _destroying_threads:
+        _destroying_threads.pop().join()
     wanted = {id(p) for p in model.parameters()} if model is not None else set()
-    for engine in list(_living):
+    for engine in list(_live_engines):
         if any(id(p) in wanted for p in engine.module.parameters()):
-            log_dist("ds_zo: another engine is made of this module, so its first one is destroyed", ranks=[0])
+            log_dist("ds_zo: a new engine is made of this module, so its earlier engine is destroyed", ranks=[0])
             engine.destroy()
 
 
-def _config_init(self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) -> None:
-    """DeepSpeed reads the JSON before it makes an engine, and refuses a `ds_zo` section inside `zero_optimization`.
-
-    Where it refuses a JSON of ours for another reason, our error says why."""
-    if _active and isinstance(config, (str, os.PathLike)):
-        config = load_ds_config(os.fspath(config))
-    if _active and isinstance(config, dict):
-        config = with_section_on_top(config)
-    try:
-        _stock_config_init(self, config, *args, **kwargs)
-    except Exception:
-        if _active and isinstance(config, dict):
-            try:
-                if backend_of(config) is not None or isinstance(config.get("optimizer"), str):
-                    resolve(config)
-            except ConfigError as error:
-                raise error from None
-        raise
-
-
-def _argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return _stock_signature.bind_partial(None, *args, **kwargs).arguments.get(name)
-
-
-def _ds_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The JSON an engine is being made from; None where `__new__` is called bare, as copying and unpickling do."""
-    config = _argument("config", args, kwargs)
-    if not isinstance(config, dict):
-        config = getattr(_argument("config_class", args, kwargs), "_param_dict", None)
-    return with_section_on_top(config) if isinstance(config, dict) else None
-
-
-def _check_whole(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if getattr(p, "_ds_zo_left", False) and not p.numel():
-            raise RuntimeError(
-                f"an engine is made of whole weights, got {name} with none: each rank had a piece (LOMO at stage 3) in "
-                "an engine that is destroyed. Save them before that and load them into a new model; with Trainer, make "
-                "a new one for each train() and evaluate before it by eval_on_start=True"
-            )
-        if p.numel() > 1 and not any(p.stride()):
-            raise RuntimeError(
-                f"an engine is made of whole weights, got {name} without memory: an engine that was being made of this "
-                "model failed when it had stored them in another form. Load the model again"
-            )
-
-
-def _check_savable(model: nn.Module) -> None:
-    """Before hours of training that no checkpoint could hold."""
-    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
-            raise ValueError(
-                f"a checkpoint holds dense tensors of the dtypes that safetensors has, got {name} of {tensor.dtype}, "
-                f"{tensor.layout}: give it another dtype, or register it by register_buffer(persistent=False) ({name})"
-            )
-
-
 class PluginEngine(CheckpointingEngine):
-    """DeepSpeed's engine with the update path handed to a `Backend`.
+    """DeepSpeed's engine that leaves forward, backward, the update and the placement of weights to a `Backend`.
 
-    Accumulation, schedulers, monitors, timers, data loading and checkpoint files stay DeepSpeed's. Placement is ours,
-    so the engine is made as if the JSON had no `zero_optimization`, and no optimizer is wrapped.
+    Accumulation, schedulers, monitors, timers and data loading stay DeepSpeed's. Because the backend places weights,
+    DeepSpeed makes the engine as if the JSON had no `zero_optimization`, and wraps no optimizer.
     """
 
     resolved: Resolved
@@ -246,9 +101,10 @@ class PluginEngine(CheckpointingEngine):
     _backend_class: type[Backend]
     _unmanaged_backward_count: int
     _outcome: StepOutcome | None
+    """Outcome of the last step, until it is counted; None after that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = _stock_signature.bind(self, *args, **kwargs).arguments
+        bound = ENGINE_SIGNATURE.bind(self, *args, **kwargs).arguments
         model: nn.Module = bound["model"]
         self._places_parameters = self._backend_class.places_parameters(self.resolved)
         _undo_zero_init(model, to_host=self._places_parameters)
@@ -258,13 +114,16 @@ class PluginEngine(CheckpointingEngine):
         bound["config_class"] = _without_zero(bound["config_class"])
         bound["dont_change_device"] = bound.get("dont_change_device", False) or self._places_parameters
         self._window_loss: torch.Tensor | None = None
+        """Sum of this accumulation window's scaled losses; None before its first backward, and without a monitor."""
         self._window_has_sums = False
-        """A backward pass of this accumulation window waits for the step."""
+        """Whether this accumulation window has had a backward pass and no step yet."""
         self._window_began: float | None = None
-        """When the first forward of this accumulation window began, while a monitor wants to know."""
-        self._background = Background()
+        """`time.perf_counter()` at the first forward of this accumulation window; None before it, and without a
+        monitor."""
+        self._background = BackgroundWriter()
         super().__init__(**bound)
-        # Made for fp16 autocast without ZeRO; it asserts on the gradients that our backends never produce.
+        # DeepSpeed makes this scaler for fp16 autocast without ZeRO. It asserts on gradients, which our backends do not
+        # produce.
         self.torch_autocast_z0_gradscaler = None
         self._check_ranks_agree()
         self.backend = self._backend_class(
@@ -274,22 +133,23 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
-        self._zero_grads = ZeroGrads(self.optimizer, self.module, forget=weakly(self.zero_grad))
+        self._zero_grads = ZeroGrads(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         self._fixed_embeddings = FixedEmbeddings(self.module)
         self._log_start()
-        _living.add(self)
+        _live_engines.add(self)
 
     def _check_ranks_agree(self) -> None:
-        """Once, by a hash; where hashes differ, the settings say which one does."""
+        """Compares a hash of the settings between ranks. Where hashes differ, compares the settings themselves, so
+        that the error names the one that differs."""
         mine = shared_settings(
             self.resolved,
             param_groups=self.optimizer.param_groups,
             scheduler={"type": self.scheduler_name(), "params": self.scheduler_params()},
         )
-        if len(set(self._of_all_ranks(hash_json(mine)))) > 1:
-            check_agreement(self._of_all_ranks(mine))
+        if len(set(self._gather_from_ranks(hash_json(mine)))) > 1:
+            check_agreement(self._gather_from_ranks(mine))
 
-    # What DeepSpeed asks while it builds the engine.
+    # Methods that DeepSpeed calls while it makes the engine.
 
     @property
     def tput_timer(self) -> ThroughputTimer:
@@ -297,7 +157,7 @@ class PluginEngine(CheckpointingEngine):
 
     @tput_timer.setter
     def tput_timer(self, timer: ThroughputTimer) -> None:
-        """Set before DeepSpeed makes a data loader, which starts it with every batch."""
+        """Replaces DeepSpeed's timer before DeepSpeed gives it to a data loader, which starts it with every batch."""
         self._throughput = EventTimer.instead_of(timer)
 
     def optimizer_name(self) -> str:
@@ -327,41 +187,45 @@ class PluginEngine(CheckpointingEngine):
         self._backend_class.prepare_optimizer(self.optimizer, self.resolved)
 
     def _check_parameters(self) -> None:
-        """An optimizer that was built of another model, or before parameters were replaced, would train in silence."""
+        """Refuses an optimizer that has no parameter of the model, and warns of one that has others too.
+
+        Such an optimizer was made of another model, or before parameters of this model were replaced.
+        """
         given = [p for group in self.optimizer.param_groups for p in group["params"]]
         own = {id(p) for p in self.module.parameters()}
         foreign = sum(id(p) not in own for p in given)
         where = f"{type(self.optimizer).__name__}.param_groups"
         remedy = "make the optimizer of model.parameters() after the model's last change (adapters, resized embeddings)"
         if given and foreign == len(given):
-            raise ConfigError(f"an optimizer trains parameters of its model, got none of them; {remedy}", at=where)
+            raise ConfigError(f"an optimizer must have parameters of its model, got none of them; {remedy}", at=where)
         if foreign:
             text = f"ds_zo: {foreign} of {len(given)} parameters are not the model's and are not trained: {remedy}"
             log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
         if not any(p.requires_grad for p in given):
-            text = "ds_zo: no parameter requires a gradient, so nothing is trained: call requires_grad_(True) on some"
+            text = "ds_zo: no parameter requires a gradient, so none is trained: call requires_grad_(True) on some"
             log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> None:
-        """None: no ZeRO, fp16 or bf16 wrapper, none of which can hold what a backend updates."""
+        """Does nothing: DeepSpeed checks its ZeRO, fp16 and bf16 wrappers here, and this engine has none of them."""
 
     def _create_module_forward_pre_hook(self) -> RemovableHandle:
-        """Nothing on the module: a backend may call it several times a step, and `forward` keeps the timers instead."""
+        """Registers no hook: a backend may call the module several times a step. `forward` starts the timers."""
         return RemovableHandle(OrderedDict())
 
     def _create_module_forward_post_hook(self) -> RemovableHandle:
         return RemovableHandle(OrderedDict())
 
     def _broadcast_model(self) -> None:
-        # DeepSpeed's takes neither scalars nor transposed parameters.
+        # DeepSpeed's method accepts neither scalars nor transposed parameters.
         if not self._places_parameters and all(p.ndim and p.is_contiguous() for p in self.module.parameters()):
             super()._broadcast_model()
         elif self.dist_backend is not None and dist.get_world_size(self.seq_data_parallel_group) > 1:
             source = dist.get_global_rank(self.seq_data_parallel_group, 0)
             for parameter in self.module.parameters():
                 if parameter.is_meta:
-                    continue  # every rank reads it from the same source
-                # One at a time, through the device: NCCL does not read the host, and the whole model need not fit.
+                    continue  # every rank reads its value from the same files
+                # One at a time through the device: NCCL does not read host memory, and the device may be too small for
+                # the whole model.
                 on_device = parameter.data.to(self.device).contiguous()
                 dist.broadcast(on_device, source, group=self.seq_data_parallel_group)
                 parameter.data.copy_(on_device)
@@ -370,7 +234,8 @@ class PluginEngine(CheckpointingEngine):
         config = self.resolved
         trainable = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         groups = self.optimizer.param_groups
-        rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}  # a client's are its own
+        # The groups of an optimizer that the script made have values that the JSON does not.
+        rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}
         lines = [
             f"ds_zo: backend {config.backend}, {trainable:,} trainable parameters in {len(groups)} group(s), model "
             f"dtype {config.dtype}, autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
@@ -385,16 +250,16 @@ class PluginEngine(CheckpointingEngine):
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
         if not config.entry.clips_gradients and config.gradient_clipping > 0:
-            own = ": clip_projected_grad is ZO's own" if config.entry.zeroth_order else ""
-            text = f"gradient_clipping {config.gradient_clipping:g} does not alter {config.entry.optimizer_type}{own}"
+            own = ": set clip_projected_grad instead" if config.entry.zeroth_order else ""
+            text = f"gradient_clipping {config.gradient_clipping:g} does not change {config.entry.optimizer_type}{own}"
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
         if config.stream and not find_blocks(self.module, config.section.stream.blocks):
-            text = "ds_zo: offload_param streams nothing: the model has no list of like modules and stays on the device"
+            text = "ds_zo: offload_param has no effect: the model has no list of like modules and stays on the device"
             remedy = "name its blocks in ds_zo.stream.blocks, or remove offload_param"
             log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
         peak = self._peak_lr()
-        told = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR  # by config.warnings
-        if config.entry.zeroth_order and peak > largest_zo_lr(trainable) and not told:
+        is_in_warnings = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR
+        if config.entry.zeroth_order and peak > largest_zo_lr(trainable) and not is_in_warnings:
             given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
             text = large_zo_lr(peak, at=given if self.lr_scheduler is None else f"{given} and its scheduler")
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
@@ -402,20 +267,23 @@ class PluginEngine(CheckpointingEngine):
             log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
 
     def _peak_lr(self) -> float:
-        """The largest learning rate that a schedule reaches, as far as it tells: most begin at a smaller one."""
-        told = [group[key] for group in self.optimizer.param_groups for key in _LR_KEYS if key in group]
-        told += [lr for name in _PEAKS for lr in getattr(self.lr_scheduler, name, ())]
-        return max(map(float, told), default=0.0)
+        """The largest learning rate found in the parameter groups and in the attributes of the scheduler.
+
+        Most schedules begin at a smaller one. A schedule may reach a larger one that none of its attributes holds.
+        """
+        found = [group[key] for group in self.optimizer.param_groups for key in _LR_KEYS if key in group]
+        found += [lr for name in _PEAK_LR_ATTRIBUTES for lr in getattr(self.lr_scheduler, name, ())]
+        return max(map(float, found), default=0.0)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, *args: Any, **kwargs: Any
     ) -> Any:
-        """The engine's own loader deals ranks that share a batch (ZO's `direction_parallel`) the same."""
-        sharing = getattr(self.resolved.optimizer, "direction_parallel", 1)
-        if sharing > 1 and route == ROUTE_TRAIN and self.is_map_style_dataset(dataset) and len(args) < 2:
-            num_replicas = max(1, self.dp_world_size // sharing)
-            dealt: Any = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // sharing)
-            kwargs["data_sampler"] = kwargs.get("data_sampler") or dealt
+        """Gives ranks that evaluate directions on one batch (ZO's `direction_parallel`) the same samples."""
+        num_sharing = getattr(self.resolved.optimizer, "direction_parallel", 1)
+        if num_sharing > 1 and route == ROUTE_TRAIN and self.is_map_style_dataset(dataset) and len(args) < 2:
+            num_replicas = max(1, self.dp_world_size // num_sharing)
+            sampler: Any = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // num_sharing)
+            kwargs["data_sampler"] = kwargs.get("data_sampler") or sampler
         return super().deepspeed_io(dataset, batch_size, route, *args, **kwargs)
 
     # A training step.
@@ -423,7 +291,7 @@ class PluginEngine(CheckpointingEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         interrupts.release()
         if self.module.training and torch.is_grad_enabled():
-            self._check_living()
+            self._check_live()
         if self.monitor.enabled and self._window_began is None and self.module.training:
             self._window_began = time.perf_counter()
         replaced = self._forward_prologue(inputs, kwargs)
@@ -433,7 +301,7 @@ class PluginEngine(CheckpointingEngine):
         try:
             with autocast_if_enabled(self):
                 outputs = self.backend.forward(*inputs, **kwargs)
-        except BaseException:  # Ctrl-C on the way out of a context leaves torch's modes as they are inside
+        except BaseException:  # Ctrl-C inside a context manager's __exit__ would leave torch's modes as they are inside
             torch._C._set_grad_enabled(modes[0])
             torch.set_autocast_cache_enabled(modes[1])
             raise
@@ -444,37 +312,37 @@ class PluginEngine(CheckpointingEngine):
         return outputs
 
     def _check_bare_backward(self) -> None:
-        """`loss.backward()` without the engine is right only where there is no accumulation to divide by."""
+        """Refuses `loss.backward()` under accumulation: only `engine.backward` divides the loss by the window."""
         steps = self.gradient_accumulation_steps()
         if not self._running_engine_backward and steps != 1:
             raise RuntimeError(
-                f"loss.backward() needs gradient_accumulation_steps 1, since it does not divide by them, got {steps}: "
-                "call engine.backward(loss)"
+                "loss.backward() needs gradient_accumulation_steps 1, because it does not divide the loss by them, got "
+                f"{steps}: call engine.backward(loss)"
             )
 
-    def _check_living(self) -> None:
-        if self not in _living:
+    def _check_live(self) -> None:
+        if self not in _live_engines:
             raise RuntimeError(
-                "an engine trains until it is destroyed, and this one was, by engine.destroy(), by Accelerator's "
-                "free_memory() or by a later engine of its module: train with the later one, or make one by "
+                "a destroyed engine cannot train, got one that was destroyed by engine.destroy(), by Accelerator's "
+                "free_memory() or by a later engine of its module: train with the later engine, or make one by "
                 "deepspeed.initialize, or by Accelerator.prepare after free_memory()"
             )
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        self._check_living()
+        self._check_live()
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
-                f"engine.backward takes one scalar loss with a graph, got {found}, requires_grad "
-                f"{getattr(loss, 'requires_grad', None)}: reduce it, call the engine in train mode, outside no_grad, "
-                "and where the model returns a loss of its own, start from that one"
+                f"engine.backward needs one scalar loss with a graph, got {found}, requires_grad "
+                f"{getattr(loss, 'requires_grad', None)}: reduce it to one number, call the engine in train mode and "
+                "outside no_grad, and compute the loss from the one that the model returns, if it returns one"
             )
         self._unmanaged_backward_count += not self.managed_gradient_accumulation()
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         if self.monitor.enabled:
             self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
         self.backend.is_last_micro_batch = self.is_gradient_accumulation_boundary()
-        interrupts.hold()  # until it is counted: see [Note: whole steps]
+        interrupts.hold()  # `step` releases it: see [Note: whole steps]
         try:
             with self._inside_backward():
                 self.backend.backward(scaled, retain_graph=retain_graph)
@@ -500,17 +368,18 @@ class PluginEngine(CheckpointingEngine):
             self._stop_timers(timers)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """A backend averages over ranks what it accumulates, which need not be a gradient."""
+        """Does nothing: the backend averages its own sums over ranks, and these need not be gradients."""
 
     def clip_fp32_gradients(self) -> None:
-        """Clipping is the backend's: it alone knows what the norm of an update is."""
+        """Does nothing: the backend clips its own updates."""
 
     def zero_grad(self) -> None:
-        """Also called by `zero_grad` of the optimizer and of the module."""
+        """Drops the backend's sums of this accumulation window. `zero_grad` of the optimizer and of the module call
+        it too."""
         if self._window_has_sums and self.gradient_accumulation_steps() > 1 and self.backend.accumulates:
             logger.warning_once(
-                "ds_zo: zero_grad() inside an accumulation window drops the micro-batches before it: engine.step() "
-                "zeroes by itself at the window's end, so loops need not call it"
+                "ds_zo: zero_grad() inside an accumulation window drops the micro-batches before it: remove the call, "
+                "because engine.step() zeroes by itself at the end of the window"
             )
         self._window_has_sums = False
         self.backend.zero_grad()
@@ -518,10 +387,10 @@ class PluginEngine(CheckpointingEngine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         with interrupts.deferred():
             interrupts.release()
-            # Before DeepSpeed sets "not applied" for this call: the last boundary's outcome must not overwrite it.
-            self._settle_outcome()
+            # First, because DeepSpeed then sets "not applied" for this call, which the last outcome must not overwrite.
+            self._count_outcome()
             super().step(lr_kwargs)
-            self._surface_checkpoint_error()
+            self._raise_background_error()
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         outcome = self.backend.step()
@@ -529,8 +398,8 @@ class PluginEngine(CheckpointingEngine):
         self._global_grad_norm = outcome.grad_norm
         self._outcome = outcome
         if isinstance(outcome.applied, bool):
-            self._settle_outcome()
-        # torch's schedulers, the engine's or the user's own, warn unless optimizer.step() came first: ours did.
+            self._count_outcome()
+        # torch's schedulers warn unless optimizer.step() was called before them. The backend's step stands for it.
         self.optimizer._opt_called = True
         if outcome.advance_schedule and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -547,7 +416,8 @@ class PluginEngine(CheckpointingEngine):
         self._write_events(self.global_samples - num_samples_before)
 
     def _write_events(self, num_samples: int) -> None:
-        """The mean loss of the window, its speed, and memory; DeepSpeed's own `step` writes the learning rate."""
+        """Writes the window's mean loss, its speed and memory peaks to the monitors. DeepSpeed's own `step` writes the
+        learning rate."""
         loss, self._window_loss = self._window_loss, None
         began, self._window_began = self._window_began, None
         if loss is None:
@@ -555,7 +425,7 @@ class PluginEngine(CheckpointingEngine):
         if self.dp_world_size > 1:
             dist.all_reduce(loss, group=self.data_parallel_group)
         if self.global_rank == 0:
-            values = {"train_loss": loss.item() / self.dp_world_size}  # waits for the step, so the clock is right
+            values = {"train_loss": loss.item() / self.dp_world_size}  # waits for the step, before the clock is read
             if began is not None:
                 values["samples_per_s"] = num_samples / (time.perf_counter() - began)
             values["peak_device_gb"] = get_accelerator().max_memory_allocated() / 1e9
@@ -563,8 +433,9 @@ class PluginEngine(CheckpointingEngine):
             events = [(f"Train/Samples/{name}", value, self.global_samples) for name, value in values.items()]
             self.monitor.write_events(events)
 
-    def _settle_outcome(self) -> None:
-        """Counts the last step if it was skipped. What is learnt on the device is read a step late, or when asked."""
+    def _count_outcome(self) -> None:
+        """Counts the last step if it was skipped. An outcome on the device is read at the next step, or when a caller
+        asks for it. So a step does not wait for the device."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
@@ -580,7 +451,7 @@ class PluginEngine(CheckpointingEngine):
 
     @property
     def skipped_steps(self) -> int:
-        self._settle_outcome()
+        self._count_outcome()
         return self._skipped_steps
 
     @skipped_steps.setter
@@ -589,7 +460,7 @@ class PluginEngine(CheckpointingEngine):
         self._skipped_steps = value
 
     def was_step_applied(self) -> bool:
-        self._settle_outcome()
+        self._count_outcome()
         return bool(self._step_applied)
 
     def get_global_grad_norm(self) -> float | None:
@@ -605,11 +476,11 @@ class PluginEngine(CheckpointingEngine):
 
     def _refuse_moving_states(self, name: str) -> None:
         raise RuntimeError(
-            f"engine.{name} moves ZeRO's optimizer states, and backend {self.resolved.backend} keeps none of those: "
-            'to keep parameters on the host set zero_optimization.offload_param.device to "cpu"'
+            f"engine.{name} needs ZeRO's optimizer states, got backend {self.resolved.backend}, which has none: to "
+            'keep parameters on the host set zero_optimization.offload_param.device to "cpu"'
         )
 
-    # Weights in and out by DeepSpeed's names; our checkpoints are in `checkpointing`.
+    # DeepSpeed's methods for reading and writing weights; checkpoints are in `checkpointing`.
 
     def module_state_dict(
         self,
@@ -626,7 +497,8 @@ class PluginEngine(CheckpointingEngine):
         return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Accelerate and Trainer ask for it whenever the JSON says stage 3."""
+        """The whole weights on the host, for rank 0; None on other ranks. Accelerate and Trainer call it whenever the
+        JSON says stage 3."""
         with self.backend.readable_on_rank_0():
             if dist.get_rank() != 0:
                 return None
@@ -655,8 +527,8 @@ class PluginEngine(CheckpointingEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        # Asked for no optimizer states, DeepSpeed returns them unread: a client's own optimizer could not take the
-        # keyword that it passes in bf16 and fp16.
+        # With load_optimizer_states=False DeepSpeed does not load them into the optimizer. The script's own optimizer
+        # does not accept the keyword that DeepSpeed passes to it in bf16 and fp16.
         path, rest = super()._load_checkpoint(
             load_dir,
             tag,
@@ -671,15 +543,15 @@ class PluginEngine(CheckpointingEngine):
         if not load_module_only:
             log_dist(
                 f"ds_zo: the checkpoint was written by another optimizer, not by {self.resolved.backend}: weights and "
-                f"counters are loaded, the backend starts afresh ({path})",
+                f"counters are loaded, and the backend starts without a state ({path})",
                 ranks=[0],
                 level=logging.WARNING,
             )
         return path, rest
 
     def destroy(self) -> None:
-        """Waits for a checkpoint that is being written; raises at the end if that failed."""
-        _living.discard(self)
+        """Ends the engine. Waits for a checkpoint that is being written, and raises last if writing it failed."""
+        _live_engines.discard(self)
         self._background.wait()
         backend = self.__dict__.get("backend")
         try:
@@ -697,18 +569,18 @@ class PluginEngine(CheckpointingEngine):
         """See [Note: collected engines]."""
         if self.__dict__.get("_process", os.getpid()) != os.getpid():
             return
-        if not threading.current_thread().name.startswith(THREADS):
+        if not threading.current_thread().name.startswith(THREAD_PREFIX):
             contextvars.copy_context().run(super().__del__)
             return
-        thread = threading.Thread(target=self._end_elsewhere, name=f"{THREADS}-end", daemon=False)
-        with suppress(RuntimeError):  # the interpreter ends, and everything with it
+        thread = threading.Thread(target=self._destroy_in_thread, name=f"{THREAD_PREFIX}-destroy", daemon=False)
+        with suppress(RuntimeError):  # the interpreter is ending and starts no thread
             thread.start()
-            _ending.append(thread)
+            _destroying_threads.append(thread)
 
-    def _end_elsewhere(self) -> None:
+    def _destroy_in_thread(self) -> None:
         device = self.__dict__.get("device")
         if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins with the first
+            torch.cuda.set_device(device)  # a new thread's current device is the first
         super().__del__()
 
 
@@ -718,9 +590,9 @@ def _peak_host_bytes() -> int:
 
 
 def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:
-    """The same configuration as if ZeRO were off, which every `zero_*` question of the engine then answers."""
+    """A copy of the configuration with ZeRO off, which the engine's `zero_*` methods then report."""
     config_class = copy.copy(config_class)
-    # Under a stage 3 JSON, Trainer and Accelerate save weights only from an engine that says it gathers them.
+    # Under a stage 3 JSON, Trainer and Accelerate save weights only if this setting of the engine is True.
     config_class.zero_config = DeepSpeedZeroConfig(stage3_gather_16bit_weights_on_model_save=True)
     config_class.zero_optimization_stage = 0
     config_class.zero_enabled = False
@@ -728,9 +600,9 @@ def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:
 
 
 def _undo_zero_init(model: nn.Module, *, to_host: bool) -> None:
-    """Gives whole tensors back to parameters that `deepspeed.zero.Init` has partitioned, one at a time.
+    """Gathers parameters that `deepspeed.zero.Init` has partitioned, one at a time, and makes them plain again.
 
-    Under a stage 3 JSON, transformers builds every model in that context, long before it is known who will train it.
+    Under a stage 3 JSON, transformers makes every model in that context, before it knows which engine will train it.
     """
     partitioned: list[Any] = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     for parameter in partitioned:

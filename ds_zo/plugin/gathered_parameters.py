@@ -1,13 +1,14 @@
-"""`deepspeed.zero.GatheredParameters` for parameters that a backend of ours keeps.
+"""`deepspeed.zero.GatheredParameters` for parameters that one of our backends keeps.
 
-DeepSpeed's own context does nothing for them, and what they show between steps may lag the current step or be a
-placeholder. Inside the context they are whole and current; after one with a `modifier_rank`, what that rank wrote is
-kept.
+DeepSpeed's own context ignores such parameters. Between steps a parameter may show the weights of an earlier step, or a
+placeholder. Inside the context it shows its whole current weights. If the context has a `modifier_rank`, the values
+that this rank wrote are stored when the context ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed.comm as dist
@@ -17,61 +18,75 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 
-_stock_init = GatheredParameters.__init__
-_stock_enter = GatheredParameters.__enter__
-_stock_exit = GatheredParameters.__exit__
+
+@functools.cache
+def replace_init(original: Callable[..., None]) -> Callable[..., None]:
+    """`GatheredParameters.__init__` that makes the context an `EngineParameters` where one of our engines has one of
+    the parameters. Every other context stays DeepSpeed's own."""
+
+    @functools.wraps(original)
+    def init(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+            params = list(params)
+        original(self, params, modifier_rank, *args, **kwargs)
+        enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+        listed = params if isinstance(params, list) else [params]
+        if enabled and any(_state_of(p) is not None for p in listed):
+            self.__class__ = _serving_class(type(self))
+            self._ds_zo_listed = list({id(p): p for p in listed}.values())
+            self._ds_zo_modifier_rank = modifier_rank
+
+    return init
 
 
-def install() -> None:
-    GatheredParameters.__init__ = _init
-    GatheredParameters.__enter__ = _enter
-    GatheredParameters.__exit__ = _exit
+class EngineParameters(GatheredParameters):
+    """A `GatheredParameters` context with parameters of one of our engines."""
+
+    _ds_zo_listed: list[nn.Parameter]
+    _ds_zo_modifier_rank: int | None
+    _ds_zo_shown: list[tuple[nn.Parameter, ModuleState]]
+    """Parameters that show copies inside the context, with the state of their engine."""
+    _ds_zo_own: set[int]
+    """Ids of the parameters that this context made copies for; an enclosing context made the other copies."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        states = [(p, _state_of(p)) for p in self._ds_zo_listed]
+        self._ds_zo_shown = [(p, state) for p, state in states if state is not None]
+        own: dict[ModuleState, list[nn.Parameter]] = {}
+        for parameter, state in self._ds_zo_shown:
+            if parameter not in state.gathered_copies:
+                own.setdefault(state, []).append(parameter)
+        for state, parameters in own.items():
+            state.gather(parameters)
+        self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
+        return entered
+
+    def __exit__(self, *exception: Any) -> Any:
+        keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
+        shown = [(p, state) for p, state in self._ds_zo_shown if p in state.gathered_copies]  # empty after destroy()
+        # All values are read before the first is stored: storing one binds its whole unit to its stored buffers.
+        values = [
+            state.gathered_copies.remove(p) if id(p) in self._ds_zo_own else state.gathered_copies.value_of(p)
+            for p, state in shown
+        ]
+        for (parameter, state), value in zip(shown, values, strict=True):
+            if keeps:
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    value = value.to(state.device)
+                    dist.broadcast(value, self._ds_zo_modifier_rank)
+                state.store(parameter, value)
+            if id(parameter) in self._ds_zo_own:
+                state.bind_stored(parameter)
+        return super().__exit__(*exception)
 
 
-def _init(
-    self: Any,
-    params: nn.Parameter | Iterable[nn.Parameter],
-    modifier_rank: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    if not isinstance(params, torch.Tensor):
-        params = list(params)
-    _stock_init(self, params, modifier_rank, *args, **kwargs)
-    enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
-    listed = [params] if isinstance(params, torch.Tensor) else params
-    self._ds_zo_listed = list({id(p): p for p in listed if enabled}.values())
-    self._ds_zo_modifier_rank = modifier_rank
+def _state_of(parameter: Any) -> ModuleState | None:
+    """The state of our engine that has `parameter`; None without one."""
+    state = getattr(parameter, "_hp_mapping", None)
+    return state if isinstance(state, ModuleState) else None
 
 
-def _enter(self: Any) -> Any:
-    entered = _stock_enter(self)
-    states = [(p, getattr(p, "_hp_mapping", None)) for p in self._ds_zo_listed]
-    self._ds_zo_lent = [(p, state) for p, state in states if isinstance(state, ModuleState)]
-    own: dict[ModuleState, list[nn.Parameter]] = {}
-    for parameter, state in self._ds_zo_lent:
-        if parameter not in state.gathered_copies:  # else a context around this one shows it, and goes on
-            own.setdefault(state, []).append(parameter)
-    for state, parameters in own.items():
-        state.gather(parameters)
-    self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
-    return entered
-
-
-def _exit(self: Any, *exception: Any) -> Any:
-    keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
-    lent = [(p, state) for p, state in self._ds_zo_lent if p in state.gathered_copies]  # none of an engine that is gone
-    # All values first: to write one binds its whole unit to where it is stored.
-    values = [
-        state.gathered_copies.remove(p) if id(p) in self._ds_zo_own else state.gathered_copies.value_of(p)
-        for p, state in lent
-    ]
-    for (parameter, state), value in zip(lent, values, strict=True):
-        if keeps:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                value = value.to(state.device)
-                dist.broadcast(value, self._ds_zo_modifier_rank)
-            state.store(parameter, value)
-        if id(parameter) in self._ds_zo_own:
-            state.bind_stored(parameter)
-    return _stock_exit(self, *exception)
+def _serving_class(cls: type) -> type:
+    """`EngineParameters`, or for a context of a user's own subclass that subclass on top of it."""
+    return EngineParameters if cls is GatheredParameters else type(cls.__name__, (cls, EngineParameters), {})

@@ -1,9 +1,9 @@
-"""Samples per second without stopping the device.
+"""Measures samples per second without synchronising the device.
 
-[Note: timing without waiting] DeepSpeed's throughput timer empties the device twice a step to read the clock. The
-host can then issue nothing ahead: kernels and uploads of the next step start only after the last one has ended, some
-milliseconds a step that no schedule wins back. Events on the compute stream measure the same spans, and the host reads
-them once the device has passed them.
+[Note: timing without waiting] DeepSpeed's throughput timer synchronises the device twice a step to read the clock. The
+host can then issue no work ahead: kernels and uploads of the next step start only after the last one has ended. This
+costs some milliseconds a step. Events on the compute stream measure the same times, and the host reads them when the
+device has passed them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from deepspeed.utils.timer import ThroughputTimer
 
 
 class EventTimer(ThroughputTimer):
-    """DeepSpeed's timer, by events; see [Note: timing without waiting]. Only a report waits, for its own step."""
+    """DeepSpeed's timer with events: see [Note: timing without waiting]. Only a report waits for the device."""
 
     @classmethod
     def instead_of(cls, timer: ThroughputTimer) -> ThroughputTimer:
-        """`timer` itself where it waits for nothing: switched off, told not to, or on a device without events."""
+        """An `EventTimer` with the settings of `timer`, or `timer` itself where it does not synchronise or the device
+        has no events."""
         config = timer.config
         if not (config.enabled and config.synchronized) or get_accelerator().Event is None:
             return timer
@@ -35,26 +36,27 @@ class EventTimer(ThroughputTimer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step_elapsed_time: float = 0.0
-        self._begun: Any = None
+        self._begin: Any = None
+        """Event at the start of the running micro-step; None outside of one."""
         self._spans: deque[tuple[Any, Any, int]] = deque()
-        """Begin, end and global step of what has not been added up yet."""
+        """Begin event, end event and global step of each micro-step that is not in the sums yet."""
         self._last_step = -1
-        """The one that `step_elapsed_time` is of."""
+        """Global step whose time `step_elapsed_time` is."""
 
     def start(self) -> None:
         self._init_timer()
         self.started = True
         if self.global_step_count >= self.start_step:
-            self._begun = _now()
+            self._begin = _now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         if not self.started:
             return
         self.started = False
         self.micro_step_count += 1
-        if self._begun is not None:
-            self._spans.append((self._begun, _now(), self.global_step_count))
-            self._begun = None
+        if self._begin is not None:
+            self._spans.append((self._begin, _now(), self.global_step_count))
+            self._begin = None
         self._add_up(wait=False)
         if not global_step:
             return
@@ -75,6 +77,7 @@ class EventTimer(ThroughputTimer):
         return float(super().avg_samples_per_sec())
 
     def _add_up(self, *, wait: bool) -> None:
+        """Adds the times of finished micro-steps to the sums. With `wait` it waits for those that are not finished."""
         while self._spans and (wait or self._spans[0][1].query()):
             begin, end, step = self._spans.popleft()
             if wait:
@@ -86,6 +89,7 @@ class EventTimer(ThroughputTimer):
 
 
 def _now() -> Any:
+    """An event recorded on the current stream."""
     event = get_accelerator().Event(enable_timing=True)
     event.record()
     return event

@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a clone works wi
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_zo.tasks import DataSource, Evaluator, Score, collate, make_task, pad_token_id
-from ds_zo.tasks.embedded_model import FOLDER
-from ds_zo.tasks.encoding import Encoded
+from ds_zo import EMBEDDED_MODEL
+from ds_zo.tasks import DataSource, Encoded, Evaluator, Score, collate, make_task, pad_token_id
 
 TASK = "code_or_text"
 MAX_LENGTH = 256
@@ -30,7 +29,8 @@ def world_of_one() -> None:
 
 def load() -> tuple[Any, Any]:
     """(model, tokenizer), from a folder of this package: nothing is downloaded."""
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32"), AutoTokenizer.from_pretrained(FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype="float32")
+    return model, AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 
 
 def training_rows(tokenizer: Any) -> list[Encoded]:

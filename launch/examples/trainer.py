@@ -13,8 +13,7 @@ import torch
 from embedded import accuracy, collator, load, training_rows, world_of_one  # makes ds_zo importable from a clone
 from transformers import Trainer, TrainingArguments, set_seed
 
-import ds_zo  # noqa: F401  (teaches DeepSpeed the name ZO)
-from ds_zo.checkpoint import newest_complete
+import ds_zo  # DeepSpeed now knows the optimizer type ZO
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -65,7 +64,8 @@ def main() -> None:
         processing_class=tokenizer,
     )
     before = accuracy(model, tokenizer)
-    trainer.train(resume_from_checkpoint=newest_complete(args.output_dir) if args.resume == "newest" else args.resume)
+    newest = args.resume == "newest"
+    trainer.train(resume_from_checkpoint=ds_zo.newest_complete(args.output_dir) if newest else args.resume)
     trainer.save_model(f"{args.output_dir}/model")
     if trainer.is_world_process_zero():
         print(f"test {before} before, {accuracy(model, tokenizer)} after; saved in {args.output_dir}/model")

@@ -250,7 +250,7 @@ def test_settings_that_it_cannot_serve_are_refused_or_reported(caplog: pytest.Lo
         start(config(gradient_clipping=1.0))
     finally:
         logger.removeHandler(caplog.handler)
-    assert "gradient_clipping 1 does not alter PlainSGD" in caplog.text
+    assert "gradient_clipping 1 does not change PlainSGD" in caplog.text
 
 
 def test_the_planner_says_that_it_has_no_estimate() -> None:

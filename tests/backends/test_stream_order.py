@@ -249,7 +249,7 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
                 saved = engine.backend.snapshot(hold=True)
                 writer.join(HOST.seen)
             if step in (3, 7):
-                kept += [buffer for claim in claims._open.values() for buffer in claim.orphans]
+                kept += [buffer for claim in claims._unwritten.values() for buffer in claim.released]
                 with in_thread(writer):
                     for piece in saved.pieces:
                         for tensor in piece.tensors().values():

@@ -67,5 +67,5 @@ print("OUT done")
 def test_two_ranks(run_ranks: Callable[..., list[str]], tmp_path: Path) -> None:
     outputs = run_ranks(SCRIPT, str(Path(__file__).resolve().parent.parent), str(tmp_path))
     assert all("OUT done" in out and "RAISED" in out for out in outputs)
-    assert "another rank could not go on: checkpoint" in outputs[1]
+    assert "another rank failed: checkpoint" in outputs[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "global_step2", "latest", "trajectory.bin"]

@@ -55,13 +55,13 @@ class BrokenOs:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module.Save, "threads", 1)
-    original = writer_module.Save.__init__
+    monkeypatch.setattr(writer_module.SaveRequest, "threads", 1)
+    original = writer_module.SaveRequest.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{**kwargs, "threads": 1})
 
-    monkeypatch.setattr(writer_module.Save, "__init__", init)
+    monkeypatch.setattr(writer_module.SaveRequest, "__init__", init)
 
 
 def break_os(monkeypatch: pytest.MonkeyPatch, broken: BrokenOs) -> None:
@@ -232,7 +232,7 @@ def test_a_save_that_fails_before_it_is_written_holds_nothing(
             patch.setattr(threading.Thread, "start", no_thread)
         client = {"lock": threading.Lock()} if broken == "client state" else {}
         engine.save_checkpoint(str(tmp_path), client_state=client)
-    assert not claims._open
+    assert not claims._unwritten
     engine.save_checkpoint(str(tmp_path))
     engine.wait_for_checkpoint()
     assert engine.load_checkpoint(str(tmp_path))[0] is not None
@@ -319,7 +319,7 @@ def test_a_newer_format_is_refused(two_saves: Path, tmp_path: Path) -> None:
     body = json.loads((folder / "manifest.json").read_text())
     body["version"] = 99
     (folder / "manifest.json").write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match=r"has format 99, this ds_zo reads up to 1: .*'global_step2'"):
+    with pytest.raises(CheckpointError, match=r"reads checkpoint formats up to 1, got 99: .*'global_step2'"):
         start("bf16 split").load_checkpoint(str(saves))
 
 
@@ -396,7 +396,7 @@ def test_the_newest_is_the_one_of_most_steps_whatever_the_clock_says(
         train(engine, BATCHES[step : step + 1])
         engine.save_checkpoint(str(tmp_path))
     assert manifest.complete_tags(tmp_path) == ["global_step5", "global_step4"]
-    assert "besides it is 'global_step4'" in manifest.offer(tmp_path, but="global_step5")
+    assert "besides it is 'global_step4'" in manifest.suggest_complete(tmp_path, but="global_step5")
 
 
 def test_a_latest_or_a_manifest_that_nobody_wrote_is_named_and_another_one_offered(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_a_checkpoint_stays_whole_if_the_trajectory_cannot_name_it(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrajectoryFile, "mark", full)
+        patch.setattr(TrajectoryFile, "add_hash", full)
         engine.save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match="No space left"):
         one_step(engine, BATCHES[3])

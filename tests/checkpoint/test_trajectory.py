@@ -279,7 +279,7 @@ def test_replay_from_another_model_or_altered_numbers_is_refused(tmp_path: Path,
     assert cli.main([*arguments, "--base", str(tmp_path / "other")]) == 1
     assert "is not the model that the run started from" in capsys.readouterr().err
     assert cli.main([*arguments, "--base", str(tmp_path / "nowhere")]) == 1
-    assert "neither a model folder" in capsys.readouterr().err
+    assert "must be a model folder with safetensors or a checkpoint" in capsys.readouterr().err
     assert cli.main([*arguments[:4], "9", *arguments[5:], "--base", str(tmp_path / "base")]) == 1
     assert "leads from step 0 to 3, got 9" in capsys.readouterr().err
     rules = {"ds_zo.checkpoint.rebuild.FOLD_ORDER": "fold order 2", "ds_zo.ops.NOISE_VERSION": "noise version"}

@@ -121,7 +121,7 @@ def test_steps_of_a_run_that_is_alive_and_has_not_saved_are_its_own(tmp_path: Pa
             other = loaded(tmp_path)
         alive.communicate("\n")
     assert other.global_steps == 3
-    assert any(str(unsaved) in line and "a run that goes on" in line for line in lines)
+    assert any(str(unsaved) in line and "a run that is still running" in line for line in lines)
     assert loaded(tmp_path).global_steps == 5, "it has ended"
 
 
@@ -324,7 +324,7 @@ def test_a_damaged_hash_costs_no_step(tmp_path: Path) -> None:
 def test_a_format_of_the_future_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trajectory.bin"
     path.write_bytes(b"ds_zo trajectory 9\n{}\n")
-    with pytest.raises(CheckpointError, match="has format 9, this ds_zo reads 1 to 2"):
+    with pytest.raises(CheckpointError, match="reads trajectory formats 1 to 2, got 9"):
         read_trajectory(path)
     path.write_bytes(b"ds_zo trajectory 2\n" + b"[" * 100_000 + b"\n")
     with pytest.raises(CheckpointError, match="damaged header"):

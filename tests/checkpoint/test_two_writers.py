@@ -22,7 +22,7 @@ from tqdm.std import TqdmDefaultWriteLock
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint.reader import open_folder
-from ds_zo.checkpoint.writer import Background, write_checkpoint
+from ds_zo.checkpoint.writer import BackgroundWriter, write_checkpoint
 
 
 def in_processes(*calls: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ def test_latest_names_a_whole_checkpoint_while_two_processes_keep_one_each(tmp_p
 
 
 def test_threads_share_a_background(tmp_path: Path) -> None:
-    background, failed = Background(), []
+    background, failed = BackgroundWriter(), []
 
     def run(who: str) -> None:
         try:

@@ -14,7 +14,7 @@ from lsp_runs import lsp_json
 from tiny_models import tiny_batch
 
 from ds_zo.checkpoint.encoding import encode
-from ds_zo.checkpoint.snapshot import held
+from ds_zo.checkpoint.snapshot import host_copy
 
 SCHEDULE = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
 BF16 = {"bf16": {"enabled": True}}
@@ -86,7 +86,7 @@ def everything(engine: Any) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     names = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
     plain = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
-    state = held([engine.backend.state_dict(), engine.backend.rank_state(), plain])
+    state = host_copy([engine.backend.state_dict(), engine.backend.rank_state(), plain])
     found = {"plain": encode(state, tensors)}
     weights = {name: value.cpu().clone() for name, value in engine.backend.module_state_dict().items()}
     return found | weights | tensors

@@ -267,7 +267,7 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         found[name] = weights(engine)
         if on_devices:
             _read_and_write(engine, folder / "whole")
-            with pytest.raises(RuntimeError, match="an engine is made of whole weights"):
+            with pytest.raises(RuntimeError, match="an engine needs whole weights"):
                 start(config, engine.module)  # which the first one's end leaves without
     return found
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ds_zo.checkpoint.snapshot import Piece, Snapshot
-from ds_zo.checkpoint.writer import Save, write_checkpoint
+from ds_zo.checkpoint.writer import SaveRequest, write_checkpoint
 
 NUM_PIECES = 6
 
 
-def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> Save:
+def make_save(folder: Path, tag: str, *, written: Callable[[], None] = lambda: None, **options: Any) -> SaveRequest:
     tensors = {"weight": torch.full((64,), float(len(tag)))}
     pieces = [Piece(lambda: tensors, 256, f"piece{i}", written) for i in range(NUM_PIECES)]
-    return Save(
+    return SaveRequest(
         save_dir=folder,
         tag=tag,
         backend="lomo",

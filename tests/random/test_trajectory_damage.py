@@ -205,7 +205,7 @@ class Runs:
         assert_same_bits(planes(current), self.made[expected])
         lost = [] if folder.own is None or not recording else [folder.own]
         lost = [other for other in [*lost, *folder.unsaved] if other.history[: len(expected)] != other.history]
-        told = any("not made again" in line for line in lines)
+        told = any("not replayed" in line for line in lines)
         assert told or not recording or all(len(other.history) <= len(history) for other in lost), lines
         return Log(len(history) if log is None else log.base, expected)
 

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import TrajectoryRecorder
-from ds_zo.checkpoint.snapshot import Snapshot, held, module_pieces, without_aliases
+from ds_zo.checkpoint.snapshot import Snapshot, host_copy, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
 from ds_zo.config.registry import entry_of
@@ -254,7 +254,7 @@ class Backend(ABC):
         own = self.state_dict()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the writer's threads read on other streams
-        state = {"state": held(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
+        state = {"state": host_copy(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
         return Snapshot(module_pieces(tensors, hold=hold and not self.stored_are_copies), lambda: state)
 
     @torch.no_grad()
@@ -265,7 +265,7 @@ class Backend(ABC):
         `resume` False loads weights only. `strict` False loads the tensors that the checkpoint and the model share.
         """
         here = self.stored()
-        with taking_apart(saved.folder, "its state"):
+        with reading_content(saved.folder, "its state"):
             names = {name: name for name in saved.names()} | saved.backend_state["aliases"]
             frozen = set(saved.backend_state.get("omitted", ()))  # not in the checkpoint: the model keeps its values
             if not set(names.values()) <= saved.names() | frozen:
@@ -282,7 +282,7 @@ class Backend(ABC):
         shared = names.keys() & here.keys()
         check_forms({name: saved.form(names[name]) for name in shared}, here, of=f"checkpoint {saved.folder}")
         if resume:
-            with taking_apart(saved.folder, "its state"):
+            with reading_content(saved.folder, "its state"):
                 self.check_state(saved.backend_state["state"])
         for name in sorted(shared, key=lambda name: names[name]):
             self.write_stored(name, here[name], saved.tensor(names[name]))

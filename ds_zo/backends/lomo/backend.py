@@ -66,7 +66,7 @@ from ds_zo.backends.recompute.blocks import (
 )
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
 from ds_zo.checkpoint.errors import CheckpointError
-from ds_zo.checkpoint.snapshot import held, persistent_buffers
+from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.optim import (
     OFFSET_ALIGNMENT,
@@ -908,7 +908,7 @@ class LOMOBackend(Backend):
         with without_interception():
             weights = {name: collected.get(id(p), p.detach()) for name, p in named}
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self.module)}
-        return weights | (held(buffers) if collected else buffers)
+        return weights | (host_copy(buffers) if collected else buffers)
 
     @property
     def stored_are_copies(self) -> bool:

@@ -493,7 +493,7 @@ class ZOBackend(Backend):
         """Ends the recorded trajectory: the weights, or the set of trained parameters, changed by something other than
         a step."""
         if self.recorder is not None:
-            self.recorder.break_off(self.block_store.log.length)
+            self.recorder.end_log(self.block_store.log.length)
 
     # Saving, loading, describing
 

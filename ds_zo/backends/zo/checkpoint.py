@@ -16,7 +16,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.replay_log import CAPACITY
-from ds_zo.checkpoint.errors import CheckpointError, taking_apart
+from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import hash_json, hash_tensors
 from ds_zo.checkpoint.layout import (
     check_stored,
@@ -48,7 +48,10 @@ class ZOCheckpoint:
     # Saving
 
     def snapshot(self, *, hold: bool, omit_frozen: bool) -> Snapshot:
-        """Returns the pieces to write. With `hold`, training goes on while they are written ([Note: swap on fold])."""
+        """Returns the pieces to write. With `hold`, training goes on while they are written.
+
+        See [Note: replaced buffers].
+        """
         block_store, units = self._block_store, self._block_store.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
         if self._block_store.device.type == "cuda" and not hold:
@@ -137,7 +140,7 @@ class ZOCheckpoint:
         """Restores a checkpoint. Without `resume` only weights and buffers are taken, and this run keeps its log and
         its step."""
         state = saved.backend_state
-        with taking_apart(saved.folder, "its state"):
+        with reading_content(saved.folder, "its state"):
             self._check_state(saved)
         omitted = set(state["omitted"])
         there = {name: shape for name, shape in shapes_of(state["units"]).items() if name not in omitted}

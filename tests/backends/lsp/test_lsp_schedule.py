@@ -327,8 +327,8 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
     assert queue._thread is not None
     queue._thread.join(20)
     assert not queue._thread.is_alive()
-    while plugin._ending:
-        plugin._ending.pop().join(20)
+    while plugin._destroying_threads:
+        plugin._destroying_threads.pop().join(20)
     assert not any(m._forward_pre_hooks for m in module.modules())
     assert_equal(dict(module.named_parameters()), expected)
 

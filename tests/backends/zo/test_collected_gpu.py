@@ -64,8 +64,8 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(name: str) -> No
         steps(engine)
         del engine
         gc.collect()
-        while plugin._ending:
-            plugin._ending.pop().join()
+        while plugin._destroying_threads:
+            plugin._destroying_threads.pop().join()
         found = weights_of(model)
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=0.0, atol=2e-4, msg=key)
