@@ -42,11 +42,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ds_zo  # makes DeepSpeed know ZO, LOMO, AdaLOMO and LSP
+from ds_zo import Preemption
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
 from ds_zo.checkpoint.adapters import Adapters, description
 from ds_zo.checkpoint.files import replace_text
-from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import ConfigError, backend_of
 from ds_zo.records.environment import commit, host_peak_gb, versions
 from ds_zo.records.rows import append_row
