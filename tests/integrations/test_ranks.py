@@ -21,7 +21,7 @@ from ds_zo.config import BACKENDS
 
 SCRIPT = """
 import os, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../helpers", sys.argv[1] + "/.."]
 import ds_zo
 import torch
 from accelerate import Accelerator
