@@ -1,0 +1,266 @@
+"""The support matrix: trains every model family under every backend, streamed and resident, on one rank and on two.
+
+    export PYTHONPATH=.:tests
+    python tests/helpers/support_matrix.py                 # trains every case on the CPU, writes its rows and the page
+    python tests/helpers/support_matrix.py --device gpu    # the same on this machine's GPU
+    python tests/helpers/support_matrix.py --render        # writes docs/support.md from the rows, trains nothing
+
+The page is made from rows, and a row is made by a run. tests/test_support.py trains every case on the CPU again and
+compares the outcomes with the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from equivalence_runs import on_device
+from lomo_runs import config_for, lively, start, weights_of
+from lsp_runs import lsp_json
+from tiny_models import tiny_batch
+from zo_rank_cases import run_job
+from zoo import CASES, Case
+
+from ds_zo import ConfigError
+from ds_zo.records.environment import commit, versions
+
+REPO = Path(__file__).resolve().parents[2]
+PAGE = REPO / "docs" / "support.md"
+ROWS = {device: REPO / "benchmarks" / "results" / f"{device}_support.jsonl" for device in ("cpu", "gpu")}
+
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral (mixture of experts)",
+    "mixtral-router-loss": "Mixtral with `output_router_logits`",
+    "qwen2": "Qwen2",
+    "opt": "OPT",
+    "opt-350m": "OPT-350M (projected embedding)",
+    "gpt2": "GPT-2",
+    "gpt-neox": "GPT-NeoX, Pythia",
+    "bloom": "BLOOM",
+    "roberta": "RoBERTa (classification head)",
+    "t5": "T5 (encoder and decoder)",
+}
+"""The names that the page shows."""
+BACKENDS = ("ZO", "LOMO", "AdaLOMO", "LSP")
+PLACEMENTS = ("resident", "streamed")
+RANKS = (1, 2)
+NUM_STEPS = 3
+WEIGHT_ATOL = 1e-6
+LOSS_RTOL = 1e-3
+TRAINS, REFUSED = "trains", "refused"
+
+Cell = tuple[str, str, str, int]
+"""Family, backend, placement, number of ranks."""
+CELLS: list[Cell] = list(itertools.product(FAMILIES, BACKENDS, PLACEMENTS, RANKS))
+
+
+# Runs
+
+
+def case_of(family: str) -> Case:
+    """The model and the batches of `zoo.CASES`. Its Mixtral has the router's loss."""
+    if family == "mixtral":
+        return Case(partial(lively, family), lambda seed: tiny_batch(family, seed=seed, batch_size=2, length=8))
+    return CASES["mixtral" if family == "mixtral-router-loss" else family]
+
+
+def config_of(backend: str, placement: str) -> dict[str, Any]:
+    config = lsp_json(lr=1e-3) if backend == "LSP" else config_for(backend, lr=1e-3)
+    place = {"stage": 0, **config.get("zero_optimization", {})}
+    if placement == "streamed":
+        place["offload_param"] = {"device": "cpu"}
+        interval = {"writeback_interval": 2} if backend == "ZO" else {}
+        config["ds_zo"] = {"stream": {"resident_blocks": 0, **interval}}
+    return {**config, "zero_optimization": place, "steps_per_print": 1000}
+
+
+def uploaded_bytes(backend: Any) -> int:
+    """Bytes of blocks that were copied from the host to the device. 0 if no block is streamed."""
+    owner = getattr(backend, "_streamed", None) or backend  # LSP's block store is in its streamed part
+    store = getattr(owner, "block_store", None) or getattr(owner, "_block_store", None)
+    return 0 if store is None else store.runtime.bytes_up
+
+
+def train_case(rank: int, family: str, backend: str, placement: str) -> dict[str, Any]:
+    """Trains one model for NUM_STEPS steps in a process group that exists. Returns losses and weights, or the message
+    of a refusal."""
+    case = case_of(family)
+    model = case.make()
+    before = weights_of(model)
+    try:
+        engine = start(config_of(backend, placement), model)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = engine(**on_device(engine, case.batch(10 * step + rank))).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    state = engine.module.state_dict()
+    after = {name: state[name].detach().to("cpu", copy=True) for name in before}
+    uploaded = uploaded_bytes(engine.backend)
+    engine.destroy()
+    num_moved = sum(not torch.equal(before[name], after[name]) for name in before)
+    return {"losses": losses, "weights": after, "moved": num_moved / len(before), "uploaded_bytes": uploaded}
+
+
+def train_all(rank: int) -> dict[Any, dict[str, Any]]:
+    """Runs in every rank of a job."""
+    return {case: train_case(rank, *case) for case in itertools.product(FAMILIES, BACKENDS, PLACEMENTS)}
+
+
+def are_equal(a: dict[str, Any], b: dict[str, Any], *, atol: float = 0.0) -> bool:
+    return all(torch.allclose(a["weights"][name], b["weights"][name], rtol=0, atol=atol) for name in a["weights"])
+
+
+def fault_of(found: dict[str, Any], resident: dict[str, Any], *, is_streamed: bool, on_cpu: bool) -> str | None:
+    """Why a run does not count as training. None if it counts.
+
+    Streamed weights must be the resident ones within WEIGHT_ATOL on a CPU. GPU kernels add in any order, and Adam
+    enlarges what this changes; there the losses must agree within LOSS_RTOL.
+    """
+    if not all(map(math.isfinite, found["losses"])):
+        return f"losses {found['losses']}"
+    if found["moved"] < 0.9:  # biases of keys and experts without a token have no gradient
+        return f"only {found['moved']:.0%} of the weights changed"
+    if (found["uploaded_bytes"] > 0) != is_streamed:
+        return f"{found['uploaded_bytes']} bytes were uploaded"
+    if on_cpu and not are_equal(found, resident, atol=WEIGHT_ATOL):
+        return "streamed and resident weights differ"
+    pairs = zip(found["losses"], resident["losses"], strict=True)
+    if not all(math.isclose(a, b, rel_tol=LOSS_RTOL) for a, b in pairs):
+        return "streamed and resident losses differ"
+    return None
+
+
+def outcomes(*, on_cpu: bool = True) -> dict[Cell, str]:
+    """Trains all cells. The value is `TRAINS`, `REFUSED` or what went wrong."""
+    found: dict[Cell, str] = {}
+    for num_ranks in RANKS:
+        ranks = run_job(train_all, num_ranks, timeout_s=600, wait=300)
+        for rank in ranks:
+            assert isinstance(rank, dict), f"a rank failed: {rank}"
+        for case, mine in ranks[0].items():
+            family, backend, placement = case
+            cell = (family, backend, placement, num_ranks)
+            if any("refused" in rank[case] for rank in ranks):
+                found[cell] = REFUSED
+            elif not all(are_equal(rank[case], mine) for rank in ranks):
+                found[cell] = "the ranks' weights differ"
+            else:
+                resident = ranks[0][family, backend, "resident"]
+                fault = fault_of(mine, resident, is_streamed=placement == "streamed", on_cpu=on_cpu)
+                found[cell] = fault or TRAINS
+    return found
+
+
+# Rows and the page
+
+
+def read_rows() -> dict[str, dict[Cell, str]]:
+    """Outcomes by device. A device without a file of rows is left out."""
+    found: dict[str, dict[Cell, str]] = {}
+    for device, file in ROWS.items():
+        if file.is_file():
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            found[device] = {(r["family"], r["backend"], r["placement"], r["ranks"]): r["outcome"] for r in rows}
+    return found
+
+
+def write_rows(device: str, found: Mapping[Cell, str]) -> None:
+    about = {
+        "device": torch.cuda.get_device_name() if device == "gpu" else "cpu",
+        "commit": commit(),
+        "versions": versions(),
+    }
+    keys = ("family", "backend", "placement", "ranks")
+    rows = [{**dict(zip(keys, cell, strict=True)), "outcome": outcome, **about} for cell, outcome in found.items()]
+    ROWS[device].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def status(cell: Cell, rows: Mapping[str, Mapping[Cell, str]]) -> str:
+    """The words of the page for one cell."""
+    by_device = {device: outcomes.get(cell) for device, outcomes in rows.items()}
+    if REFUSED in by_device.values():
+        return "refused"
+    trained = [device.upper() for device in ("cpu", "gpu") if by_device.get(device) == TRAINS]
+    return f"tested on {' and '.join(trained)}" if trained else "untested"
+
+
+HEAD = """# Support matrix
+
+<!-- Written by `PYTHONPATH=.:tests python tests/helpers/support_matrix.py --render`, not by hand. -->
+
+Each cell is one run of a small model of the family: real architecture, random weights, float32, ZeRO stage 0.
+The run makes {steps} steps through `deepspeed.initialize`.
+A cell counts as tested if the losses are finite, the weights change, and all ranks hold the same weights.
+A streamed run must also upload blocks from host memory and agree with the resident run: on a CPU every weight
+within 1e-6, on a GPU every loss within 0.1%.
+
+| status | meaning |
+| --- | --- |
+| tested on CPU and GPU | The run passed on a CPU and on a CUDA GPU. |
+| tested on CPU | The run passed on a CPU. CI repeats it for every commit. No run on a GPU is recorded. |
+| refused | `deepspeed.initialize` stops with an error that names the setting and the remedy. |
+| untested | No run of this cell has passed. |
+
+*Resident* means that the weights stay on the device. *Streamed* means `"offload_param": {{"device": "cpu"}}`: the
+blocks stay in host memory and are copied to the device for use. Two ranks use the gloo backend on one machine.
+LSP runs Adam on the CPU (`offload_optimizer`) in every cell. LSP streams on one rank only, and a streamed LOMO, AdaLOMO
+or LSP refuses a loss on router logits, because router logits are not outputs of a block.
+"""
+TAIL = """
+The runs check that a family trains. Other tests check that each backend equals a plain reference, in more dtypes and
+settings; [exactness.md](exactness.md) lists them. A family that is missing here may work: streaming finds the repeated
+blocks of any `nn.Module`.
+
+The rows are in the folder `benchmarks/results`, one file a device: {files}.
+`PYTHONPATH=.:tests python tests/helpers/support_matrix.py --device gpu` adds the rows of a GPU.
+"""
+
+
+def page(rows: Mapping[str, Mapping[Cell, str]]) -> str:
+    parts = [HEAD.format(steps={3: "three"}.get(NUM_STEPS, NUM_STEPS))]
+    for backend in BACKENDS:
+        columns = list(itertools.product(PLACEMENTS, RANKS))
+        titles = [f"{place}, {'one rank' if ranks == 1 else 'two ranks'}" for place, ranks in columns]
+        parts.append(f"\n## {backend}\n\n| family | {' | '.join(titles)} |\n|{' --- |' * (len(columns) + 1)}\n")
+        for family, title in FAMILIES.items():
+            words = [status((family, backend, place, ranks), rows) for place, ranks in columns]
+            parts.append(f"| {title} | {' | '.join(words)} |\n")
+    parts.append(TAIL.format(files=", ".join(f"`{ROWS[device].name}`" for device in rows)))
+    return "".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=list(ROWS), default="cpu")
+    parser.add_argument("--render", action="store_true", help="write the page from the rows and train nothing")
+    args = parser.parse_args()
+    if not args.render:
+        on_cpu = args.device == "cpu"
+        assert on_cpu or torch.cuda.is_available(), "--device gpu needs a CUDA device, and torch sees none"
+        if on_cpu:
+            os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # for the ranks, which are not started yet
+        found = outcomes(on_cpu=on_cpu)
+        write_rows(args.device, found)
+        faults = {cell: text for cell, text in found.items() if text not in (TRAINS, REFUSED)}
+        print("\n".join(f"{cell}: {text}" for cell, text in faults.items()) or f"{len(found)} cells, no fault")
+    PAGE.write_text(page(read_rows()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    import support_matrix  # ranks import this file by that name
+
+    support_matrix.main()

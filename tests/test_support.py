@@ -1,0 +1,35 @@
+"""docs/support.md is made from rows, and the rows of the CPU are what a run gives today."""
+
+from __future__ import annotations
+
+import pytest
+from support_matrix import CELLS, PAGE, REFUSED, TRAINS, outcomes, page, read_rows, status
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read_rows())
+
+
+def test_a_status_needs_a_row_that_says_so() -> None:
+    cell = CELLS[0]
+    assert status(cell, {}) == "untested"
+    assert status(cell, {"cpu": {cell: "the ranks' weights differ"}}) == "untested"
+    assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {CELLS[1]: TRAINS}}) == "tested on CPU"
+    assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {cell: "losses [nan]"}}) == "tested on CPU"
+    assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {cell: TRAINS}}) == "tested on CPU and GPU"
+    assert status(cell, {"cpu": {cell: REFUSED}}) == "refused"
+
+
+@pytest.mark.slow
+def test_every_cell_gives_the_outcome_of_its_row() -> None:
+    rows = read_rows()["cpu"]
+    assert list(rows) and set(rows) == set(CELLS)
+    assert outcomes() == rows
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_cell_gives_the_same_outcome_on_a_gpu() -> None:
+    """Cells without a row of a GPU must do on it what they do on the CPU."""
+    rows = read_rows()
+    assert outcomes(on_cpu=False) == {**rows["cpu"], **rows.get("gpu", {})}
