@@ -13,11 +13,12 @@ def test_the_page_is_made_from_the_rows() -> None:
 def test_a_status_needs_a_row_that_says_so() -> None:
     cell = CELLS[0]
     assert status(cell, {}) == "untested"
-    assert status(cell, {"cpu": {cell: "the ranks' weights differ"}}) == "untested"
+    assert status(cell, {"cpu": {cell: "the ranks' weights differ"}}) == "fails on CPU"
     assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {CELLS[1]: TRAINS}}) == "tested on CPU"
-    assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {cell: "losses [nan]"}}) == "tested on CPU"
+    assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {cell: "losses [nan]"}}) == "fails on GPU"
     assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {cell: TRAINS}}) == "tested on CPU and GPU"
     assert status(cell, {"cpu": {cell: REFUSED}}) == "refused"
+    assert status(cell, {"cpu": {cell: TRAINS}, "gpu": {cell: REFUSED}}) == "refused on GPU"
 
 
 @pytest.mark.slow

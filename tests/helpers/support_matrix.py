@@ -191,10 +191,14 @@ def write_rows(device: str, found: Mapping[Cell, str]) -> None:
 
 def status(cell: Cell, rows: Mapping[str, Mapping[Cell, str]]) -> str:
     """The words of the page for one cell."""
-    by_device = {device: outcomes.get(cell) for device, outcomes in rows.items()}
-    if REFUSED in by_device.values():
-        return "refused"
-    trained = [device.upper() for device in ("cpu", "gpu") if by_device.get(device) == TRAINS]
+    by_device = {device.upper(): outcomes[cell] for device, outcomes in rows.items() if cell in outcomes}
+    trained = [device for device, outcome in by_device.items() if outcome == TRAINS]
+    refused = [device for device, outcome in by_device.items() if outcome == REFUSED]
+    failed = [device for device in by_device if device not in trained and device not in refused]
+    if failed:
+        return f"fails on {' and '.join(failed)}"
+    if refused:
+        return "refused" if not trained else f"refused on {' and '.join(refused)}"
     return f"tested on {' and '.join(trained)}" if trained else "untested"
 
 
@@ -213,7 +217,8 @@ within 1e-6, on a GPU every loss within 0.1%.
 | tested on CPU and GPU | The run passed on a CPU and on a CUDA GPU. |
 | tested on CPU | The run passed on a CPU. CI repeats it for every commit. No run on a GPU is recorded. |
 | refused | `deepspeed.initialize` stops with an error that names the setting and the remedy. |
-| untested | No run of this cell has passed. |
+| fails on | The run was refused nowhere, and it did not pass there. |
+| untested | No run of this cell is recorded. |
 
 *Resident* means that the weights stay on the device. *Streamed* means `"offload_param": {{"device": "cpu"}}`: the
 blocks stay in host memory and are copied to the device for use. Two ranks use the gloo backend on one machine.
