@@ -475,7 +475,7 @@ class LOMOBackend(Backend):
     def _runs_compiled_twice(self) -> bool:
         return self._two_passes and (self._compiler is not None or is_compiled(self.module))
 
-    # Recomputed blocks: the methods of `recompute.blocks.Consumer`
+    # Recomputed blocks: the methods of `recompute.blocks.BlockConsumer`
 
     def begin_block_backward(self, call: BlockCall) -> bool:
         """False in a pass that only frees the graph."""
@@ -597,10 +597,10 @@ class LOMOBackend(Backend):
             self._update(state, grad, self._coef)
         state.parameter.grad = None
 
-    # Averaged gradients: the methods of `reducer.Consumer`
+    # Averaged gradients: the methods of `reducer.BucketConsumer`
 
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
-        """See `reducer.Consumer`."""
+        """See `reducer.BucketConsumer`."""
         block = bucket.block
         if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
             return nullcontext()

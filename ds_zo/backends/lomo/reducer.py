@@ -256,7 +256,7 @@ def _by_dtype(states: Sequence[ParameterState]) -> dict[torch.dtype, list[Parame
     return found
 
 
-class Consumer(Protocol):
+class BucketConsumer(Protocol):
     """The backend, which updates weights by averaged gradients."""
 
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
@@ -288,7 +288,7 @@ class GradientReducer:
         *,
         process_group: Any,
         device: torch.device,
-        consumer: Consumer,
+        consumer: BucketConsumer,
         blocks_first: bool = False,
     ) -> None:
         """`blocks_first`: buckets of modules outside of blocks are reduced at the end of the pass. Otherwise one rank
