@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_zo.bench.builds import Builds
-from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
+from ds_zo.bench.groups import ELSEWHERE, CapPart, Group, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
 from ds_zo.bench.runner import import_warm, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
@@ -186,10 +186,10 @@ def _compare(args: argparse.Namespace) -> None:
             _say_what_is_left(groups, args.out)
 
 
-def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
+def _parts_of(args: argparse.Namespace, device: str) -> list[CapPart]:
     caps = args.device_memory_gb
     return [
-        Part(
+        CapPart(
             args.out if len(caps) == 1 else args.out / folder_of(cap),
             make_cases(args, device=device, device_memory_gb=cap),
         )
@@ -197,7 +197,7 @@ def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
     ]
 
 
-def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[Group]:
+def _groups(args: argparse.Namespace, tables: Sequence[Sequence[CapPart]]) -> list[Group]:
     """Returns the groups of a preset: the main tier of every model comes before the variants. On another machine, a run
     that has its main tier is kept as it is."""
     from ds_zo.bench.contenders import TIERS
