@@ -21,6 +21,7 @@ class AdaLOMOBackend(LOMOBackend):
 
     name: ClassVar[str] = "adalomo"
     updates_pieces: ClassVar[bool] = False
+    has_moments: ClassVar[bool] = True
     settings: AdaLOMOParams
 
     def _update_weight(

@@ -50,6 +50,7 @@ from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_cau
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.common.pretrained import PretrainedSaving
+from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.lomo.adapters import adapter_parameters, record_initial_lr
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
@@ -101,6 +102,8 @@ class LOMOBackend(Backend):
     accumulates: ClassVar[bool] = False
     updates_pieces: ClassVar[bool] = True
     """The update rule is elementwise, so that a rank can update its piece of a parameter without the rest."""
+    has_moments: ClassVar[bool] = False
+    """Whether the first update of every parameter makes moments."""
     settings: LOMOParams
 
     def __init__(
@@ -882,7 +885,8 @@ class LOMOBackend(Backend):
         self._outcome = StepOutcome(**state["window"]) if self._has_outcome else StepOutcome(applied=True)
         self._has_updated = self._has_uncounted_update or (self._has_outcome and bool(self._outcome.applied))
 
-    def describe(self) -> str:
+    def _describe_passes(self) -> str:
+        """Passes per step, clipping, loss scale and adapters."""
         if self._clips_by_layer:
             clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
         elif self.config.gradient_clipping > 0:
@@ -895,9 +899,26 @@ class LOMOBackend(Backend):
         num_adapters = sum(state.is_adapter for state in self._parameter_states)
         adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
         passes = "two backward passes" if self._two_passes else "one backward pass"
+        return f"{passes} per step, {clipping}{scaling}{adapters}"
+
+    def describe(self) -> str:
         lines = [] if self._block_store is None else [self._block_store.describe()]
         ranks = [] if self._reducer is None else [self._reducer.describe()]
-        return "\n".join([*lines, f"ds_zo: {passes} per step, {clipping}{scaling}{adapters}", *ranks])
+        return "\n".join([*lines, f"ds_zo: {self._describe_passes()}", *ranks])
+
+    def startup_summary(self) -> StartupSummary:
+        base = super().startup_summary() if self._block_store is None else self._block_store.startup_summary()
+        added = ["activations", "gradients"]
+        if self.has_moments or any(state.is_adapter for state in self._parameter_states):
+            added.append("moments")
+        if self.config.section.rounding == "kahan":
+            added.append("rounding residues")
+        return replace(
+            base,
+            settings=self._describe_passes(),
+            added_by_steps=f"{', '.join(added[:-1])} and {added[-1]}",
+            ranks=None if self._reducer is None else self._reducer.startup_text(),
+        )
 
     def stored(self) -> dict[str, torch.Tensor]:
         if self._block_store is None:

@@ -413,6 +413,10 @@ class GradientReducer:
             dist.all_reduce(squares, group=self._group)
             return float(squares.sqrt().item()) / self._num_ranks
 
+    def startup_text(self) -> str:
+        """How ranks share the work, for the start-up table."""
+        return f"{self._num_ranks}, gradients averaged in {len(self._buckets)} buckets"
+
     def describe(self) -> str:
         nbytes = sum(s.parameter.numel() * s.parameter.element_size() for b in self._buckets for s in b.states)
         return (
