@@ -5,11 +5,13 @@ Units are decimal: 1 GB is 10**9 bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.config import Resolved
@@ -18,13 +20,33 @@ _HOW_TO_SEE_MORE = 'deepspeed.utils.set_log_level_from_string("debug") before de
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a module's parameters."""
+
+    name: str
+    """Class of the module."""
+    num_parameters: int
+    num_trained: int
+    dtypes: tuple[torch.dtype, ...]
+    """The dtype of most parameters first."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModelFacts:
+        """Counts the elements of parameters. Call it before a backend is made: parameters of blocks that ranks shard
+        are empty afterwards."""
+        numels: Counter[torch.dtype] = Counter()
+        for parameter in module.parameters():
+            numels[parameter.dtype] += parameter.numel()
+        num_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        dtypes = tuple(dtype for dtype, _ in numels.most_common())
+        return cls(type(module).__name__, numels.total(), num_trained, dtypes)
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """Facts that the engine knows and the backend does not."""
 
-    model: str
-    """Class of the model."""
-    num_parameters: int
-    num_trained: int
+    model: ModelFacts
     device: torch.device
     param_groups: Sequence[Mapping[str, Any]]
     scheduler: str | None
@@ -43,7 +65,7 @@ def startup_table(
     that the table need not say how to see more."""
     rows = {
         "method": ": ".join(filter(None, (config.entry.optimizer_type, summary.settings))),
-        "model": _model(config, facts),
+        "model": _model(config, facts.model),
         "weights": summary.weights,
         "GPU" if facts.device.type == "cuda" else "device": _device_memory(config, summary),
         "host": _host_memory(summary),
@@ -66,14 +88,15 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**5 else f"{nbytes / 1e3:.1f} kB"
 
 
-def _model(config: Resolved, facts: EngineFacts) -> str:
-    if facts.num_trained == facts.num_parameters:
+def _model(config: Resolved, model: ModelFacts) -> str:
+    if model.num_trained == model.num_parameters:
         trained = "all trained"
     else:
-        share = facts.num_trained / max(1, facts.num_parameters)
-        trained = f"{facts.num_trained:,} trained ({share:.2%})"
+        share = model.num_trained / max(1, model.num_parameters)
+        trained = f"{model.num_trained:,} trained ({share:.2%})"
     autocast = "" if config.autocast is None else f", autocast {_name(config.autocast)}"
-    return f"{facts.model}, {facts.num_parameters:,} parameters, {trained}, {_name(config.dtype)}{autocast}"
+    dtypes = " and ".join(map(_name, model.dtypes))
+    return f"{model.name}, {model.num_parameters:,} parameters, {trained}, {dtypes}{autocast}"
 
 
 def _name(dtype: torch.dtype) -> str:

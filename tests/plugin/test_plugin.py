@@ -34,7 +34,7 @@ from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.config import ConfigError, registry
 from ds_zo.plugin import engine as plugin
-from ds_zo.plugin.startup import format_bytes
+from ds_zo.plugin.startup import EngineFacts, ModelFacts, format_bytes, startup_table
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -821,6 +821,26 @@ def test_the_table_says_why_weights_are_written_back_so_often(stream, offload, s
     assert ("of a budget of 1.5 GB" in rows["device"]) == offload
     assert rows["batch"] == "4 samples per rank and micro-batch, 2 micro-batches a step"
     assert ("without low bits" in rows["weights"]) == ("master" in stream)
+
+
+def test_the_table_of_a_gpu(seen):
+    """Its texts, without a GPU: blocks are moved and the interval is chosen after the first step."""
+    engine = start(streamed("ZO"), tiny_model("llama").to(torch.bfloat16))
+    store = engine.backend.block_store
+    store.must_choose_interval = store.may_fill_device = True
+    model = ModelFacts.of(engine.module)
+    groups = [{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-4, "weight_decay": 0.0}]
+    facts = EngineFacts(model, torch.device("cuda:1"), groups, None, 1e-3, micro_batch=4, accumulation=1, num_ranks=3)
+    text = startup_table(engine.resolved, facts, replace(engine.backend.startup_summary(), ranks=None))
+    assert text.startswith("ds_zo: backend zo on cuda:1\n") and len(text.splitlines()) == 11
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
+    assert "GPU" in rows and "device" not in rows
+    assert rows["weights"].endswith("; blocks that fit move to the GPU after the first step")
+    assert rows["write-back"] == "every 16 steps at first; measured times of the first step choose the interval"
+    assert rows["model"].endswith("all trained, bfloat16"), "the model's dtype, which this JSON does not name"
+    assert rows["learning rate"] == "0.001, 0.0001, no scheduler"
+    assert rows["ranks"] == "3, each with its own batch"
+    assert [format_bytes(n) for n in (999, 10**6, 10**8, 14 * 10**9)] == ["1.0 kB", "1.0 MB", "0.10 GB", "14.00 GB"]
 
 
 def test_details_are_shown_at_debug_only(seen):
