@@ -95,7 +95,7 @@ def _model(config: Resolved, model: ModelFacts) -> str:
         share = model.num_trained / max(1, model.num_parameters)
         trained = f"{model.num_trained:,} trained ({share:.2%})"
     autocast = "" if config.autocast is None else f", autocast {_name(config.autocast)}"
-    dtypes = " and ".join(map(_name, model.dtypes))
+    dtypes = " and ".join(map(_name, model.dtypes)) or "no dtype"
     return f"{model.name}, {model.num_parameters:,} parameters, {trained}, {dtypes}{autocast}"
 
 
@@ -105,11 +105,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _sizes(sizes: Mapping[str, int]) -> str:
     """The sum, and the bytes of each use if there are several."""
-    if len(sizes) == 1:
-        ((use, nbytes),) = sizes.items()
-        return f"{format_bytes(nbytes)} ({use})"
-    parts = ", ".join(f"{use} {format_bytes(nbytes)}" for use, nbytes in sizes.items())
-    return f"{format_bytes(sum(sizes.values()))} ({parts})"
+    total = format_bytes(sum(sizes.values()))
+    if len(sizes) < 2:
+        return f"{total} ({next(iter(sizes), 'no tensors')})"
+    return f"{total} ({', '.join(f'{use} {format_bytes(nbytes)}' for use, nbytes in sizes.items())})"
 
 
 def _device_memory(config: Resolved, summary: StartupSummary) -> str:
