@@ -98,7 +98,6 @@ _hooks: Any = WeakTensorKeyDictionary()
 class LOMOBackend(Backend):
     """Updates each parameter by SGD as soon as its gradient is complete. See this module's docstring."""
 
-    name: ClassVar[str] = "lomo"
     accumulates: ClassVar[bool] = False
     updates_pieces: ClassVar[bool] = True
     """The update rule is elementwise, so that a rank can update its piece of a parameter without the rest."""
@@ -303,12 +302,12 @@ class LOMOBackend(Backend):
         if any(state.parameter.requires_grad and not state.is_adapter for state in self._parameter_states):
             logger.warning(
                 "ds_zo: PEFT's save_pretrained, which Trainer calls, saves adapters only: to save the other weights "
-                f"that {self.name} trains, save a checkpoint and run ds-zo export"
+                f"that {self.config.backend} trains, save a checkpoint and run ds-zo export"
             )
         else:
             logger.warning(
                 "ds_zo: only adapters are trainable, because PEFT freezes the weights that it wraps: to train these "
-                f"weights by {self.name}, call requires_grad_(True) on them before deepspeed.initialize"
+                f"weights by {self.config.backend}, call requires_grad_(True) on them before deepspeed.initialize"
             )
 
     # Forward and backward
@@ -831,7 +830,11 @@ class LOMOBackend(Backend):
         for parameter_state in self._parameter_states:
             saved = state["moments"].get(parameter_state.name)
             if saved is not None and ("mean" in saved) is not parameter_state.is_adapter:
-                was, now = (self.name, "an adapter") if parameter_state.is_adapter else ("an adapter", self.name)
+                was, now = (
+                    (self.config.backend, "an adapter")
+                    if parameter_state.is_adapter
+                    else ("an adapter", self.config.backend)
+                )
                 raise CheckpointError(
                     f"{parameter_state.name} was trained as {was} in the checkpoint and is trained as {now} here: "
                     f"write the checkpoint's adapter in {self.config.params_at}, or pass load_optimizer_states=False"

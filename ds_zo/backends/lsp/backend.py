@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,6 @@ could clear that reference before the engine removes its hooks."""
 
 class LSPBackend(Backend):
     """Trains a module with LSP. One instance serves one DeepSpeed engine."""
-
-    name: ClassVar[str] = "lsp"
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,6 @@ ever."""
 
 class ZOBackend(Backend):
     """Zeroth-order training; see the module's docstring."""
-
-    name: ClassVar[str] = "zo"
 
     def __init__(
         self,
