@@ -6,6 +6,7 @@ A comment on the line before a fence says how it is checked:
 - `<!-- part: NAME -->`: lines for the script `deepspeed`; a test puts them there and runs the result.
 - `<!-- json: NAME -->`: a test trains by this JSON, or compares it with another.
 - `<!-- needs: WHAT -->`: the block needs WHAT, such as a GPU; its syntax, files and options are checked.
+- `<!-- edit: JSON -->`: a diff of a JSON; a test reads both sides.
 - `<!-- fragment: WHY -->`: the block is not a whole file.
 
 A Python block without a comment fails. A line of a bash block without a comment is run here, or by the test that
@@ -47,7 +48,7 @@ class Fence(NamedTuple):
     page: str
     language: str
     mark: str
-    """The comment before the block: script, part, json, needs, fragment; empty: no comment."""
+    """The comment before the block: script, part, json, edit, needs, fragment; empty: no comment."""
     name: str
     """The text after the comment's colon."""
     code: str
@@ -184,6 +185,16 @@ def test_edit_changes_the_optimizer_alone() -> None:
     assert "optimizer.params.betas" in resolve(type_alone).ignored
 
 
+def test_both_sides_of_the_readmes_edit_are_jsons() -> None:
+    lines = marked("edit")["JSON"].splitlines()
+    sides = ("\n".join(line[1:] for line in lines if not line.startswith(other)) for other in "+-")
+    before, after = (json.loads("{" + side + "}") for side in sides)
+    assert backend_of(before) is None
+    found = resolve({"train_micro_batch_size_per_gpu": 1, **after})
+    assert (found.backend, found.ignored) == ("adalomo", ("zero_optimization.offload_optimizer",))
+    assert {**before, "optimizer": None} == {**after, "optimizer": None}
+
+
 COMMANDS = [line for fence in FENCES if fence.language == "bash" and not fence.mark for line in fence.lines]
 """Command lines that a test runs."""
 RUN_BY = {
@@ -200,7 +211,7 @@ RUN_BY = {
 def test_every_block_is_run_or_says_why_not() -> None:
     for fence in FENCES:
         where = f"{fence.page}: {fence.code[:80]!r}"
-        assert fence.mark in ("", "script", "part", "json", "needs", "fragment"), where
+        assert fence.mark in ("", "script", "part", "json", "edit", "needs", "fragment"), where
         if fence.language == "python":
             ast.parse(fence.code)
             assert fence.mark in ("script", "part", "needs"), f"{where} is neither run nor marked"
