@@ -195,8 +195,6 @@ def test_both_sides_of_the_readmes_edit_are_jsons() -> None:
     assert {**before, "optimizer": None} == {**after, "optimizer": None}
 
 
-COMMANDS = [line for fence in FENCES if fence.language == "bash" and not fence.mark for line in fence.lines]
-"""Command lines that a test runs."""
 RUN_BY = {
     "deepspeed launch/train.py --deepspeed ds_configs/zo.json": "tests/launch/test_train.py",
     "accelerate launch --config_file ds_configs/accelerate_zo.yaml": "tests/launch/test_examples.py",
@@ -206,6 +204,16 @@ RUN_BY = {
     "ds-zo plan": "tests/test_readme.py",
 }
 """The test that runs a command, by the command's beginning."""
+TAKES_LONG = ("python launch/compare.py --preset results", "python launch/compare.py --report-only")
+"""Beginnings of commands in generated parts of pages, which carry no comment. Their files are checked."""
+COMMANDS = [
+    line
+    for fence in FENCES
+    if fence.language == "bash" and not fence.mark
+    for line in fence.lines
+    if not line.startswith(TAKES_LONG)
+]
+"""Command lines that a test runs."""
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
@@ -282,7 +290,8 @@ def test_every_page_is_in_the_navigation() -> None:
         return found
 
     named = files(site["nav"])
-    assert sorted(name for name in named if "/" not in name) == sorted(path.name for path in PAGES[1:])
+    missing = {name for name in site["extra"]["awaited"] if not (REPO / "docs" / name).exists()}
+    assert sorted({name for name in named if "/" not in name} - missing) == sorted(path.name for path in PAGES[1:])
     others = [name.removeprefix("repository/") for name in named if "/" in name]
     assert all((REPO / name).exists() for name in others)
 
