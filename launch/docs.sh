@@ -9,5 +9,7 @@ share_environment
 
 cd "$repo"
 say "mkdocs build --strict $*"
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet "$@"
-say "the site is in runs/site: open runs/site/index.html"
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict "$@"  # --quiet would hide warnings from --strict
+if [ $# = 0 ]; then
+    say "the site is in runs/site: open runs/site/index.html"
+fi

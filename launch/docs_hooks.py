@@ -10,9 +10,10 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 REPO = Path(__file__).resolve().parents[1]
 DOCS = "docs"
@@ -83,6 +84,8 @@ def written(entries: list[dict[str, Any]], missing: set[str]) -> list[dict[str, 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds the files outside docs/ that pages lead to."""
+    from mkdocs.structure.files import File  # tests of the other functions run without mkdocs
+
     waiting = [source_of(page.src_uri) for page in files.documentation_pages()] + ["CONTRIBUTING.md"]
     while waiting:
         source = waiting.pop()

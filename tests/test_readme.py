@@ -199,6 +199,9 @@ RUN_BY = {
     "deepspeed launch/train.py --deepspeed ds_configs/zo.json": "tests/launch/test_train.py",
     "accelerate launch --config_file ds_configs/accelerate_zo.yaml": "tests/launch/test_examples.py",
     "python launch/compare.py --model random:llama-tiny": "tests/bench/test_compare.py",
+    "python launch/compare.py --headline": "tests/bench/test_headline.py",
+    "python -m benchmarks.pages": "tests/test_docs_figures.py",
+    "python launch/draw_docs.py": "tests/test_docs_figures.py",
     "ds-zo export": "tests/test_readme.py",
     "ds-zo replay": "tests/test_readme.py",
     "ds-zo plan": "tests/test_readme.py",
@@ -245,7 +248,7 @@ def test_a_test_runs_the_command(line: str) -> None:
     by = [file for start, file in RUN_BY.items() if line.startswith(start)]
     assert by, f"{line!r} is neither run nor marked"
     script = next((word for word in line.split() if re.fullmatch(r"launch/[\w/]+\.py", word)), "")
-    assert Path(script).name in (REPO / by[0]).read_text(encoding="utf-8")
+    assert Path(script).stem in (REPO / by[0]).read_text(encoding="utf-8")
 
 
 def test_commands_name_files_and_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
