@@ -46,11 +46,18 @@ SPEED = [
     ("`ZO`", "LLaMA-7B", LLAMA, "compare/llama-7b/24gb/rows.jsonl", "zo", ""),
     ("`LOMO`, streamed", "LLaMA-7B", LLAMA, "h200_lomo.jsonl", "streamed/7b-6gb", ""),
     ("`LSP`, streamed", "LLaMA-7B", LLAMA, "h200_lsp.jsonl", "capped/7b/4/lsp-512-streamed", ""),
-    ("`ZO`, streamed", "OPT-6.7B", OPT, "h200_zo_targets.jsonl", "6.7b.streamed", "20261115T180412Z"),
+    ("`ZO`, streamed, `master: wire`", "OPT-6.7B", OPT, "h200_zo_targets.jsonl", "6.7b.streamed", "20261115T180412Z"),
     ("`LOMO`, streamed", "LLaMA-13B", LLAMA, "h200_lomo.jsonl", "streamed/13b-24gb", ""),
     ("`LOMO`, streamed", "LLaMA-30B", LLAMA, "h200_lomo.jsonl", "streamed/30b-24gb", ""),
-    ("`ZO`, streamed", "OPT-30B", OPT, "h200_zo_targets.jsonl", "30b.capped", ""),
-    ("`ZO`, streamed as fp8", "OPT-66B", OPT, "h200_zo_targets.jsonl", "66b.capped.fp8", "20261115T145440Z"),
+    ("`ZO`, streamed, `master: wire`", "OPT-30B", OPT, "h200_zo_targets.jsonl", "30b.capped", ""),
+    (
+        "`ZO`, streamed as fp8, `master: wire`",
+        "OPT-66B",
+        OPT,
+        "h200_zo_targets.jsonl",
+        "66b.capped.fp8",
+        "20261115T145440Z",
+    ),
 ]
 
 
@@ -86,6 +93,9 @@ SCORES = {
     "`LSP`, d = 512": ("h200_lsp_learned.jsonl", "lsp-512-learned", 1e-4),
     "`LSP`, d = 512, random projectors": ("h200_lsp_learned.jsonl", "lsp-512-random", 1e-4),
     "`ZO` in bf16": ("h200_accuracy.jsonl", "zo-bf16", 1e-5),
+    "`ZO` in bf16, `master: wire`": ("h200_accuracy.jsonl", "zo-bf16-wire", 1e-5),
+    "`ZO` in fp8": ("h200_accuracy.jsonl", "zo-fp8", 1e-5),
+    "`ZO` in fp8, `master: wire`": ("h200_accuracy.jsonl", "zo-fp8-wire", 1e-5),
 }
 
 
@@ -97,6 +107,11 @@ def scores_of(file: str, method: str, lr: float | None) -> list[str]:
         found = [r["after"] for r in rows_of(file) if (r["method"], r["task"], r["lr"], r["model"]) == wanted]
         cells.append(f"{mean(found):.2f}" if task == "alpaca" else f"{100 * mean(found):.1f}")
     return cells
+
+
+def test_every_line_of_the_table_of_scores_is_compared() -> None:
+    shown = [row[0] for row in tables_of(CHOOSE) if len(row) == 7 and row[2][:1].isdigit()]
+    assert shown == list(SCORES)
 
 
 @pytest.mark.parametrize("name", SCORES)
