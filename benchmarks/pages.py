@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
+from benchmarks.equal_score import seconds_to
 from benchmarks.grids import read_grid
 from benchmarks.sweep import rows_of
 from ds_zo.records.rows import Row, read_objects, table
@@ -37,6 +38,7 @@ LOMO_STREAMED_RUN = "20261115T093718Z"
 LSP_RUN = "20261115T150212Z"
 LSP_LATER_RUN = "20261115T211400Z"
 ACCURACY, LEARNED = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl"
+EQUAL_Z, LSP_TIME = "h200_equal_z.jsonl", "h200_lsp_time.jsonl"
 SMOLLM = "SmolLM2-135M"
 TASKS = {"sst2": "SST-2", "rte": "RTE", "copa": "COPA", "boolq": "BoolQ", "alpaca": "Alpaca"}
 
@@ -108,6 +110,30 @@ def zo_directions() -> str:
     more = f"{100 * (two['step_s'] / one['step_s'] - 1):.0f}% more for twice the forward passes"
     said = f"OPT-6.7B, all blocks streamed in bf16: one direction took {ms(one)} ms a step, two took {ms(two)} ms"
     return f"{said}, which is {more}. {source(ZO, runs=[ZO_RUN])}"
+
+
+def equal_noise() -> str:
+    """How far ZO's losses are from MeZO's with the same noise."""
+    by_method: dict[str, dict[str, Row]] = {}
+    for row in rows_in(EQUAL_Z):
+        by_method.setdefault(row["task"], {})[row["method"]] = row
+    farthest, num_losses = 0.0, 0
+    for pair in by_method.values():
+        ours, theirs = (
+            {point["step"]: point["loss"] for point in pair[name]["curve"] if "loss" in point}
+            for name in ("zo", "mezo")
+        )
+        assert ours.keys() == theirs.keys()
+        farthest = max(farthest, *(abs(ours[step] / theirs[step] - 1) for step in ours))
+        num_losses += len(ours)
+    tasks = " and ".join(TASKS[task] for task in sorted(by_method, reverse=True))
+    first = rows_in(EQUAL_Z)[0]
+    scores = all(pair["zo"]["after"] == pair["mezo"]["after"] for pair in by_method.values())
+    return (
+        f"With the same z, in float32, the losses of ZO and of in-memory MeZO differ by at most {farthest:.0e} of "
+        f"their value, and their test scores are {'the same' if scores else 'not the same'} ({SMOLLM}, {tasks}, "
+        f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared). {source(EQUAL_Z)}"
+    )
 
 
 def stream_link() -> str:
@@ -292,6 +318,21 @@ def lsp_learned() -> str:
         "AdamW with the same seeds, for Alpaca percent of its perplexity; the number of seeds is in brackets:"
     )
     return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY)])
+
+
+def lsp_time() -> str:
+    """Seconds to the perplexity that ZeRO-Offload ends with."""
+    lsp, other = (
+        next(row for row in rows_in(LSP_TIME) if row["method"] == name) for name in ("lsp-512", "zero-offload")
+    )
+    ours_s, theirs_s = (seconds_to(row, other["dev"]) for row in (lsp, other))
+    assert ours_s is not None and theirs_s is not None
+    return (
+        f"{SMOLLM} on Alpaca, {lsp['steps']} steps of {lsp['batch_size']} texts, each method alone on the GPU with a "
+        f"rate of its own: LSP (d = 512, projectors fitted to the first batch) had ZeRO-Offload's best perplexity on dev, "
+        f"{other['dev']:.2f}, after {ours_s:.0f} s, the fit counted. ZeRO-Offload took {theirs_s:.0f} s. The ratio is "
+        f"{ours_s / theirs_s:.2f}. {source(LSP_TIME)}"
+    )
 
 
 def _scores(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
@@ -480,6 +521,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "zo-speed": zo_speed,
     "zo-directions": zo_directions,
     "zo-quality": zo_quality,
+    "equal-noise": equal_noise,
     "stream-link": stream_link,
     "stream-24gb": stream_capped,
     "wire-loss": wire_loss,
@@ -489,6 +531,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "lsp-speed": lsp_speed,
     "lsp-memory": lsp_memory,
     "lsp-learned": lsp_learned,
+    "lsp-time": lsp_time,
     "quality": all_quality,
     "checkpoints": checkpoints,
     "records": records,
