@@ -329,9 +329,9 @@ def lsp_time() -> str:
     assert ours_s is not None and theirs_s is not None
     return (
         f"{SMOLLM} on Alpaca, {lsp['steps']} steps of {lsp['batch_size']} texts, each method alone on the GPU with a "
-        f"rate of its own: LSP (d = 512, projectors fitted to the first batch) had ZeRO-Offload's best perplexity on dev, "
-        f"{other['dev']:.2f}, after {ours_s:.0f} s, the fit counted. ZeRO-Offload took {theirs_s:.0f} s. The ratio is "
-        f"{ours_s / theirs_s:.2f}. {source(LSP_TIME)}"
+        "rate of its own: LSP (d = 512, projectors fitted to the first batch) had ZeRO-Offload's best perplexity on "
+        f"dev, {other['dev']:.2f}, after {ours_s:.0f} s, the fit counted. ZeRO-Offload took {theirs_s:.0f} s: a ratio "
+        f"of {ours_s / theirs_s:.2f}. {source(LSP_TIME)}"
     )
 
 
