@@ -423,8 +423,7 @@ def checkpoints() -> str:
 
 
 def records() -> str:
-    heads = ["record", "model", "tokens/s", "GPU GB", "host GB", "rows, run, commit", "command"]
-    return table(heads, [record.cells() for record in all_records()])
+    return "\n".join(record.line() for record in all_records())
 
 
 class Record:
@@ -437,11 +436,11 @@ class Record:
         self.figures = figures or row
         """The object with the speed and the memory: the row itself, or a part of it."""
 
-    def cells(self) -> list[str]:
-        link = f"[{Path(self.file).as_posix()}](../{RESULTS}/{self.file}), {self.row['run_id']}, {self.row['commit']}"
-        figures = self.figures
-        measured = [speed(figures), gb(figures["peak_gb"]), gb(figures["host_peak_gb"])]
-        return [self.title, self.model, *measured, link, f"`{self.command}`"]
+    def line(self) -> str:
+        found, row = self.figures, self.row
+        memory = f"{gb(found['peak_gb'])} GB of GPU memory, {gb(found['host_peak_gb'])} GB of host memory"
+        link = f"[{self.file}](../{RESULTS}/{self.file}), run {row['run_id']}, commit {row['commit']}"
+        return f"- **{self.title}**: {self.model}, {speed(found)} tokens/s, {memory}. {link}: `{self.command}`"
 
 
 def all_records() -> Iterator[Record]:
