@@ -440,7 +440,7 @@ class Record:
         found, row = self.figures, self.row
         memory = f"{gb(found['peak_gb'])} GB of GPU memory, {gb(found['host_peak_gb'])} GB of host memory"
         link = f"[{self.file}](../{RESULTS}/{self.file}), run {row['run_id']}, commit {row['commit']}"
-        return f"- **{self.title}**: {self.model}, {speed(found)} tokens/s, {memory}. {link}: `{self.command}`"
+        return f"- **{self.title}**: {self.model} tokens, {speed(found)} tokens/s, {memory}. {link}: `{self.command}`"
 
 
 def all_records() -> Iterator[Record]:
