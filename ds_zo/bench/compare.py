@@ -4,7 +4,7 @@ ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1
 ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
 ds-zo bench --preset results --resume --total-s 540 --out results    # again, until it says that nothing is left
 ds-zo bench --report-only --out results
-ds-zo bench --headline results/* --into README.md
+ds-zo bench --headline results/* --into . docs
 
 Several caps have a folder each: OUT/uncapped, OUT/24gb. A preset has one for each model around them.
 """
@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
     to.add_argument("--headline", nargs="+", type=Path, metavar="DIR", help="one table and one plot of several results")
-    to.add_argument("--into", type=Path, metavar="FILE", help="put the headline between its markers in this file")
+    into = "pages that get the headline between their markers; of a folder, its pages that hold the markers"
+    to.add_argument("--into", nargs="+", type=Path, default=[], metavar="FILE", help=into)
     to.add_argument("--list", action="store_true", help="list contenders with their settings, and end")
 
 
