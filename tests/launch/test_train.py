@@ -106,6 +106,7 @@ def test_launcher_and_summary(tmp_path: Path, free_port: int, succeed: Succeed) 
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["tokens_per_s"] > 0 and summary["metric"] == "accuracy"
     assert summary["peak_host_gb"] > 0.1
+    assert re.search(r"loss \d\.\d{3}, [\d,]+ tokens/s, (GPU \d+\.\d GB, )?host \d+\.\d GB", done.stderr)
     assert "step 2: dev accuracy" in text and "model saved in" in text
     assert AutoTokenizer.from_pretrained(output / "model").eos_token == "<eos>"
     succeed(*arguments, "--resume", "latest")
