@@ -3,7 +3,7 @@
 #   bash launch/notebooks.sh                                   all of notebooks/
 #   bash launch/notebooks.sh notebooks/first_finetune.ipynb    this one
 #   NOTEBOOK_SECONDS=300 bash launch/notebooks.sh              with another limit
-# The limit is on the CPU seconds of a notebook's process, which a busy machine does not lengthen: its time on free cores.
+# The limit is on the CPU seconds of a notebook's process, which a busy machine hardly lengthens.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
