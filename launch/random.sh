@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests on generated models, scripts and files (tests/random): engines beside plain loops, checkpoints under attack.
+# Tests on generated models, scripts and files (tests/random): engines beside plain loops, checkpoints under attack;
+# also every cell of the support matrix (docs/support.md).
 #   bash launch/random.sh              more cases than launch/test.sh tries, from the same seeds on
 #   bash launch/random.sh 50 7000      fifty times as many, from seed 7000 on
 # A failure prints the seed of its case. Needs the .venv of launch/test.sh.
@@ -10,5 +11,5 @@ enter_tests
 export DS_ZO_RANDOM_TIMES="${1:-1}" DS_ZO_NUM_KILLS="${DS_ZO_NUM_KILLS:-28}"
 [ $# -lt 2 ] || export DS_ZO_RANDOM_SEED="$2"
 say "random cases"
-exec python -m pytest -m "not gpu" -q -n "${TEST_PROCESSES:-2}" tests/random \
+exec python -m pytest -m "not gpu" -q -n "${TEST_PROCESSES:-2}" tests/random tests/test_support.py \
     tests/checkpoint/test_kill.py::test_kill_at_random_moments
