@@ -16,7 +16,7 @@ seconds, without evaluation and saving. `--results FILE` adds the run's row to a
 
 The learning rates in ds_configs suit models of billions of parameters, in bf16 on a GPU. For the embedded model, which
 has a million, the script replaces them by the rates of `EMBEDDED_PARAMS` and trains in float32. It prints one line
-about that. It replaces nothing if --lr and --dtype are given, or if the JSON's optimizer is not a shipped one.
+about that. It does not if --lr and --dtype are given, or if the JSON's optimizer is not a shipped one.
 """
 
 from __future__ import annotations
@@ -416,7 +416,7 @@ class Trainer:
         model, self.tokenizer = load_model(
             args.model,
             dtype=DTYPES[self.dtype],
-            lazily=backend_of(config) == "zo" and args.lora_rank is None,
+            lazily=backend_of(config) is not None and args.lora_rank is None,
             num_labels=self.task.num_labels if isinstance(self.task, HeadTask) else None,
         )
         if isinstance(self.task, HeadTask) and args.padding_side == "left" and self.tokenizer.cls_token_id is not None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from huggingface_hub import constants
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.recipes import RECIPES, Recipe
+from ds_zo.config import backend_of
 from ds_zo.planner.models import load_config
 from ds_zo.tasks import TASKS, hub
 from ds_zo.tasks.embedded_model import FOLDER
@@ -275,6 +278,16 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, succeed: Succeed
         succeed(*arguments, "--skip-zero-shot", *flags)
         losses.append([point["loss"] for point in json.loads((output / "summary.json").read_text())["curve"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+def test_the_commands_of_recipes_are_accepted(recipe: Recipe, script: ModuleType) -> None:
+    launcher, path, *words = shlex.split(recipe.train_command.replace("\\\n", " "))
+    assert (launcher, path) == ("deepspeed", "launch/train.py")
+    args = script.parse_args(words)
+    assert args.deepspeed.is_absolute() or (REPO / args.deepspeed).is_file()
+    needs_flag = backend_of(recipe.config) != "zo" and not recipe.offload
+    assert args.task in TASKS and args.gradient_checkpointing == needs_flag
 
 
 def test_help_names_every_task(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
