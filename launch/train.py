@@ -16,7 +16,7 @@ seconds, without evaluation and saving. `--results FILE` adds the run's row to a
 
 The learning rates in ds_configs suit models of billions of parameters, in bf16 on a GPU. For the embedded model, which
 has a million, the script replaces them by the rates of `EMBEDDED_PARAMS` and trains in float32. It prints one line
-about that. It does not if --lr and --dtype are given, or if the JSON's optimizer is not a shipped one.
+about that. It keeps a rate given by --lr, a dtype given by --dtype, and an optimizer section that is not a shipped one.
 """
 
 from __future__ import annotations
