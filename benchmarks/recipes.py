@@ -120,7 +120,7 @@ class Recipe:
     @property
     def train_command(self) -> str:
         words = f"deepspeed launch/train.py --deepspeed ds_configs/{self.file}.json"
-        return f"{words} \\\n    --model {self.model} --max-length {self.length} {self.options}"
+        return f"{words} --model {self.model} --max-length {self.length} {self.options}"
 
     @property
     def plan_command(self) -> str:
@@ -410,6 +410,10 @@ def recipe_block(recipe: Recipe) -> str:
             "",
             "```bash",
             recipe.plan_command,
+            "```",
+            "",
+            "<!-- needs: a GPU and the Hub -->",
+            "```bash",
             recipe.train_command,
             "```",
             "",

@@ -13,9 +13,25 @@ def show(text: str) -> None:
 
     So users see the settings that were chosen automatically. A logger set to ERROR or higher stays silent.
     """
-    if logger.getEffectiveLevel() > logging.WARNING or (dist.is_initialized() and dist.get_rank() != 0):
+    if logger.getEffectiveLevel() <= logging.WARNING:
+        _emit(text, logging.INFO, "show")
+
+
+def show_details(text: str) -> None:
+    """Logs lines at DEBUG on rank 0, if the logger's level is DEBUG.
+
+    Trainer's `--log_level debug` sets the level of DeepSpeed's logger and leaves its handler at WARNING. The lines are
+    shown then too.
+    """
+    if logger.getEffectiveLevel() <= logging.DEBUG:
+        _emit(text, logging.DEBUG, "show_details")
+
+
+def _emit(text: str, level: int, caller: str) -> None:
+    """Gives a record to every handler that shows warnings, whatever the handler's level below WARNING is."""
+    if dist.is_initialized() and dist.get_rank() != 0:
         return
-    record = logger.makeRecord(logger.name, logging.INFO, "ds_zo", 0, text, (), None, func="show")
+    record = logger.makeRecord(logger.name, level, "ds_zo", 0, text, (), None, func=caller)
     source: logging.Logger | None = logger
     while source is not None:
         for handler in source.handlers:

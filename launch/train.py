@@ -525,19 +525,20 @@ class Trainer:
         bar = tqdm(
             total=num_steps, initial=self.step, desc="train", unit="step", disable=self.rank != 0, mininterval=0.5
         )
-        finished = True
+        finished, before = True, (self.num_tokens, self.train_s)
         while self.step < num_steps:
             start = time.perf_counter()
             loss = self.train_step()
             if self.step % LOSS_EVERY == 0 or self.step in (1, num_steps):
                 self.curve.append(Point(self.step, 0.0, loss.item()))
-                bar.set_postfix(loss=f"{self.curve[-1].loss:.3f}", refresh=False)
             due = [every for every in (args.eval_every, args.save_every) if every and self.step % every == 0]
             if due or self.step == num_steps:  # work still queued on the device belongs to the training time
                 get_accelerator().synchronize()
             self.train_s += time.perf_counter() - start
             if self.curve and self.curve[-1].step == self.step:
                 self.curve[-1].train_s = round(self.train_s, 3)
+                bar.set_postfix_str(self.progress_text(*before), refresh=False)
+                before = self.num_tokens, self.train_s
             bar.update()
             over = args.max_seconds is not None and self.any_rank(self.train_s >= args.max_seconds)
             if args.eval_every and (self.step % args.eval_every == 0 or over or self.step == num_steps):
@@ -550,6 +551,14 @@ class Trainer:
                 break
         bar.close()
         return finished
+
+    def progress_text(self, num_tokens: int, train_s: float) -> str:
+        """The last loss, the rate of all ranks' tokens since the given counts, and this rank's memory peaks so far."""
+        rate = (self.num_tokens - num_tokens) / max(self.train_s - train_s, 1e-9)
+        memory = f"host {host_peak_gb():.1f} GB"
+        if get_accelerator().device_name() != "cpu":
+            memory = f"GPU {get_accelerator().max_memory_allocated() / 1e9:.1f} GB, {memory}"
+        return f"loss {self.curve[-1].loss:.3f}, {rate:,.0f} tokens/s, {memory}"
 
     def any_rank(self, flag: bool) -> bool:
         """Returns whether any rank's flag is set: clocks differ, and one rank past the limit stops all ranks."""

@@ -1,7 +1,22 @@
-"""What the README shows is run: its scripts as they stand, its commands against the files they name."""
+"""Code that the README and the pages show is run, or is marked as what cannot run here and checked for its syntax.
+
+A comment on the line before a fence says how it is checked:
+
+- `<!-- script: NAME -->`: a test runs this Python script as it stands.
+- `<!-- part: NAME -->`: lines for the script `deepspeed`; a test puts them there and runs the result.
+- `<!-- json: NAME -->`: a test trains by this JSON, or compares it with another.
+- `<!-- needs: WHAT -->`: the block needs WHAT, such as a GPU; its syntax, files and options are checked.
+- `<!-- edit: JSON -->`: a diff of a JSON; a test reads both sides.
+- `<!-- fragment: WHY -->`: the block is not a whole file.
+
+A Python block without a comment fails. A line of a bash block without a comment is run here, or by the test that
+`RUN_BY` names.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import json
 import os
 import re
@@ -11,9 +26,11 @@ import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from conftest import python_path
 from safetensors.torch import load_file
 
@@ -21,11 +38,42 @@ from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
 
 REPO = Path(__file__).parents[1]
-README = (REPO / "README.md").read_text(encoding="utf-8")
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+"""The pages whose code is checked."""
 
 
-def fences(language: str, text: str = README) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+class Fence(NamedTuple):
+    """One code block of a page."""
+
+    page: str
+    language: str
+    mark: str
+    """The comment before the block: script, part, json, edit, needs, fragment; empty: no comment."""
+    name: str
+    """The text after the comment's colon."""
+    code: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The commands of a bash block, without comments."""
+        return [line for line in self.code.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def fences_of(page: Path) -> list[Fence]:
+    """All code blocks of a page, also indented ones of lists."""
+    mark = r"(?:^ *<!-- (?P<mark>\w+): (?P<name>[^>]*?) -->\n)?"
+    form = mark + r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$"
+    found = re.finditer(form, page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    where = str(page.relative_to(REPO))
+    return [Fence(where, m["language"], m["mark"] or "", m["name"] or "", m["code"]) for m in found]
+
+
+FENCES = [fence for page in PAGES for fence in fences_of(page)]
+
+
+def marked(mark: str) -> dict[str, str]:
+    """Code by name, of the blocks with this comment."""
+    return {fence.name: fence.code for fence in FENCES if fence.mark == mark}
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -45,10 +93,8 @@ def run_source(source: str, folder: Path, run_script: Run) -> subprocess.Complet
     return run_script(script, cwd=folder, env=env)
 
 
-PARTS = ["deepspeed", "lora", "streamed", "accelerate", "trainer", "checkpoints"]
-SCRIPTS = dict(zip(PARTS, fences("python"), strict=True))
-JSONS = dict(zip(["before", "after", "LOMO", "AdaLOMO", "LoRA", "LSP"], fences("json"), strict=True))
-LORA, CHECKPOINTS = SCRIPTS.pop("lora"), SCRIPTS.pop("checkpoints")
+SCRIPTS, JSONS, PARTS = marked("script"), marked("json"), marked("part")
+LORA, CHECKPOINTS = PARTS["lora"], PARTS["checkpoints"]
 """Lines for the first script: before its engine is made, and instead of all from there on."""
 USED_OUR_ENGINE = """
 import gc
@@ -107,8 +153,7 @@ def test_checkpoints_resume_export_and_replay_as_shown(
 
     (tmp_path / "ds_zo").symlink_to(REPO / "ds_zo")
     monkeypatch.chdir(tmp_path)
-    shown = [line for block in fences("bash") for line in block.splitlines()]
-    commands = [shlex.split(line, comments=True)[1:] for line in shown if re.match("ds-zo (export|replay) ", line)]
+    commands = [shlex.split(line, comments=True)[1:] for line in COMMANDS if re.match("ds-zo (export|replay) ", line)]
     assert [main(command) for command in commands] == [0, 0]
     on_gpu = torch.cuda.is_available()  # where the run's hashes are: the commands as shown replay on the CPU
     assert ("its hash is the recorded one" in capsys.readouterr().out) != on_gpu
@@ -119,13 +164,13 @@ def test_checkpoints_resume_export_and_replay_as_shown(
 
 
 @pytest.mark.slow
-def test_without_the_import_deepspeed_says_what_the_readme_quotes(tmp_path: Path, run_script: Run) -> None:
+def test_without_the_import_deepspeed_says_what_the_pages_quote(tmp_path: Path, run_script: Run) -> None:
     script = SCRIPTS["deepspeed"]
     folder = str(REPO / "ds_zo" / "tasks" / "embedded")
     bare = re.sub(r"^import ds_zo.*\n", "", script, flags=re.MULTILINE).replace("ds_zo.EMBEDDED_MODEL", repr(folder))
     assert "ds_zo" not in bare.replace(folder, "")
     done = run_source(bare, tmp_path, run_script)
-    quoted = re.search(r"stops with\s+`([^`]+)`", README)
+    quoted = re.search(r"stops with\s+`([^`]+)`", (REPO / "docs" / "index.md").read_text(encoding="utf-8"))
     assert quoted is not None
     assert done.returncode != 0
     assert quoted[1] in done.stderr
@@ -137,37 +182,158 @@ def test_edit_changes_the_optimizer_alone() -> None:
     assert resolve(after).backend == "zo"
     assert {**before, "optimizer": None} == {**after, "optimizer": None}
     type_alone = {**before, "optimizer": {**before["optimizer"], "type": "ZO"}}
-    assert resolve(type_alone).backend == "zo", "the README says that changing the type is enough"
+    assert resolve(type_alone).backend == "zo", "the page says that changing the type is enough"
     assert "optimizer.params.betas" in resolve(type_alone).ignored
 
 
-def test_commands_name_files_that_exist() -> None:
-    commands = [
-        line.split("#")[0].split()
-        for name in ("README.md", "CONTRIBUTING.md")
-        for block in fences("bash", (REPO / name).read_text(encoding="utf-8"))
-        for line in block.splitlines()
-    ]
-    files = {word for command in commands for word in command if re.fullmatch(r"[\w/]+\.(sh|py|json|txt)", word)}
+def test_both_sides_of_the_readmes_edit_are_jsons() -> None:
+    lines = marked("edit")["JSON"].splitlines()
+    sides = ("\n".join(line[1:] for line in lines if not line.startswith(other)) for other in "+-")
+    before, after = (json.loads("{" + side + "}") for side in sides)
+    assert backend_of(before) is None
+    found = resolve({"train_micro_batch_size_per_gpu": 1, **after})
+    assert (found.backend, found.ignored) == ("adalomo", ("zero_optimization.offload_optimizer",))
+    assert {**before, "optimizer": None} == {**after, "optimizer": None}
+
+
+RUN_BY = {
+    "deepspeed launch/train.py --deepspeed ds_configs/zo.json": "tests/launch/test_train.py",
+    "accelerate launch --config_file ds_configs/accelerate_zo.yaml": "tests/launch/test_examples.py",
+    "python launch/compare.py --model random:llama-tiny": "tests/bench/test_compare.py",
+    "python launch/compare.py --headline": "tests/bench/test_headline.py",
+    "python -m benchmarks.pages": "tests/test_docs_figures.py",
+    "python launch/draw_docs.py": "tests/test_docs_figures.py",
+    "ds-zo export": "tests/test_readme.py",
+    "ds-zo replay": "tests/test_readme.py",
+    "ds-zo plan": "tests/test_readme.py",
+}
+"""The test that runs a command, by the command's beginning."""
+TAKES_LONG = ("python launch/compare.py --preset results", "python launch/compare.py --report-only")
+"""Beginnings of commands in generated parts of pages, which carry no comment. Their files are checked."""
+COMMANDS = [
+    line
+    for fence in FENCES
+    if fence.language == "bash" and not fence.mark
+    for line in fence.lines
+    if not line.startswith(TAKES_LONG)
+]
+"""Command lines that a test runs."""
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    for fence in FENCES:
+        where = f"{fence.page}: {fence.code[:80]!r}"
+        assert fence.mark in ("", "script", "part", "json", "edit", "needs", "fragment"), where
+        if fence.language == "python":
+            ast.parse(fence.code)
+            assert fence.mark in ("script", "part", "needs"), f"{where} is neither run nor marked"
+        elif fence.language == "json":
+            found = json.loads(fence.code)
+            if fence.mark != "fragment" and backend_of(found) is not None:
+                assert resolve(found).backend, where
+        elif fence.language == "bash":
+            done = subprocess.run(
+                ["bash", "-n"], input=fence.code, capture_output=True, text=True, timeout=20, check=False
+            )
+            assert done.returncode == 0, f"{where}: {done.stderr}"
+        else:
+            assert fence.language in ("", "text", "diff", "mermaid", "yaml", "dockerfile", "ini"), where
+    names = [(fence.mark, fence.name) for fence in FENCES if fence.mark in ("script", "part", "json")]
+    assert len(names) == len(set(names)), "two blocks have one name"
+    tried = {"before", "after", "LOMO", "AdaLOMO", "LoRA", "LSP"}
+    assert (set(PARTS), set(JSONS)) == ({"lora", "checkpoints"}, tried), "a test below trains by each of them"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_test_runs_the_command(line: str) -> None:
+    by = [file for start, file in RUN_BY.items() if line.startswith(start)]
+    assert by, f"{line!r} is neither run nor marked"
+    script = next((word for word in line.split() if re.fullmatch(r"launch/[\w/]+\.py", word)), "")
+    assert Path(script).stem in (REPO / by[0]).read_text(encoding="utf-8")
+
+
+def test_commands_name_files_and_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_alone(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+        found = parse(parser, words)  # exits if an option is unknown
+        found.run = lambda _: None
+        return found
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
+    extra = fences_of(REPO / "CONTRIBUTING.md")
+    lines = [line for fence in [*FENCES, *extra] if fence.language == "bash" for line in fence.lines]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    files = {word for command in commands for word in command if re.fullmatch(r"[\w/]+\.(sh|py|json|txt|yaml)", word)}
     assert {"launch/quickstart.sh", "launch/test.sh", "launch/train.py", "ds_configs/zo.json"} <= files
-    assert [name for name in sorted(files) if not (REPO / name).exists()] == []
+    made = {command[i + 1] for command in commands for i, word in enumerate(command[:-1]) if word == ">"}
+    assert [name for name in sorted(files - made) if not (REPO / name).exists()] == []
+    for command in commands:
+        if command[0] == "ds-zo":
+            words = command[1 : command.index(">")] if ">" in command else command[1:]
+            assert main(words) == 0
 
 
 def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = [line for block in fences("bash") for line in block.splitlines() if line.startswith("ds-zo plan ")]
+    shown = {line for line in COMMANDS if line.startswith("ds-zo plan ")}
     assert shown
-    for line in shown:
+    for line in sorted(shown):
         assert main(shlex.split(line)[1:]) == 0
         assert "zo" in capsys.readouterr().out
 
 
-PAGES = [
+def test_every_page_is_in_the_navigation() -> None:
+    text = (REPO / "mkdocs.yml").read_text(encoding="utf-8")
+    site = yaml.safe_load(re.sub(r"!!python/name:\S+", "null", text))
+
+    def files(entries: list[dict[str, object]]) -> list[str]:
+        found: list[str] = []
+        for entry in entries:
+            for value in entry.values():
+                found += files(value) if isinstance(value, list) else [str(value)]
+        return found
+
+    named = files(site["nav"])
+    missing = {name for name in site["extra"]["awaited"] if not (REPO / "docs" / name).exists()}
+    assert sorted({name for name in named if "/" not in name} - missing) == sorted(path.name for path in PAGES[1:])
+    others = [name.removeprefix("repository/") for name in named if "/" in name]
+    assert all((REPO / name).exists() for name in others)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPO / "README.md").read_bytes()) <= 9_000
+
+
+def test_troubleshooting_quotes_messages_that_exist() -> None:
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    assert len(quoted) >= 8
+    messages = [text for path in (REPO / "ds_zo").rglob("*.py") for text in strings_of(path)]
+    assert [words for words in quoted if not any(words in message for message in messages)] == []
+
+
+def strings_of(path: Path) -> list[str]:
+    """The strings of a source file; a replacement field of an f-string shows its expression in braces."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            found.append("".join(map(_shown, node.values)))
+    return found
+
+
+def _shown(part: ast.expr) -> str:
+    assert isinstance(part, ast.Constant | ast.FormattedValue)
+    return str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+
+
+LINKED = [
     *REPO.glob("*.md"),
     *(path for folder in ("docs", "ds_configs", "ds_zo") for path in (REPO / folder).rglob("*.md")),
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(REPO)))
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}

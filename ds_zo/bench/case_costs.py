@@ -50,7 +50,7 @@ _BESIDE_GB = 6.0
 
 
 def expected_s(contender: Contender, num_parameters: int, spec: Any, *, host_gb: float, card_gb: float | None) -> float:
-    """Expected seconds of a case. `spec` is an `entrant.Spec`. `card_gb` None: no model is too large for the card."""
+    """Expected seconds of a case. `spec` is an `EntrantSpec`. `card_gb` None: no model is too large for the card."""
     billions = num_parameters / 1e9
     if card_gb is not None and contender.ds_zo is None and contender.device_bytes_each * billions > card_gb:
         return FLATTENING_FAILS_S if contender.zero_optimization["stage"] == 2 else FAILS_S

@@ -4,7 +4,7 @@ ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1
 ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
 ds-zo bench --preset results --resume --total-s 540 --out results    # again, until it says that nothing is left
 ds-zo bench --report-only --out results
-ds-zo bench --headline results/* --into README.md
+ds-zo bench --headline results/* --into . docs
 
 Several caps have a folder each: OUT/uncapped, OUT/24gb. A preset has one for each model around them.
 """
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_zo.bench.builds import Builds
-from ds_zo.bench.groups import ELSEWHERE, Group, Part, Turn, listed
+from ds_zo.bench.groups import ELSEWHERE, CapPart, Group, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
 from ds_zo.bench.runner import import_warm, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
 from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
     to.add_argument("--headline", nargs="+", type=Path, metavar="DIR", help="one table and one plot of several results")
-    to.add_argument("--into", type=Path, metavar="FILE", help="put the headline between its markers in this file")
+    into = "pages that get the headline between their markers; of a folder, its pages that hold the markers"
+    to.add_argument("--into", nargs="+", type=Path, default=[], metavar="FILE", help=into)
     to.add_argument("--list", action="store_true", help="list contenders with their settings, and end")
 
 
@@ -186,10 +187,10 @@ def _compare(args: argparse.Namespace) -> None:
             _say_what_is_left(groups, args.out)
 
 
-def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
+def _parts_of(args: argparse.Namespace, device: str) -> list[CapPart]:
     caps = args.device_memory_gb
     return [
-        Part(
+        CapPart(
             args.out if len(caps) == 1 else args.out / folder_of(cap),
             make_cases(args, device=device, device_memory_gb=cap),
         )
@@ -197,7 +198,7 @@ def _parts_of(args: argparse.Namespace, device: str) -> list[Part]:
     ]
 
 
-def _groups(args: argparse.Namespace, tables: Sequence[Sequence[Part]]) -> list[Group]:
+def _groups(args: argparse.Namespace, tables: Sequence[Sequence[CapPart]]) -> list[Group]:
     """Returns the groups of a preset: the main tier of every model comes before the variants. On another machine, a run
     that has its main tier is kept as it is."""
     from ds_zo.bench.contenders import TIERS

@@ -32,7 +32,7 @@ _FIRST_ONES = 2
 
 
 @dataclass(frozen=True)
-class Spec:
+class EntrantSpec:
     """The settings that all contenders of a table share."""
 
     model: str
@@ -79,8 +79,8 @@ def measure_machine(*, device: str) -> Row:
 
 
 def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
-    """Measures one contender. `config` is its whole DeepSpeed JSON, `spec` the fields of `Spec`."""
-    wanted, entrant = Spec(**spec), ALL[contender]
+    """Measures one contender. `config` is its whole DeepSpeed JSON, `spec` the fields of `EntrantSpec`."""
+    wanted, entrant = EntrantSpec(**spec), ALL[contender]
     if wanted.device == "cuda":
         torch.cuda.set_device(wanted.where)
         expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: fragmentation must not decide whether a model fits
@@ -162,7 +162,7 @@ class _Clock:
         self._last = now
 
 
-def _engine(entrant: Contender, config: Row, spec: Spec) -> Trainer:
+def _engine(entrant: Contender, config: Row, spec: EntrantSpec) -> Trainer:
     import deepspeed
 
     import ds_zo  # noqa: F401
@@ -216,7 +216,7 @@ def _classes(optimizer: Any) -> str:
     return f"{name}({_classes(inner)})" if inner is not None else name
 
 
-def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
+def _model(entrant: Contender, config: Row, spec: EntrantSpec) -> nn.Module:
     """Makes the model in the form that the method needs; the weights are the same. Streaming backends of ds_zo read the
     weights themselves, ZeRO-3 builds the model in partitions, the other methods have it on the device."""
     lazy = spec.lazy_model()
@@ -228,7 +228,7 @@ def _model(entrant: Contender, config: Row, spec: Spec) -> nn.Module:
     return materialise(lazy, spec.where)
 
 
-def _partitioned(lazy: nn.Module, config: Row, spec: Spec) -> nn.Module:
+def _partitioned(lazy: nn.Module, config: Row, spec: EntrantSpec) -> nn.Module:
     """Builds the model under `zero.Init`, so that it is never whole on the device, and gives it the values of `lazy`.
     Buffers are copied too: `zero.Init` would make them in `dtype`."""
     import deepspeed
@@ -252,7 +252,7 @@ def _partitioned(lazy: nn.Module, config: Row, spec: Spec) -> nn.Module:
     return partitioned
 
 
-def _peer(entrant: Contender, config: Row, spec: Spec) -> Trainer:
+def _peer(entrant: Contender, config: Row, spec: EntrantSpec) -> Trainer:
     from ds_zo.bench.lomo_optim import lomo_optim_trainer
 
     model = materialise(spec.lazy_model(), spec.where)

@@ -19,8 +19,8 @@ ELSEWHERE = "of another machine, left as it is"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One model under one cap."""
+class CapPart:
+    """The cases of one model under one cap on device memory, and the folder of their rows."""
 
     folder: Path
     cases: list[Case]
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    parts: Sequence[Part]
+    parts: Sequence[CapPart]
     """One part per cap, the largest card first."""
     tier: str | None
     """A name of `contenders.TIERS`; None: all tiers."""
@@ -59,7 +59,7 @@ class Group:
         model = first.folder.parent if others else first.folder
         return f"{model.name}, {self.tier}" if self.tier is not None else model.name
 
-    def left(self) -> list[tuple[Part, Case]]:
+    def left(self) -> list[tuple[CapPart, Case]]:
         """Returns the cases that have no row."""
         known = [part.rows_of(self.run_id) for part in self.parts]
         return [
@@ -73,7 +73,7 @@ class Group:
         """Seconds that the remaining cases are expected to take."""
         return sum(self.takes_s(part, case) for part, case in self.left())
 
-    def takes_s(self, part: Part, case: Case) -> float:
+    def takes_s(self, part: CapPart, case: Case) -> float:
         """Expected seconds of one case. It is 0 in three cases: the host has too little memory for it, the row of a
         larger card will probably hold, or it is the machine's case, which runs once for all groups."""
         carried = case.name == MACHINE or (part is not self.parts[0] and likely_carried_over(case))
@@ -137,7 +137,7 @@ def listed(groups: Sequence[Group], *, total_s: float | None) -> Iterator[str]:
             yield f"call {number}: {'; '.join(names)}"
 
 
-def _words(group: Group, part: Part, case: Case) -> str:
+def _words(group: Group, part: CapPart, case: Case) -> str:
     lacking = group.lacks(case)
     if lacking is not None:
         return lacking

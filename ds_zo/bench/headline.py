@@ -17,6 +17,8 @@ from ds_zo.records.rows import Row
 BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
 """Markers in a file: `--into` replaces the text between them."""
 PLOT = "headline.svg"
+PICTURES = "pictures"
+"""Name of a page's own folder of pictures. A site that is built from the page's folder can show only what is in it."""
 _MISSING = ""
 _SHORT = {
     "oom": "does not fit",
@@ -55,17 +57,41 @@ class MeasuredModel:
         return None if found is None else float(found)
 
 
-def write_headline(folders: Sequence[Path], *, into: Path | None = None) -> str:
-    """Returns the Markdown and writes it between the markers of `into`. The plot is a file beside the results."""
+def write_headline(folders: Sequence[Path], *, into: Sequence[Path] = ()) -> str:
+    """Returns the Markdown for the first page, and writes it between the markers of all pages that `into` names.
+    Without pages, links are relative to the working directory. The plot is a file beside the results, and in the folder
+    `pictures` of each page that has one."""
     parts = read_parts(folders)
     root = Path(os.path.commonpath([str(folder) for folder in folders]))
-    plot = root / PLOT
-    base = into.parent if into is not None else Path()
-    drawn = _relative(plot, base) if _draw(parts, plot) else None
-    text = markdown(parts, root=_relative(root, base), plot=drawn)
-    if into is not None:
-        put_between_markers(into, text)
-    return text
+    pages = pages_with_markers(into)
+    drawn = draw_headline(parts)
+    if drawn is not None:
+        (root / PLOT).write_text(drawn, encoding="utf-8")
+    texts = {page: page_text(parts, root=root, page=page, has_plot=drawn is not None) for page in pages}
+    for page, text in texts.items():
+        if drawn is not None:
+            _plot_of(page, root).write_text(drawn, encoding="utf-8")
+        put_between_markers(page, text)
+    nowhere = Path("README.md")
+    return texts[pages[0]] if pages else page_text(parts, root=root, page=nowhere, has_plot=drawn is not None)
+
+
+def page_text(parts: Sequence[MeasuredModel], *, root: Path, page: Path, has_plot: bool) -> str:
+    """Returns the Markdown with links relative to the page's folder."""
+    base = page.parent
+    return markdown(parts, root=_relative(root, base), plot=_relative(_plot_of(page, root), base) if has_plot else None)
+
+
+def pages_with_markers(into: Sequence[Path]) -> list[Path]:
+    """Returns the named files, and of each named folder the Markdown files directly in it that hold the markers."""
+    pages: list[Path] = []
+    for path in into:
+        marked = (page for page in sorted(path.glob("*.md")) if BEGIN in page.read_text("utf-8").splitlines())
+        pages += marked if path.is_dir() else [path]
+    if into and not pages:
+        folders = ", ".join(map(str, into))
+        raise ValueError(f"the headline goes between {BEGIN} and {END}, which no page of {folders} has (--into)")
+    return list(dict.fromkeys(pages))
 
 
 def read_parts(folders: Sequence[Path]) -> list[MeasuredModel]:
@@ -214,8 +240,8 @@ def _command(part: MeasuredModel, what: str, out: str, *, model: bool) -> str:
     return " ".join(["python launch/compare.py", *options, what, "--out", shlex.quote(out)])
 
 
-def _draw(parts: Sequence[MeasuredModel], path: Path) -> bool:
-    """Draws the plot. Returns False if there is nothing to draw."""
+def draw_headline(parts: Sequence[MeasuredModel]) -> str | None:
+    """Returns the plot as SVG. None: there is nothing to draw."""
     from ds_zo.bench.plots import panels
 
     models = dict.fromkeys(part.model for part in parts)
@@ -230,9 +256,12 @@ def _draw(parts: Sequence[MeasuredModel], path: Path) -> bool:
     }
     caps = sorted({part.cap_gb for part in parts if part.cap_gb is not None})
     shown_rows = {model: rows for model, rows in shown_rows.items() if rows}
-    if shown_rows:
-        path.write_text(panels(shown_rows, caps_gb=caps), encoding="utf-8")
-    return bool(shown_rows)
+    return panels(shown_rows, caps_gb=caps) if shown_rows else None
+
+
+def _plot_of(page: Path, root: Path) -> Path:
+    own = page.parent / PICTURES
+    return (own if own.is_dir() else root) / PLOT
 
 
 def _relative(path: Path, base: Path) -> str:

@@ -164,7 +164,7 @@ def run_cases(
     common = {"run_id": run_id, "device": device, **found}
     harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
     results: list[Row] = []
-    bar = _Bar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True, disable=None)
+    bar = _CaseBar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True, disable=None)
     with bar, _stopping_on_sigterm(harness):
         for case in chosen:
             bar.set_description(case.name)
@@ -225,7 +225,7 @@ def read_rows(path: Path) -> list[Row]:
     return [row for i, row in enumerate(rows) if row.get("status") != NOT_RUN or last[cases[i]] == i]
 
 
-class _Bar(tqdm):
+class _CaseBar(tqdm):
     monitor_interval = 0  # tqdm's monitor is a thread, and threads do not survive a fork
 
 

@@ -41,13 +41,13 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
     out."""
     from ds_zo.bench.case_costs import expected_s
     from ds_zo.bench.contenders import EXACT_PINNING, config_of, in_order_of_runs, shared_config
-    from ds_zo.bench.entrant import Spec
+    from ds_zo.bench.entrant import EntrantSpec
     from ds_zo.records.environment import gpu_memory_gb
 
     names = [name for word in args.contenders.split(",") if (name := word.strip())] if args.contenders else None
     rates = _rates(args.lr)
     shared = shared_config(batch=args.batch, dtype=args.dtype, gradient_clipping=args.gradient_clipping)
-    spec = Spec(
+    spec = EntrantSpec(
         model=args.model,
         batch=args.batch,
         length=args.seq,

@@ -24,7 +24,7 @@ from ds_zo.checkpoint.manifest import (
     suggest_complete,
 )
 from ds_zo.checkpoint.progress import progress_bar
-from ds_zo.checkpoint.trajectory import Point
+from ds_zo.checkpoint.trajectory import CheckpointRef
 from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
 
 
@@ -74,10 +74,10 @@ def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
     return read_latest(load_dir) if tag is None else str(tag)
 
 
-def point_of(saved: Saved) -> Point:
+def point_of(saved: Saved) -> CheckpointRef:
     """A checkpoint of the ZO backend, as trajectories refer to it."""
     manifest, state = saved.manifest, saved.backend_state
-    return Point(
+    return CheckpointRef(
         step=state["step"],
         sha256=manifest.weights_sha256,
         manifest_sha256=manifest.to_json()["sha256"],

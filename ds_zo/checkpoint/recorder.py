@@ -18,7 +18,7 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.trajectory import (
     FILE,
     UNSAVED,
-    Point,
+    CheckpointRef,
     Trajectory,
     TrajectoryFile,
     content_of,
@@ -182,7 +182,9 @@ class TrajectoryRecorder:
                     f"a checkpoint could not be recorded: {error}; free disk space and save again ({folder})"
                 )
 
-    def resume(self, logs: Iterable[Trajectory], folder: Path, point: Point, *, newest: bool) -> torch.Tensor | None:
+    def resume(
+        self, logs: Iterable[Trajectory], folder: Path, point: CheckpointRef, *, newest: bool
+    ) -> torch.Tensor | None:
         """Continues the log of the loaded checkpoint `point`, and returns the rows of later steps in `logs`, or None.
 
         With `newest` the run continues at its last recorded step; without it, at `point`. Writes no file.

@@ -45,7 +45,7 @@ _HEADER_TYPES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class CheckpointRef:
     """A checkpoint, as a trajectory refers to it."""
 
     step: int
@@ -97,7 +97,7 @@ class Trajectory:
             found.append(f"{self.path} was recorded by an older ds_zo, whose headers have no checksum")
         return found
 
-    def continues(self, point: Point) -> bool:
+    def continues(self, point: CheckpointRef) -> bool:
         """Whether the log's steps from `point.step` on were made from the weights of that checkpoint."""
         if not self.first_step <= point.step <= self.end_step:
             return False

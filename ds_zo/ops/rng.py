@@ -63,7 +63,7 @@ Floats = NDArray[np.float32]
 Words = NDArray[Any]
 
 
-class Draw(NamedTuple):
+class NoiseDraw(NamedTuple):
     """Noise of a range of offsets, and the copy dither from the same words (None unless requested)."""
 
     z: Floats
@@ -79,13 +79,13 @@ def draw(
     numel: int,
     distribution: Distribution,
     with_dither: bool = False,
-) -> Draw:
+) -> NoiseDraw:
     """z for offsets [offset, offset + numel), and the copy dither of the same words."""
     if distribution == "normal":
         return _draw_normal(_stream(seed, step, direction, NOISE), offset, numel, with_dither)
     byte = _unpack(_stream(seed, step, direction, NOISE), offset, numel, np.dtype("<u1"))
     z = np.float32(1) - (byte >> np.uint8(7)).astype(np.float32) * np.float32(2)
-    return Draw(z, (byte & np.uint8(127)).astype(np.uint32) if with_dither else None)
+    return NoiseDraw(z, (byte & np.uint8(127)).astype(np.uint32) if with_dither else None)
 
 
 def copy_dither(
@@ -140,13 +140,13 @@ def _unpack(stream: _Stream, offset: int, numel: int, piece: np.dtype[Any]) -> W
     return words.reshape(-1).view(piece)[skip : skip + numel]
 
 
-def _draw_normal(stream: _Stream, offset: int, numel: int, with_dither: bool) -> Draw:
+def _draw_normal(stream: _Stream, offset: int, numel: int, with_dither: bool) -> NoiseDraw:
     first = offset // 2
     words = _unpack(stream, first, (offset + numel + 1) // 2 - first, np.dtype("<u4")).astype(np.uint32)
     z = np.empty((len(words), 2), dtype=np.float32)
     box_muller(words, out_even=z[:, 0], out_odd=z[:, 1])
     cut = slice(offset % 2, offset % 2 + numel)
-    return Draw(z.reshape(-1)[cut], _pair_dithers(words)[cut] if with_dither else None)
+    return NoiseDraw(z.reshape(-1)[cut], _pair_dithers(words)[cut] if with_dither else None)
 
 
 def _pair_dithers(words: Words) -> NDArray[np.uint32]:

@@ -143,7 +143,7 @@ class BlockCalls:
             made = self._made.get(representative)
             if made is None or not made.outputs or self._made[block].inputs != made.inputs:
                 raise BlocksDifferError
-            tensors = iter(_Placeholder.apply(first_tensor((args, kwargs)), made))
+            tensors = iter(_ReplacedBlock.apply(first_tensor((args, kwargs)), made))
             return tree_unflatten(
                 [next(tensors) if isinstance(v, _TensorForm) else v for v in made.leaves], made.structure
             )
@@ -151,7 +151,7 @@ class BlockCalls:
         return forward
 
 
-class _Placeholder(torch.autograd.Function):
+class _ReplacedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, made: _Call) -> tuple[torch.Tensor, ...]:
         ctx.made = made

@@ -51,8 +51,9 @@ from ds_zo.checkpoint.writer import BackgroundWriter
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
-from ds_zo.logs import show
+from ds_zo.logs import show, show_details
 from ds_zo.plugin.checkpointing import CheckpointingEngine
+from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
 from ds_zo.plugin.throughput import EventTimer
 from ds_zo.plugin.zero_grad import ZeroGrads
 from ds_zo.streaming.blocks import find_blocks
@@ -126,6 +127,7 @@ class PluginEngine(CheckpointingEngine):
         # produce.
         self.torch_autocast_z0_gradscaler = None
         self._check_ranks_agree()
+        model_facts = ModelFacts.of(self.module)
         self.backend = self._backend_class(
             self.module,
             self.resolved,
@@ -135,7 +137,7 @@ class PluginEngine(CheckpointingEngine):
         )
         self._zero_grads = ZeroGrads(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         self._fixed_embeddings = FixedEmbeddings(self.module)
-        self._log_start()
+        self._log_start(model_facts)
         _live_engines.add(self)
 
     def _check_ranks_agree(self) -> None:
@@ -230,14 +232,14 @@ class PluginEngine(CheckpointingEngine):
                 dist.broadcast(on_device, source, group=self.seq_data_parallel_group)
                 parameter.data.copy_(on_device)
 
-    def _log_start(self) -> None:
+    def _log_start(self, model: ModelFacts) -> None:
+        """Shows the start-up table, then warnings. Settings in full and the backend's details are shown at DEBUG."""
         config = self.resolved
-        trainable = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         groups = self.optimizer.param_groups
         # The groups of an optimizer that the script made have values that the JSON does not.
         rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}
         lines = [
-            f"ds_zo: backend {config.backend}, {trainable:,} trainable parameters in {len(groups)} group(s), model "
+            f"ds_zo: {model.num_trained:,} trainable parameters in {len(groups)} group(s), model "
             f"dtype {config.dtype}, autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
             f"{'on' if config.stream else 'off'}, device {self.device}",
             f"ds_zo: optimizer {config.optimizer.model_dump() | rates}"
@@ -245,7 +247,19 @@ class PluginEngine(CheckpointingEngine):
             f"{config.section.model_dump(exclude={'params'})}",
             *self.backend.describe().splitlines(),
         ]
-        show("\n".join(lines))
+        facts = EngineFacts(
+            model=model,
+            device=self.device,
+            param_groups=groups,
+            scheduler=None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
+            peak_lr=self._peak_lr(),
+            micro_batch=self.train_micro_batch_size_per_gpu(),
+            accumulation=self.gradient_accumulation_steps(),
+            num_ranks=self.dp_world_size,
+        )
+        details_follow = logger.getEffectiveLevel() <= logging.DEBUG
+        show(startup_table(config, facts, self.backend.startup_summary(), details_follow=details_follow))
+        show_details("\n".join(lines))
         if config.ignored:
             names = ", ".join(config.ignored)
             log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
@@ -259,7 +273,7 @@ class PluginEngine(CheckpointingEngine):
             log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
         peak = self._peak_lr()
         is_in_warnings = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR
-        if config.entry.zeroth_order and peak > largest_zo_lr(trainable) and not is_in_warnings:
+        if config.entry.zeroth_order and peak > largest_zo_lr(model.num_trained) and not is_in_warnings:
             given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
             text = large_zo_lr(peak, at=given if self.lr_scheduler is None else f"{given} and its scheduler")
             log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)

@@ -31,8 +31,8 @@ NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compare")
-    readme = (REPO / "README.md").read_text(encoding="utf-8").splitlines()
-    shown = next(line for line in readme if line.startswith("python launch/compare.py "))
+    page = (REPO / "docs" / "planning.md").read_text(encoding="utf-8").splitlines()
+    shown = next(line for line in page if line.startswith("python launch/compare.py "))
     command = [sys.executable, *shlex.split(shown)[1:], "--layers", "1", "--warmup", "2", "--dtype", "fp32"]
     command += ["--device", "cpu", "--lr", "zo=0.5e-5", "--min-free-host-gib", "0.1", "--out", str(out)]
     # The script finds the package by itself: of PYTHONPATH only what else is on it stays.

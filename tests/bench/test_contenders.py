@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_zo.bench.case_costs import expected_s
 from ds_zo.bench.contenders import ALL, DIFFERING, TIERS, chosen, config_of, shared_config
-from ds_zo.bench.entrant import Spec, _partitioned
+from ds_zo.bench.entrant import EntrantSpec, _partitioned
 from ds_zo.bench.runner import read_rows
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.table_cases import MACHINE
@@ -52,7 +52,7 @@ def test_cases_are_planned_to_take_what_they_took() -> None:
             if row["status"] not in ("ok", "oom") or row.get("ran_with_gb"):
                 continue
             host_gb = ALL[name].host_bytes(num_parameters, exact=bool(row["env"])) / 1e9
-            spec = Spec(**row["params"]["spec"])
+            spec = EntrantSpec(**row["params"]["spec"])
             card_gb = spec.device_memory_gb or 150.1
             planned_s = expected_s(ALL[name], num_parameters, spec, host_gb=host_gb, card_gb=card_gb)
             cases.append((planned_s, row["wall_s"]))
@@ -103,7 +103,7 @@ def test_contenders_are_chosen_by_name() -> None:
 def test_zero3_is_built_in_partitions_from_the_same_values(shape: str) -> None:
     import deepspeed
 
-    spec = Spec(f"random:{shape}", batch=1, length=8, steps=1, warmup=0, dtype="bf16", device="cpu", layers=1)
+    spec = EntrantSpec(f"random:{shape}", batch=1, length=8, steps=1, warmup=0, dtype="bf16", device="cpu", layers=1)
     lazy = spec.lazy_model()
     model = _partitioned(lazy, config_of(ALL["zero3-offload-param"], SHARED), spec)
     whole = materialise(lazy)

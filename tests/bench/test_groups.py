@@ -10,7 +10,7 @@ import pytest
 from ds_zo.bench import compare
 from ds_zo.bench.compare import main
 from ds_zo.bench.contenders import TIERS
-from ds_zo.bench.groups import Group, Part, listed
+from ds_zo.bench.groups import CapPart, Group, listed
 from ds_zo.bench.result_set import PRESETS
 from ds_zo.bench.runner import Case
 from ds_zo.bench.table_cases import MACHINE
@@ -51,7 +51,7 @@ def test_the_result_set_is_planned_in_three_calls(
 def test_a_call_passes_over_what_it_has_no_time_for_and_a_tier_waits_for_the_one_before(tmp_path: Path) -> None:
     def group(model: str, tier: str, name: str, expected_s: float) -> Group:
         cases = [Case(MACHINE, "m:f"), Case(name, "m:f", expected_s=expected_s)]
-        return Group([Part(tmp_path / model, cases)], tier, "r1", 0.0)
+        return Group([CapPart(tmp_path / model, cases)], tier, "r1", 0.0)
 
     groups = [
         group("a", "main", "zo", 300),

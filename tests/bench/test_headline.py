@@ -1,4 +1,4 @@
-"""The README's table and plot are made from rows by a command, and from nothing else."""
+"""The table and plot of the pages are made from rows by a command, and from nothing else."""
 
 from __future__ import annotations
 
@@ -85,6 +85,22 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
     assert (results / "llama-1.3b" / "24gb" / "report.md").exists(), "one without rows keeps no other from its page"
 
 
+def test_every_page_with_markers_is_filled_with_links_of_its_own(tmp_path: Path) -> None:
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    write_part(results / "llama-1.3b", model="random:llama-1.3b", cap=None)
+    (docs / "pictures").mkdir(parents=True)
+    marked, without = f"{BEGIN}\n{END}\n", f"a sentence about {BEGIN} and {END}\n"
+    for page, text in {tmp_path / "README.md": marked, docs / "a.md": marked, docs / "b.md": without}.items():
+        page.write_text(text, encoding="utf-8")
+
+    assert main(["--headline", str(results), "--into", str(tmp_path), str(docs)]) == 0
+    top, page = (file.read_text(encoding="utf-8") for file in (tmp_path / "README.md", docs / "a.md"))
+    assert "](results/headline.svg)" in top and "under [results](results)" in top
+    assert "](pictures/headline.svg)" in page and "under [../results](../results)" in page
+    assert (docs / "pictures" / "headline.svg").read_bytes() == (results / "headline.svg").read_bytes()
+    assert (docs / "b.md").read_text(encoding="utf-8") == without, "markers stand on lines of their own"
+
+
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--headline", str(tmp_path / "none")]) == 1
     assert "there are none (--headline)" in capsys.readouterr().err
@@ -95,6 +111,8 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == "no markers"
     assert main(["--headline", str(tmp_path / "results"), "--into", str(tmp_path / "none.md")]) == 1
     assert "No such file" in capsys.readouterr().err
+    assert main(["--headline", str(tmp_path / "results"), "--into", str(tmp_path)]) == 1
+    assert f"which no page of {tmp_path} has (--into)" in capsys.readouterr().err
     failed = {name: {"status": "oom", "error": "CUDA out of memory"} for name in MEASURED}
     write_part(tmp_path / "failed" / "llama", model="random:llama-1.3b", cap=None, **failed)
     assert main(["--headline", str(tmp_path / "failed")]) == 0

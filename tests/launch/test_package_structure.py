@@ -48,6 +48,16 @@ def _defines(path: Path, name: str) -> bool:
     return True
 
 
+def test_no_two_classes_of_the_package_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted((REPO / "ds_zo").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(REPO)}:{node.lineno}")
+    assert len(places) > 100
+    assert not {name: found for name, found in places.items() if len(found) > 1}, "rename one: it says what it is"
+
+
 def test_the_ten_lines_shown_are_those_that_are_tested() -> None:
     [shown] = re.findall(r"```python\n(class PlainSGD.*?)\n\n\n", PAGE, re.DOTALL)
     assert shown in (REPO / "tests" / "backends" / "test_outside_backend.py").read_text(encoding="utf-8")

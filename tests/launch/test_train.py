@@ -109,6 +109,7 @@ def test_launcher_and_summary(tmp_path: Path, free_port: int, succeed: Succeed) 
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["tokens_per_s"] > 0 and summary["metric"] == "accuracy"
     assert summary["peak_host_gb"] > 0.1
+    assert re.search(r"loss \d\.\d{3}, [\d,]+ tokens/s, (GPU \d+\.\d GB, )?host \d+\.\d GB", done.stderr)
     assert "step 2: dev accuracy" in text and "model saved in" in text
     assert AutoTokenizer.from_pretrained(output / "model").eos_token == "<eos>"
     succeed(*arguments, "--resume", "latest")
@@ -282,7 +283,7 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, succeed: Succeed
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
 def test_the_commands_of_recipes_are_accepted(recipe: Recipe, script: ModuleType) -> None:
-    launcher, path, *words = shlex.split(recipe.train_command.replace("\\\n", " "))
+    launcher, path, *words = shlex.split(recipe.train_command)
     assert (launcher, path) == ("deepspeed", "launch/train.py")
     args = script.parse_args(words)
     assert args.deepspeed.is_absolute() or (REPO / args.deepspeed).is_file()

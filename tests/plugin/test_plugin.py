@@ -34,6 +34,7 @@ from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.config import ConfigError, registry
 from ds_zo.plugin import engine as plugin
+from ds_zo.plugin.startup import EngineFacts, ModelFacts, format_bytes, startup_table
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -739,13 +740,122 @@ def test_the_start_is_shown_once_with_what_was_ignored(seen):
     config["optimizer"]["params"]["betas"] = [0.9, 0.999]
     start(config)
     ours = [record for record in seen if "ds_zo" in record.getMessage()]
-    [summary] = [
-        record for record in ours if "backend zo" in record.getMessage() and "streaming" in record.getMessage()
-    ]
-    assert summary.levelno == logging.INFO
-    assert "streaming off" in summary.getMessage()
+    [table] = [record for record in ours if record.getMessage().startswith("ds_zo: backend zo on")]
+    assert table.levelno == logging.INFO
+    assert "all 3 blocks and the other modules on the device" in table_of([table])["weights"]
     assert len([record for record in ours if "optimizer.params.betas" in record.getMessage()]) == 1
     assert len([record for record in ours if "gradient_clipping" in record.getMessage()]) == 1
+
+
+ROWS = ["method", "model", "weights", "device", "host", "learning rate", "batch", "ranks", "details"]
+
+
+def table_of(records: list[logging.LogRecord]) -> dict[str, str]:
+    """The rows of the only start-up table among the records."""
+    [text] = [record.getMessage() for record in records if record.getMessage().startswith("ds_zo: backend")]
+    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
+
+
+def streamed(kind: str, **more: Any) -> dict[str, Any]:
+    offload = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2 if kind != "LOMO" else 1,
+        "optimizer": {"type": kind, "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "zero_optimization": offload if kind == "LSP" else {"offload_param": offload["offload_param"]},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", ["ZO", "LOMO", "AdaLOMO", "LSP"])
+def test_the_start_up_table(kind, is_streamed, seen):
+    config = streamed(kind, scheduler=WARM_UP, gradient_accumulation_steps=1)
+    if not is_streamed:
+        del config["zero_optimization"]
+    model = tiny_model("llama")
+    first, *_ = model.model.layers
+    first.requires_grad_(False)
+    all_bytes, block_bytes = (sum(p.nbytes for p in m.parameters()) for m in (model, model.model.layers))
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    engine = start(config, model)
+    rows = table_of(seen)
+    assert [*rows] == [name for name in [*ROWS[:5], "write-back", *ROWS[5:]] if name != "write-back" or kind == "ZO"]
+    assert rows["method"].startswith(f"{kind}: ")
+    assert rows["model"].startswith(f"LlamaForCausalLM, 8,016 parameters, {num_trained:,} trained (")
+    assert rows["learning rate"] == "1e-05 at first, LinearLR (largest known 0.0001), weight decay 0.1"
+    assert rows["ranks"] == "1"
+    summary = engine.backend.startup_summary()
+    assert ("all 3 blocks stream" in rows["weights"]) == is_streamed
+    if is_streamed:
+        assert summary.device_bytes["weights"] >= all_bytes - block_bytes
+        pages = 2 * 3 * 4096  # each block's trained and frozen parameters begin a page
+        assert block_bytes <= summary.host_bytes["weights"] <= block_bytes + pages
+        assert summary.device_bytes["slots"] >= 2 / 3 * block_bytes
+        if kind == "ZO":
+            assert rows["write-back"] == "every 16 steps, the default of streamed blocks with master split"
+    else:
+        assert summary.device_bytes["weights"] >= all_bytes and "weights" not in summary.host_bytes
+        assert rows["host"].startswith("0 GB: ")
+    assert rows["device"].startswith(format_bytes(sum(summary.device_bytes.values())))
+
+
+@pytest.mark.parametrize(
+    ("stream", "offload", "said"),
+    [
+        ({"writeback_interval": 5}, True, "every 5 steps, as ds_zo.stream.writeback_interval says"),
+        ({"fuse_update": False}, True, "every step, because ds_zo.stream.fuse_update is false"),
+        ({}, False, "every step, because no block streams"),
+        ({"master": "wire"}, True, "every 8 steps, the default of streamed blocks with master wire"),
+    ],
+)
+def test_the_table_says_why_weights_are_written_back_so_often(stream, offload, said, seen):
+    config = streamed("ZO", ds_zo={"stream": stream}, bf16={"enabled": True})
+    if offload:
+        stream["device_memory_gb"] = 1.5
+    else:
+        del config["zero_optimization"]
+    start(config)
+    rows = table_of(seen)
+    assert rows["write-back"] == said
+    assert ("of a budget of 1.5 GB" in rows["device"]) == offload
+    assert rows["batch"] == "4 samples per rank and micro-batch, 2 micro-batches a step"
+    assert ("without low bits" in rows["weights"]) == ("master" in stream)
+
+
+def test_the_table_of_a_gpu(seen):
+    """Its texts, without a GPU: blocks are moved and the interval is chosen after the first step."""
+    engine = start(streamed("ZO"), tiny_model("llama").to(torch.bfloat16))
+    store = engine.backend.block_store
+    store.must_choose_interval = store.may_fill_device = True
+    model = ModelFacts.of(engine.module)
+    groups = [{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-4, "weight_decay": 0.0}]
+    facts = EngineFacts(model, torch.device("cuda:1"), groups, None, 1e-3, micro_batch=4, accumulation=1, num_ranks=3)
+    text = startup_table(engine.resolved, facts, replace(engine.backend.startup_summary(), ranks=None))
+    assert text.startswith("ds_zo: backend zo on cuda:1\n") and len(text.splitlines()) == 11
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
+    assert "GPU" in rows and "device" not in rows
+    assert rows["weights"].endswith("; blocks that fit move to the GPU after the first step")
+    assert rows["write-back"] == "every 16 steps at first; measured times of the first step choose the interval"
+    assert rows["model"].endswith("all trained, bfloat16"), "the model's dtype, which this JSON does not name"
+    assert rows["learning rate"] == "0.001, 0.0001, no scheduler"
+    assert rows["ranks"] == "3, each with its own batch"
+    assert [format_bytes(n) for n in (999, 10**6, 10**8, 14 * 10**9)] == ["1.0 kB", "1.0 MB", "0.10 GB", "14.00 GB"]
+
+
+def test_details_are_shown_at_debug_only(seen):
+    start(zo_config())
+    assert not [record for record in seen if "ds_zo section" in record.getMessage()]
+    seen.clear()
+    logger.setLevel(logging.DEBUG)  # Trainer's --log_level debug leaves the handlers at WARNING
+    engine = start(zo_config())
+    [details] = [record for record in seen if "ds_zo section" in record.getMessage()]
+    assert details.levelno == logging.DEBUG and engine.backend.describe() in details.getMessage()
+    assert "details" not in table_of(seen)
+    seen.clear()
+    logger.setLevel(logging.ERROR)
+    start(zo_config())
+    assert not seen
 
 
 def test_a_run_that_would_train_or_stream_nothing_says_so(seen):

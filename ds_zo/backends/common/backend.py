@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
+from ds_zo.backends.common.startup import StartupSummary, resident_summary
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
@@ -177,9 +178,14 @@ class Backend(ABC):
         self.module.zero_grad(set_to_none=True)
 
     def describe(self) -> str:
-        """Returns lines for the start-up log: the values chosen for automatic settings, and the bytes planned. An empty
+        """Returns lines for the debug log: the values chosen for automatic settings, and the bytes planned. An empty
         string adds no line. The engine calls it once, after the constructor."""
         return ""
+
+    def startup_summary(self) -> StartupSummary:
+        """Returns the backend's rows of the start-up table. The engine calls it once, after the constructor. The
+        default is that of a module on the device."""
+        return resident_summary(self.module, self.device)
 
     # State for a checkpoint
 

@@ -19,8 +19,8 @@ from ds_zo.optim import Dither, FactoredMoments, adalomo_update_
 class AdaLOMOBackend(LOMOBackend):
     """LOMO whose updates are normalised by factored second moments."""
 
-    name: ClassVar[str] = "adalomo"
     updates_pieces: ClassVar[bool] = False
+    has_moments: ClassVar[bool] = True
     settings: AdaLOMOParams
 
     def _update_weight(

@@ -50,6 +50,7 @@ from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_cau
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.common.pretrained import PretrainedSaving
+from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.lomo.adapters import adapter_parameters, record_initial_lr
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
@@ -97,10 +98,11 @@ _hooks: Any = WeakTensorKeyDictionary()
 class LOMOBackend(Backend):
     """Updates each parameter by SGD as soon as its gradient is complete. See this module's docstring."""
 
-    name: ClassVar[str] = "lomo"
     accumulates: ClassVar[bool] = False
     updates_pieces: ClassVar[bool] = True
     """The update rule is elementwise, so that a rank can update its piece of a parameter without the rest."""
+    has_moments: ClassVar[bool] = False
+    """Whether the first update of every parameter makes moments."""
     settings: LOMOParams
 
     def __init__(
@@ -300,12 +302,12 @@ class LOMOBackend(Backend):
         if any(state.parameter.requires_grad and not state.is_adapter for state in self._parameter_states):
             logger.warning(
                 "ds_zo: PEFT's save_pretrained, which Trainer calls, saves adapters only: to save the other weights "
-                f"that {self.name} trains, save a checkpoint and run ds-zo export"
+                f"that {self.config.backend} trains, save a checkpoint and run ds-zo export"
             )
         else:
             logger.warning(
                 "ds_zo: only adapters are trainable, because PEFT freezes the weights that it wraps: to train these "
-                f"weights by {self.name}, call requires_grad_(True) on them before deepspeed.initialize"
+                f"weights by {self.config.backend}, call requires_grad_(True) on them before deepspeed.initialize"
             )
 
     # Forward and backward
@@ -475,7 +477,7 @@ class LOMOBackend(Backend):
     def _runs_compiled_twice(self) -> bool:
         return self._two_passes and (self._compiler is not None or is_compiled(self.module))
 
-    # Recomputed blocks: the methods of `recompute.blocks.Consumer`
+    # Recomputed blocks: the methods of `recompute.blocks.BlockConsumer`
 
     def begin_block_backward(self, call: BlockCall) -> bool:
         """False in a pass that only frees the graph."""
@@ -597,10 +599,10 @@ class LOMOBackend(Backend):
             self._update(state, grad, self._coef)
         state.parameter.grad = None
 
-    # Averaged gradients: the methods of `reducer.Consumer`
+    # Averaged gradients: the methods of `reducer.BucketConsumer`
 
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
-        """See `reducer.Consumer`."""
+        """See `reducer.BucketConsumer`."""
         block = bucket.block
         if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
             return nullcontext()
@@ -828,7 +830,11 @@ class LOMOBackend(Backend):
         for parameter_state in self._parameter_states:
             saved = state["moments"].get(parameter_state.name)
             if saved is not None and ("mean" in saved) is not parameter_state.is_adapter:
-                was, now = (self.name, "an adapter") if parameter_state.is_adapter else ("an adapter", self.name)
+                was, now = (
+                    (self.config.backend, "an adapter")
+                    if parameter_state.is_adapter
+                    else ("an adapter", self.config.backend)
+                )
                 raise CheckpointError(
                     f"{parameter_state.name} was trained as {was} in the checkpoint and is trained as {now} here: "
                     f"write the checkpoint's adapter in {self.config.params_at}, or pass load_optimizer_states=False"
@@ -882,7 +888,8 @@ class LOMOBackend(Backend):
         self._outcome = StepOutcome(**state["window"]) if self._has_outcome else StepOutcome(applied=True)
         self._has_updated = self._has_uncounted_update or (self._has_outcome and bool(self._outcome.applied))
 
-    def describe(self) -> str:
+    def _describe_passes(self) -> str:
+        """Passes per step, clipping, loss scale and adapters."""
         if self._clips_by_layer:
             clipping = f"each layer's gradients clipped to norm {self.config.gradient_clipping:g}"
         elif self.config.gradient_clipping > 0:
@@ -895,9 +902,26 @@ class LOMOBackend(Backend):
         num_adapters = sum(state.is_adapter for state in self._parameter_states)
         adapters = f", {num_adapters} adapter tensors by AdamW" if num_adapters else ""
         passes = "two backward passes" if self._two_passes else "one backward pass"
+        return f"{passes} per step, {clipping}{scaling}{adapters}"
+
+    def describe(self) -> str:
         lines = [] if self._block_store is None else [self._block_store.describe()]
         ranks = [] if self._reducer is None else [self._reducer.describe()]
-        return "\n".join([*lines, f"ds_zo: {passes} per step, {clipping}{scaling}{adapters}", *ranks])
+        return "\n".join([*lines, f"ds_zo: {self._describe_passes()}", *ranks])
+
+    def startup_summary(self) -> StartupSummary:
+        base = super().startup_summary() if self._block_store is None else self._block_store.startup_summary()
+        added = ["activations", "gradients"]
+        if self.has_moments or any(state.is_adapter for state in self._parameter_states):
+            added.append("moments")
+        if self.config.section.rounding == "kahan":
+            added.append("rounding residues")
+        return replace(
+            base,
+            settings=self._describe_passes(),
+            added_by_steps=f"{', '.join(added[:-1])} and {added[-1]}",
+            ranks=None if self._reducer is None else self._reducer.startup_text(),
+        )
 
     def stored(self) -> dict[str, torch.Tensor]:
         if self._block_store is None:

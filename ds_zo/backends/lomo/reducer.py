@@ -256,7 +256,7 @@ def _by_dtype(states: Sequence[ParameterState]) -> dict[torch.dtype, list[Parame
     return found
 
 
-class Consumer(Protocol):
+class BucketConsumer(Protocol):
     """The backend, which updates weights by averaged gradients."""
 
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
@@ -288,7 +288,7 @@ class GradientReducer:
         *,
         process_group: Any,
         device: torch.device,
-        consumer: Consumer,
+        consumer: BucketConsumer,
         blocks_first: bool = False,
     ) -> None:
         """`blocks_first`: buckets of modules outside of blocks are reduced at the end of the pass. Otherwise one rank
@@ -412,6 +412,10 @@ class GradientReducer:
         with explain_lost_rank(self._device):
             dist.all_reduce(squares, group=self._group)
             return float(squares.sqrt().item()) / self._num_ranks
+
+    def startup_text(self) -> str:
+        """How ranks share the work, for the start-up table."""
+        return f"{self._num_ranks}, gradients averaged in {len(self._buckets)} buckets"
 
     def describe(self) -> str:
         nbytes = sum(s.parameter.numel() * s.parameter.element_size() for b in self._buckets for s in b.states)

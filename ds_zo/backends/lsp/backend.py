@@ -19,7 +19,8 @@ import sys
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.param_groups import ParamGroupIndex
+from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.backends.lsp.calibration import Calibration, adopt
@@ -46,7 +48,7 @@ from ds_zo.backends.lsp.matrices import (
 )
 from ds_zo.backends.lsp.products import HeldGradients, Rate, compress_matrices
 from ds_zo.backends.lsp.ranks import BackwardOrder, CollectiveThread
-from ds_zo.backends.lsp.report import BackwardTimer, StepReport, describe_matrices, describe_ranks
+from ds_zo.backends.lsp.report import BackwardTimer, StepReport, describe_matrices, ranks_text, settings_text
 from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedDeviceGroup, SharedHostGroup
 from ds_zo.backends.lsp.state import (
@@ -79,8 +81,6 @@ could clear that reference before the engine removes its hooks."""
 
 class LSPBackend(Backend):
     """Trains a module with LSP. One instance serves one DeepSpeed engine."""
-
-    name: ClassVar[str] = "lsp"
 
     def __init__(
         self,
@@ -740,9 +740,26 @@ class LSPBackend(Backend):
         lines = [] if self._streamed is None else [self._streamed.block_store.describe()]
         lines += describe_matrices(self._matrices, self.settings, on_host=bool(self._host_groups), **self.footprint())
         if self.ranks is not None:
-            owned = bool(self._host_groups) and self.config.zero_stage > 0
-            lines.append(describe_ranks(self._matrices, num_ranks=self.ranks.size, owned=owned))
+            lines.append(f"ds_zo: {ranks_text(self._matrices, self.ranks.size, owned=self._owns_states())}")
         return "\n".join(lines)
+
+    def startup_summary(self) -> StartupSummary:
+        base = super().startup_summary() if self._streamed is None else self._streamed.block_store.startup_summary()
+        footprint = self.footprint()
+        on_host = nonzero([("states", footprint["host_bytes"])])
+        ranks = None if self.ranks is None else ranks_text(self._matrices, self.ranks.size, owned=self._owns_states())
+        return replace(
+            base,
+            settings=settings_text(self._matrices, self.settings, on_host=bool(self._host_groups)),
+            device_bytes={**base.device_bytes, "projectors and states": footprint["device_bytes"]},
+            host_bytes={**base.host_bytes, **on_host},
+            pinned_bytes=base.pinned_bytes + self._groups.store.pinned_nbytes,
+            ranks=ranks,
+        )
+
+    def _owns_states(self) -> bool:
+        """Whether each layer's states are on one rank only."""
+        return bool(self._host_groups) and self.config.zero_stage > 0
 
     def close(self) -> None:
         if self._is_closed:

@@ -145,10 +145,23 @@ def describe_matrices(
     ]
 
 
-def describe_ranks(matrices: Sequence[MatrixState], *, num_ranks: int, owned: bool) -> str:
+def settings_text(matrices: Sequence[MatrixState], settings: LSPParams, *, on_host: bool) -> str:
+    """The method's main settings, for the start-up table."""
+    projected = [matrix.shape for matrix in matrices if matrix.subspace is not None]
+    largest = max(projected, default=None)
+    subspaces = "no subspace"
+    if largest is not None:
+        subspaces = f"{len(projected)} subspaces of at most {largest[0]} x {largest[1]}"
+    return (
+        f"{subspaces}, {settings.projector} projectors, {len(matrices) - len(projected)} tensors whole, Adam on the "
+        f"{'CPU' if on_host else 'device'}"
+    )
+
+
+def ranks_text(matrices: Sequence[MatrixState], num_ranks: int, *, owned: bool) -> str:
     subspace_bytes = sum(matrix.total.nbytes for matrix in matrices if matrix.total is not None)
     whole = [matrix.parameter for matrix in matrices if matrix.total is None]
     whole_bytes = sum(p.nbytes if p.ndim >= 2 else 4 * p.numel() for p in whole)
-    return f"ds_zo: {num_ranks} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
+    return f"{num_ranks} ranks average {(subspace_bytes + whole_bytes) / 2**20:.1f} MiB a step; " + (
         "each layer's states are on one of them" if owned else "each keeps all states"
     )

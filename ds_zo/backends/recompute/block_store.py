@@ -26,6 +26,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
+from ds_zo.backends.common.startup import StartupSummary, nonzero, place_of_blocks
 from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.config import ConfigError, Resolved
@@ -319,6 +320,24 @@ class RecomputedBlockStore:
             "backward pass recomputes every block from its inputs\n"
             f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB; "
             f"{host}"
+        )
+
+    def startup_summary(self) -> StartupSummary:
+        """Placement and memory for the start-up table."""
+        blocks, units = self.placement.blocks, self.placement.units
+        verb = "stream from the host"
+        if self.shards is not None:
+            verb = f"are sharded over the devices of {self.shards.partition.size} ranks"
+        weights = sum(u.nbytes for u in units if not u.streamed)
+        pieces = 0 if self.shards is None else self.shards.nbytes
+        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
+        return StartupSummary(
+            weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks), verb=verb)
+            + ("; blocks that fit move to the GPU after the first step" if self._may_fill else ""),
+            device_bytes=nonzero([("weights", weights), ("this rank's pieces", pieces), ("slots", slots)]),
+            host_bytes=nonzero([("weights", self.store.nbytes if self.shards is None else 0)]),
+            pinned_bytes=self.store.pinned_nbytes if self.shards is None else 0,
+            host_note="" if self.shared is None else f"the part of one of {self.shared.partition.size} ranks",
         )
 
     def close(self, *, keep_weights: bool) -> None:

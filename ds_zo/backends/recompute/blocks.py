@@ -44,7 +44,7 @@ from ds_zo.streaming.units import Unit
 _numbers = itertools.count()
 
 
-class Consumer(Protocol):
+class BlockConsumer(Protocol):
     """The backend, which consumes the gradients of blocks by hooks on their parameters."""
 
     def begin_block_backward(self, call: BlockCall) -> bool:
@@ -156,7 +156,7 @@ class RecomputedBlock:
         unit: Unit,
         block_store: RecomputedBlockStore,
         *,
-        consumer: Consumer,
+        consumer: BlockConsumer,
         shared: Sequence[tuple[nn.Module, str]],
         compiler: BlockCompiler | None = None,
     ) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_cau
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.random_state import generators_of
+from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.common.stray_weights import StrayWeightDetector, used_outside
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.checkpoint import ZOCheckpoint
@@ -60,8 +62,6 @@ ever."""
 
 class ZOBackend(Backend):
     """Zeroth-order training; see the module's docstring."""
-
-    name: ClassVar[str] = "zo"
 
     def __init__(
         self,
@@ -574,6 +574,15 @@ class ZOBackend(Backend):
             f"{self.block_store.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
             f"{self.settings.zo_eps:g}, {self.settings.distribution} noise from seed {self.settings.seed}"
             f"{self.ranks.describe()}"
+        )
+
+    def startup_summary(self) -> StartupSummary:
+        directions = "direction" if self.settings.num_directions == 1 else "directions"
+        return replace(
+            self.block_store.startup_summary(),
+            settings=f"{self.settings.num_directions} {directions} a step, zo_eps {self.settings.zo_eps:g}, "
+            f"{self.settings.distribution} noise, seed {self.settings.seed}",
+            ranks=self.ranks.startup_text(),
         )
 
     @torch.no_grad()

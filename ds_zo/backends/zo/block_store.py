@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.backends.common.startup import StartupSummary, nonzero, place_of_blocks
 from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
@@ -316,6 +317,45 @@ class ZOBlockStore:
                 "number of steps; master: split keeps the bits that rounding drops (ds_zo.stream.master)"
             )
         return "\n".join(lines)
+
+    def startup_summary(self) -> StartupSummary:
+        """Placement, memory and write-back interval for the start-up table."""
+        blocks, units = self.placement.blocks, self.placement.units
+        wire = sorted({part.stored_as for unit in blocks for part in unit.parts})
+        resident = sum(u.nbytes for u in units if not u.streamed) + sum(
+            u.low_nbytes for u in units if not u.low_streamed
+        )
+        slots = sum(slot.buffer.numel() for slot in (*self.runtime.slots, *self.runtime.low_slots))
+        stored = f", blocks stored as {'/'.join(wire)}" if blocks else ""
+        if any(u.low_nbytes for u in blocks):
+            stored += " with separate low bits"
+        elif any(part.loses_bits for unit in blocks for part in unit.parts):
+            stored += " without low bits"
+        return StartupSummary(
+            weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks))
+            + stored
+            + ("; blocks that fit move to the GPU after the first step" if self.may_fill_device else ""),
+            device_bytes=nonzero(
+                [("weights", resident), ("slots", slots), ("scratch", self.materialiser.scratch_nbytes)]
+            ),
+            added_by_steps="activations",
+            host_bytes=nonzero([("weights", self.store.nbytes)]),
+            pinned_bytes=self.store.pinned_nbytes,
+            host_note="" if self.shared is None else f"the part of one of {self.shared.partition.size} ranks",
+            write_back=self._interval_and_reason(),
+        )
+
+    def _interval_and_reason(self) -> str:
+        every = "every step" if self.interval == 1 else f"every {self.interval} steps"
+        if not self._stream.fuse_update:
+            return f"{every}, because ds_zo.stream.fuse_update is false"
+        if self._stream.writeback_interval is not None:
+            return f"{every}, as ds_zo.stream.writeback_interval says"
+        if not any(unit.streamed for unit in self.placement.blocks):
+            return f"{every}, because no block streams"
+        if self.must_choose_interval:
+            return f"{every} at first; measured times of the first step choose the interval"
+        return f"{every}, the default of streamed blocks with master {self._stream.master}"
 
     def rounding_bound(self, num_steps: int) -> float:
         """Largest relative standard deviation that stochastic rounding adds to a block's weight in `num_steps`

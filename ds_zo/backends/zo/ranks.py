@@ -122,6 +122,15 @@ class Ranks:
             dist.broadcast(shared, group=self.process_group, group_src=0)
         return int(shared.item())
 
+    def startup_text(self) -> str | None:
+        """How ranks share batches and directions, for the start-up table; None for one rank."""
+        if self.size == 1:
+            return None
+        batches = f"{self.size}, {self.num_batches} {'batch' if self.num_batches == 1 else 'batches'} a step"
+        if self._group_size == 1:
+            return batches
+        return f"{batches}, each shared by {self._group_size} ranks: give all ranks of a group the same batch"
+
     def describe(self) -> str:
         """Text for the log: how ranks share batches and directions; empty for one rank."""
         if self.size == 1:

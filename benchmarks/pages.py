@@ -1,0 +1,577 @@
+"""Writes the measured tables and sentences of the pages in docs/ from the rows in results/.
+
+    python -m benchmarks.pages            # fills every page
+    python -m benchmarks.pages --check    # names the pages that are not current, and exits with status 1
+
+A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`.
+NAME is a key of BLOCKS. The text between the comments is replaced. A page has no measured figure outside such blocks,
+so new rows need no edit by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from benchmarks.accuracy import at_chosen_rates, by_seed
+from benchmarks.accuracy import table as accuracy_table
+from benchmarks.equal_score import seconds_to
+from benchmarks.grids import read_grid
+from benchmarks.sweep import rows_of
+from ds_zo.records.rows import Row, read_objects, table
+
+REPO = Path(__file__).parents[1]
+DOCS = REPO / "docs"
+RESULTS = "benchmarks/results"
+MARKED = re.compile(r"^(<!-- rows: ([\w-]+) -->\n).*?^(<!-- /rows -->)$", flags=re.DOTALL | re.MULTILINE)
+
+ZO, LOMO, LSP = "h200_zo_targets.jsonl", "h200_lomo.jsonl", "h200_lsp.jsonl"
+ZO_RUN = "20261115T180412Z"
+LOMO_RUN = "20261115T093417Z"
+LOMO_STREAMED_RUN = "20261115T093718Z"
+LSP_RUN = "20261115T150212Z"
+LSP_LATER_RUN = "20261115T211400Z"
+ACCURACY, LEARNED = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl"
+EQUAL_Z, LSP_TIME = "h200_equal_z.jsonl", "h200_lsp_time.jsonl"
+SMOLLM = "SmolLM2-135M"
+TASKS = {"sst2": "SST-2", "rte": "RTE", "copa": "COPA", "boolq": "BoolQ", "alpaca": "Alpaca"}
+
+
+@cache
+def rows_in(file: str) -> list[Row]:
+    return read_objects(REPO / RESULTS / file)
+
+
+def row_of(file: str, case: str, *, run: str) -> Row:
+    """The one row of a case in a run."""
+    found = [row for row in rows_in(file) if row.get("case") == case and row.get("run_id") == run]
+    if len(found) != 1:
+        raise ValueError(f"a figure needs one row, found {len(found)} of case {case} of run {run} in {file}")
+    return found[0]
+
+
+def source(*files: str, runs: Sequence[str] = ()) -> str:
+    """The sentence that links a table to its rows."""
+    links = ", ".join(f"[{file}](../{RESULTS}/{file})" for file in files)
+    said = f", {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}" if runs else ""
+    return f"Rows: {links}{said}."
+
+
+def speed(row: Row) -> str:
+    return f"{row['tokens_per_s']:,.0f}"
+
+
+def gb(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def ms(row: Row) -> str:
+    return f"{1e3 * row['step_s']:,.0f}"
+
+
+# ZO and streaming
+
+
+def zo_speed() -> str:
+    methods = {
+        "MeZO, whole model on the GPU": "mezo",
+        "ZO, all blocks on the GPU": "resident",
+        "ZO, half of the blocks on the GPU": "half",
+        "ZO, all blocks streamed, bf16": "streamed",
+        "ZO, all blocks streamed, bf12": "bf12",
+        "ZO, all blocks streamed, fp8": "fp8",
+    }
+    known = {row["case"] for row in rows_in(ZO) if row["run_id"] == ZO_RUN}
+    body = []
+    for title, name in methods.items():
+        cells = [title]
+        for size in ("6.7b", "13b"):
+            row = row_of(ZO, f"{size}.{name}", run=ZO_RUN) if f"{size}.{name}" in known else None
+            cells += ["", ""] if row is None else [speed(row), gb(row["peak_gb"])]
+        body.append(cells)
+    heads = ["", "OPT-6.7B, tokens/s", "GPU GB", "OPT-13B, tokens/s", "GPU GB"]
+    return "\n\n".join(
+        [
+            "One H200, random weights, bf16, one sequence of 2,048 tokens, `master: wire`, all in one run:",
+            table(heads, body),
+            source(ZO, runs=[ZO_RUN]),
+        ]
+    )
+
+
+def zo_directions() -> str:
+    one, two = (row_of(ZO, f"6.7b.{name}", run=ZO_RUN) for name in ("streamed", "directions2"))
+    more = f"{100 * (two['step_s'] / one['step_s'] - 1):.0f}% more for twice the forward passes"
+    said = f"OPT-6.7B, all blocks streamed in bf16: one direction took {ms(one)} ms a step, two took {ms(two)} ms"
+    return f"{said}, which is {more}. {source(ZO, runs=[ZO_RUN])}"
+
+
+def equal_noise() -> str:
+    """How far ZO's losses are from MeZO's with the same noise."""
+    by_method: dict[str, dict[str, Row]] = {}
+    for row in rows_in(EQUAL_Z):
+        by_method.setdefault(row["task"], {})[row["method"]] = row
+    farthest, num_losses = 0.0, 0
+    for pair in by_method.values():
+        ours, theirs = (
+            {point["step"]: point["loss"] for point in pair[name]["curve"] if "loss" in point}
+            for name in ("zo", "mezo")
+        )
+        assert ours.keys() == theirs.keys()
+        farthest = max(farthest, *(abs(ours[step] / theirs[step] - 1) for step in ours))
+        num_losses += len(ours)
+    tasks = " and ".join(TASKS[task] for task in sorted(by_method, reverse=True))
+    first = rows_in(EQUAL_Z)[0]
+    scores = all(pair["zo"]["after"] == pair["mezo"]["after"] for pair in by_method.values())
+    return (
+        f"With the same z, in float32, the losses of ZO and of in-memory MeZO differ by at most {farthest:.0e} of "
+        f"their value, and their test scores are {'the same' if scores else 'not the same'} ({SMOLLM}, {tasks}, "
+        f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared). {source(EQUAL_Z)}"
+    )
+
+
+def stream_link() -> str:
+    link = row_of(ZO, "machine", run=ZO_RUN)["link_gbps"]["up"]
+    cases = {
+        "OPT-6.7B, bf16": "6.7b.streamed",
+        "OPT-6.7B, bf12": "6.7b.bf12",
+        "OPT-6.7B, fp8": "6.7b.fp8",
+        "OPT-6.7B, bf16, half of the blocks on the GPU": "6.7b.half",
+        "OPT-6.7B, bf16, four sequences": "6.7b.batch4.streamed",
+        "OPT-13B, bf16": "13b.streamed",
+        "OPT-13B, fp8": "13b.fp8",
+    }
+    body = []
+    for title, case in cases.items():
+        row = row_of(ZO, case, run=ZO_RUN)
+        upload_s = row["up_gb_a_step"] / link
+        body.append(
+            [
+                title,
+                gb(row["up_gb_a_step"]),
+                f"{1e3 * upload_s:,.0f}",
+                ms(row),
+                f"{100 * upload_s / row['step_s']:.0f}%",
+            ]
+        )
+    heads = ["ZO, streamed", "GB up a step", "at link speed, ms", "step, ms", "share"]
+    return "\n\n".join(
+        [
+            f"One H200 whose link copies {link:.1f} GB/s up, sequences of 2,048 tokens:",
+            table(heads, body),
+            source(ZO, runs=[ZO_RUN]),
+        ]
+    )
+
+
+def stream_capped() -> str:
+    found = [row for row in rows_in(ZO) if row.get("cap_gb") == 24 and row.get("filled") and row["status"] == "ok"]
+    body = []
+    for row in sorted(found, key=lambda row: row["parameters"]):
+        filled, kept = row["filled"], row["filled"]["resident_blocks"]
+        name = f"{row['shape'].upper()}, {row['stream'].get('wire_dtype', row['dtype'])}"
+        body.append([f"{name}, no block on the GPU", gb(row["peak_gb"]), gb(row["host_peak_gb"]), ms(row), speed(row)])
+        kept_blocks = f"{kept} of {row['num_blocks']} blocks on the GPU"
+        host = gb(filled["host_peak_gb"])
+        body.append([f"{name}, {kept_blocks}", gb(filled["peak_gb"]), host, ms(filled), speed(filled)])
+    runs = sorted({row["run_id"] for row in found})
+    heads = ["ZO within 24 GB", "GPU GB", "host GB", "step, ms", "tokens/s"]
+    conditions = "One H200 whose memory is limited to 24 GB, one sequence of 2,048 tokens, random weights:"
+    return "\n\n".join([conditions, table(heads, body), source(ZO, runs=runs)])
+
+
+def wire_loss() -> str:
+    by_wire = {row["wire"]: row for row in rows_in("cpu_wire_loss.jsonl")}
+    base = by_wire["fp32"]["loss"]
+    body = [[wire, f"{row['loss']:.5f}", f"{100 * (row['loss'] / base - 1):+.3f}%"] for wire, row in by_wire.items()]
+    first = by_wire["fp32"]
+    conditions = f"Loss of {SMOLLM} on {first['texts']} texts of BoolQ, with its blocks rounded to each format:"
+    return "\n\n".join([conditions, table(["`wire_dtype`", "loss", "change"], body), source("cpu_wire_loss.jsonl")])
+
+
+# LOMO
+
+
+def lomo_speed() -> str:
+    methods = {
+        "forward and backward alone": "no_update",
+        "LOMO": "lomo",
+        "AdaLOMO": "adalomo",
+        "LOMO, clipped by the global norm": "lomo_clipped",
+        "AdamW, fused, bf16 states": "adamw_fused",
+        "AdamW, float32 master weights": "adamw_master",
+        "lomo-optim: Lomo": "peer_lomo",
+        "lomo-optim: AdaLomo": "peer_adalomo",
+        "lomo-optim: Lomo, clipped": "peer_lomo_clipped",
+    }
+    known = {row["case"] for row in rows_in(LOMO) if row["run_id"] == LOMO_RUN}
+    body = []
+    for title, name in methods.items():
+        row = row_of(LOMO, f"speed/{name}", run=LOMO_RUN)
+        case = f"speed/{name}-compiled"
+        compiled = ms(row_of(LOMO, case, run=LOMO_RUN)) if case in known else ""
+        body.append([title, ms(row), compiled, gb(row["peak_gb"])])
+    heads = ["", "ms a step", "with `compile_blocks`", "GPU GB"]
+    conditions = (
+        "One H200, LLaMA-7B with random weights, bf16, 4 x 1,024 tokens, activation checkpointing, all in one run:"
+    )
+    return "\n\n".join([conditions, table(heads, body), source(LOMO, runs=[LOMO_RUN])])
+
+
+def lomo_streamed() -> str:
+    resident = row_of(LOMO, "streamed/7b-resident", run=LOMO_STREAMED_RUN)
+    streamed = [row_of(LOMO, "streamed/7b-6gb", run=LOMO_STREAMED_RUN), *_lomo_within_24()]
+    cases = [
+        ("LLaMA-7B, all on the GPU", resident),
+        *((f"{_shape(row)}, streamed within {row['cap_gb']:g} GB", row) for row in streamed),
+    ]
+    body = [[title, gb(row["peak_gb"]), gb(row["host_peak_gb"]), ms(row), speed(row)] for title, row in cases]
+    runs = list(dict.fromkeys(row["run_id"] for _, row in cases))
+    heads = ["LOMO", "GPU GB", "host GB", "step, ms", "tokens/s"]
+    conditions = "One H200, random weights, bf16, 4 x 1,024 tokens. The first two lines are of one run:"
+    return "\n\n".join([conditions, table(heads, body), source(LOMO, runs=runs)])
+
+
+def _shape(row: Row) -> str:
+    name, _, size = row["shape"].rpartition("-")
+    families = {"llama": "LLaMA", "opt": "OPT", "": "LLaMA"}
+    return f"{families.get(name, name)}-{size.upper()}"
+
+
+def _lomo_within_24() -> list[Row]:
+    found = [row for row in rows_in(LOMO) if row.get("cap_gb") == 24 and row["status"] == "ok"]
+    return sorted(found, key=lambda row: row["parameters"])
+
+
+# LSP
+
+
+def lsp_speed() -> str:
+    methods = {
+        "forward and backward alone": "ceiling",
+        "LSP, d = 512": "lsp-512",
+        "LSP, d = 1024": "lsp-1024",
+        "AdamW on the GPU, float32 master weights": "adamw",
+        "ZeRO-Offload (stage 2)": "zero2-offload",
+        "ZenFlow": "zenflow",
+    }
+    known = {row["case"] for row in rows_in(LSP) if row["run_id"] == LSP_RUN and row["status"] == "ok"}
+    body = []
+    for title, name in methods.items():
+        cells = [title]
+        for size in ("1.3b", "3b"):
+            case = f"issue/{size}/4+1/{name}"
+            row = row_of(LSP, case, run=LSP_RUN) if case in known else None
+            cells += [""] * 3 if row is None else [ms(row), gb(row["peak_gb"]), gb(row["host_gb_added"])]
+        body.append(cells)
+    heads = ["", "1.3B, ms", "GPU GB", "host GB", "3B, ms", "GPU GB", "host GB"]
+    conditions = (
+        "One H200, LLaMA with random weights, bf16, 4 x 1,024 tokens, activation checkpointing, clipping 1.0, random "
+        "projectors, all in one run. Host GB is the memory beyond the start of the process:"
+    )
+    lsp, adamw = (row_of(LSP, f"issue/1.3b/4+1/{name}", run=LSP_LATER_RUN) for name in ("lsp-512", "adamw-torch"))
+    stricter = (
+        "Beside torch's own fused AdamW in bf16, without master weights, the distance is smaller: "
+        f"{ms(lsp)} ms by LSP and {ms(adamw)} ms by AdamW at 1.3B, in {gb(lsp['peak_gb'])} and "
+        f"{gb(adamw['peak_gb'])} GB (run {LSP_LATER_RUN})."
+    )
+    return "\n\n".join([conditions, table(heads, body), stricter, source(LSP, runs=[LSP_RUN, LSP_LATER_RUN])])
+
+
+def lsp_memory() -> str:
+    cases = {
+        "LLaMA-1.3B, 1 x 384, within 4 GB": "capped/1.3b/1/lsp-512",
+        "LLaMA-7B, 4 x 1,024, within 24 GB": "capped/7b/4/lsp-512",
+        "LLaMA-7B, 4 x 1,024, streamed, within 8 GB": "capped/7b/4/lsp-512-streamed",
+    }
+    body = []
+    for title, case in cases.items():
+        row = row_of(LSP, case, run=LSP_RUN)
+        body.append([title, gb(row["peak_gb"]), gb(row["host_gb_added"]), ms(row)])
+    heads = ["LSP, d = 512", "GPU GB", "host GB", "step, ms"]
+    return "\n\n".join([table(heads, body), source(LSP, runs=[LSP_RUN])])
+
+
+def lsp_learned() -> str:
+    """LSP's distance to AdamW with the same seeds, learned projectors beside random ones."""
+    adamw = _scores(at_chosen_rates(_accuracy_rows(), read_grid("accuracy"))["adamw"])
+    good = [row for row in rows_in(LEARNED) if row["status"] == "ok" and SMOLLM in str(row["model"])]
+    names = {
+        "learned, embedding projected": "lsp-512-learned",
+        "random, embedding projected": "lsp-512-random",
+        "learned, embedding whole": "lsp-512-dense",
+        "random, embedding whole": "lsp-512-dense-random",
+    }
+    body = []
+    for title, method in names.items():
+        mine = _scores([row for row in good if row["method"] == method])
+        body.append([title, *(_distance(mine.get(task, {}), adamw[task], task) for task in TASKS)])
+    heads = ["projectors (d = 512)", *TASKS.values()]
+    conditions = (
+        f"{SMOLLM}, 120 steps of 16 texts, learning rate 1e-4, the one chosen for AdamW. Points above (+) or below (-) "
+        "AdamW with the same seeds, for Alpaca percent of its perplexity; the number of seeds is in brackets:"
+    )
+    return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY)])
+
+
+def lsp_time() -> str:
+    """Seconds to the perplexity that ZeRO-Offload ends with."""
+    lsp, other = (
+        next(row for row in rows_in(LSP_TIME) if row["method"] == name) for name in ("lsp-512", "zero-offload")
+    )
+    ours_s, theirs_s = (seconds_to(row, other["dev"]) for row in (lsp, other))
+    assert ours_s is not None and theirs_s is not None
+    return (
+        f"{SMOLLM} on Alpaca, {lsp['steps']} steps of {lsp['batch_size']} texts, each method alone on the GPU with a "
+        "rate of its own: LSP (d = 512, projectors fitted to the first batch) had ZeRO-Offload's best perplexity on "
+        f"dev, {other['dev']:.2f}, after {ours_s:.0f} s, the fit counted. ZeRO-Offload took {theirs_s:.0f} s: a ratio "
+        f"of {ours_s / theirs_s:.2f}. {source(LSP_TIME)}"
+    )
+
+
+def _scores(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Test scores by task and seed."""
+    return {
+        task: {seed: row["after"] for seed, row in by_seed([r for r in rows if r["task"] == task]).items()}
+        for task in {row["task"] for row in rows}
+    }
+
+
+def _distance(mine: Mapping[int, float], other: Mapping[int, float], task: str) -> str:
+    seeds = sorted(set(mine) & set(other))
+    if not seeds:
+        return ""
+    ours, theirs = (statistics.mean(scores[seed] for seed in seeds) for scores in (mine, other))
+    apart = f"{100 * (ours / theirs - 1):+.1f}%" if task == "alpaca" else f"{100 * (ours - theirs):+.1f}"
+    return f"{apart} ({len(seeds)})"
+
+
+# Quality of all methods
+
+
+def _accuracy_rows() -> list[Row]:
+    return rows_of([REPO / RESULTS / ACCURACY])
+
+
+def _quality(names: Mapping[str, str]) -> str:
+    """The lines of the accuracy table for some methods. `names`: by method, its name on a page."""
+    lines = [line for line in _accuracy_lines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    heads, body = cells[0], {row[0]: row for row in cells[2:]}
+    # The grid marks a rate by "?" where rates were added to it after the rows were made.
+    shown = [[title, body[method][1].rstrip("?"), *body[method][2:]] for method, title in names.items()]
+    tasks = [TASKS[head.split()[0]] + (", perplexity" if "perplexity" in head else "") for head in heads[3:]]
+    conditions = (
+        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. Mean and standard deviation, with the "
+        "number of seeds in brackets; one seed where there is none:"
+    )
+    return "\n\n".join([conditions, table(["", "learning rate", "steps", *tasks], shown), source(ACCURACY)])
+
+
+@cache
+def _accuracy_lines() -> list[str]:
+    return accuracy_table(_accuracy_rows(), grid=read_grid("accuracy")).splitlines()
+
+
+def zo_quality() -> str:
+    return _quality(
+        {"zero-shot": "no training", "mezo": "MeZO", "zo": "ZO", "zo-fp8": "ZO, blocks in fp8", "adamw": "AdamW"}
+    )
+
+
+def lomo_quality() -> str:
+    names = {"sgd": "SGD", "lomo": "LOMO", "adalomo": "AdaLOMO", "adamw": "AdamW"}
+    return _quality({"zero-shot": "no training", **names})
+
+
+def all_quality() -> str:
+    return _quality(
+        {
+            "zero-shot": "no training",
+            "adamw": "AdamW",
+            "lora": "LoRA",
+            "lomo": "LOMO",
+            "adalomo": "AdaLOMO",
+            "lsp-512": "LSP, d = 512",
+            "mezo": "MeZO",
+            "zo": "ZO",
+            "zo-bf16": "ZO, bf16",
+            "zo-fp8": "ZO, blocks in fp8",
+            "zo-fp8-wire": "ZO, fp8, `master: wire`",
+        }
+    )
+
+
+def checkpoints() -> str:
+    file, run = "h200_checkpoint_speed.jsonl", "20261115T130850Z"
+    body = []
+    for size in ("1.3b", "2.7b", "6.7b"):
+        without, saving = (row_of(file, f"opt-{size}/{name}", run=run) for name in ("zo", "zo-async"))
+        kept = f"{saving['tokens_per_s'] / without['tokens_per_s']:.2f}"
+        body.append([f"OPT-{size.upper()}", speed(without), speed(saving), kept])
+    heads = ["ZO, streamed", "tokens/s without saves", "with a save every 10 steps", "ratio"]
+    return "\n\n".join([table(heads, body), source(file, runs=[run])])
+
+
+# Records
+
+
+def records() -> str:
+    return "\n".join(record.line() for record in all_records())
+
+
+class Record:
+    """One line of the page of records: the best row of a file, what it holds, and its command."""
+
+    def __init__(
+        self, title: str, file: str, row: Row, *, model: str, command: str, figures: Row | None = None
+    ) -> None:
+        self.title, self.file, self.row, self.model, self.command = title, file, row, model, command
+        self.figures = figures or row
+        """The object with the speed and the memory: the row itself, or a part of it."""
+
+    def line(self) -> str:
+        found, row = self.figures, self.row
+        memory = f"{gb(found['peak_gb'])} GB of GPU memory, {gb(found['host_peak_gb'])} GB of host memory"
+        link = f"[{self.file}](../{RESULTS}/{self.file}), run {row['run_id']}, commit {row['commit']}"
+        return f"- **{self.title}**: {self.model} tokens, {speed(found)} tokens/s, {memory}. {link}: `{self.command}`"
+
+
+def all_records() -> Iterator[Record]:
+    whole = [
+        row
+        for row in rows_in(ZO)
+        if row["status"] == "ok" and row.get("method") == "zo" and row.get("layers") == row.get("full_layers")
+    ]
+    capped = [row for row in whole if row.get("cap_gb") == 24]
+    largest = max(capped, key=lambda row: row["parameters"])
+    name = f"{_shape(largest)}, {largest['stream']['wire_dtype']}, 1 x 2,048"
+    yield Record(
+        "Largest model by ZO within 24 GB", ZO, largest, model=name, command=_zo(largest), figures=largest["filled"]
+    )
+    by_lomo = max(_lomo_within_24(), key=lambda row: row["parameters"])
+    title = "Largest model with gradients (LOMO) within 24 GB"
+    yield Record(title, LOMO, by_lomo, model=f"{_shape(by_lomo)}, 4 x 1,024", command=_suite("lomo", by_lomo))
+    ours = [row for row in rows_in(LOMO) if row["status"] == "ok" and row.get("method") == "lomo"]
+    resident = [row for row in ours if row.get("tokens_per_s") and row.get("cap_gb") is None]
+    most = max(resident, key=lambda row: (row["parameters"], row["tokens_per_s"]))
+    title = "Largest model by LOMO with all weights on one H200"
+    yield Record(title, LOMO, most, model=f"{_shape(most)}, 1 x 1,024", command=_suite("lomo", most))
+    small = [row for row in whole if row["shape"] == "opt-6.7b" and row["batch"] == 1 and row["dtype"] == "bf16"]
+    least = min(small, key=_least_memory)
+    wire = least["stream"]["wire_dtype"]
+    title = "Least GPU memory for a 7B model by ZO"
+    yield Record(title, ZO, least, model=f"{_shape(least)}, {wire}, 1 x 2,048", command=_zo(least))
+    streamed = [row for row in ours if row["shape"].endswith("7b") and row.get("tokens_per_s") and row.get("cap_gb")]
+    least = min(streamed, key=_least_memory)
+    title = "Least GPU memory for a 7B model with gradients (LOMO)"
+    yield Record(title, LOMO, least, model=f"{_shape(least)}, 4 x 1,024", command=_suite("lomo", least))
+    by_lsp = [row for row in rows_in(LSP) if row["status"] == "ok" and row.get("shape", "").endswith("7b")]
+    least = min(by_lsp, key=_least_memory)
+    title = "Least GPU memory for a 7B model with Adam (LSP)"
+    yield Record(title, LSP, least, model=f"{_shape(least)}, 4 x 1,024", command=_suite("lsp", least))
+    compiled = [row for row in ours if row["case"].startswith("speed/") and row["shape"].endswith("7b")]
+    fastest = max(compiled, key=lambda row: row["tokens_per_s"])
+    title = "Fastest step of a 7B model with gradients (LOMO)"
+    yield Record(title, LOMO, fastest, model=f"{_shape(fastest)}, 4 x 1,024", command=_suite("lomo", fastest))
+    fastest = max(small, key=lambda row: row["tokens_per_s"])
+    title = "Fastest step of a 7B model by ZO"
+    yield Record(title, ZO, fastest, model=f"{_shape(fastest)}, 1 x 2,048", command=_zo(fastest))
+    compare = "compare/llama-7b/24gb/rows.jsonl"
+    for case, method in {"zo": "ZO", "lomo": "LOMO", "lsp": "LSP"}.items():
+        row = next(row for row in rows_in(compare) if row["case"] == case)
+        yield _compared(f"{method} within 24 GB", compare, row, folder="llama-7b", model="LLaMA-7B, 4 x 1,024")
+    after = [row for row in rows_in("h200_zo_low_planes.jsonl") if row["status"] == "ok"]
+    row = max(after, key=lambda row: row["tokens_per_s_mean"])
+    yield _compared("ZO within 24 GB", "h200_zo_low_planes.jsonl", row, folder="opt-13b", model="OPT-13B, 1 x 2,048")
+
+
+def _least_memory(row: Row) -> tuple[float, float]:
+    """Orders rows by memory. Of rows that differ by less than 10 MB the fastest comes first."""
+    return round(row["peak_gb"], 2), -row["tokens_per_s"]
+
+
+def _compared(title: str, file: str, row: Row, *, folder: str, model: str) -> Record:
+    command = (
+        f"python launch/compare.py --preset results --only {folder} --contenders {row['case']} --device-memory-gb 24 "
+        "--out runs/record"
+    )
+    figures = row | {"tokens_per_s": row["tokens_per_s_mean"]}
+    return Record(title, file, row, model=model, command=command, figures=figures)
+
+
+def _zo(row: Row) -> str:
+    return f"python -m benchmarks.zo_speed preset all --only {shlex.quote('^' + row['case'] + '$')} --out rows.jsonl"
+
+
+def _suite(name: str, row: Row) -> str:
+    preset = row["case"].partition("/")[0]
+    only = shlex.quote(f"^{row['case']}$")
+    return f"python -m benchmarks.{name}_speed run --preset {preset} --only {only} --out rows.jsonl"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "zo-speed": zo_speed,
+    "zo-directions": zo_directions,
+    "zo-quality": zo_quality,
+    "equal-noise": equal_noise,
+    "stream-link": stream_link,
+    "stream-24gb": stream_capped,
+    "wire-loss": wire_loss,
+    "lomo-speed": lomo_speed,
+    "lomo-streamed": lomo_streamed,
+    "lomo-quality": lomo_quality,
+    "lsp-speed": lsp_speed,
+    "lsp-memory": lsp_memory,
+    "lsp-learned": lsp_learned,
+    "lsp-time": lsp_time,
+    "quality": all_quality,
+    "checkpoints": checkpoints,
+    "records": records,
+}
+"""By the name in a page's marker: the function that makes the block's Markdown."""
+
+
+def filled(text: str) -> str:
+    """The text of a page with all its blocks made from the rows."""
+
+    def block(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in BLOCKS:
+            raise ValueError(f"a block of rows must be one of {', '.join(BLOCKS)}, got {name}; rename it")
+        return f"{begin}\n{BLOCKS[name]()}\n\n{end}"
+
+    return MARKED.sub(block, text)
+
+
+def marked_pages() -> list[Path]:
+    return [page for page in sorted(DOCS.glob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if a page is not current"
+    )
+    args = parser.parse_args(arguments)
+    stale = []
+    for page in marked_pages():
+        text = page.read_text(encoding="utf-8")
+        new = filled(text)
+        if new != text:
+            stale.append(page.name)
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    if args.check and stale:
+        sys.exit(f"not current: {', '.join(stale)}; run: python -m benchmarks.pages")
+    print(f"{'written' if stale else 'all current'}{': ' if stale else ''}{', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Links of pages to files outside docs/ lead to copies of the files in the site, and wrong links stay wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+from ds_zo.config.docs import key_tables
+
+REPO = Path(__file__).parents[2]
+_found = importlib.util.spec_from_file_location("docs_hooks", REPO / "launch" / "docs_hooks.py")
+assert _found is not None and _found.loader is not None
+hooks = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(hooks)
+
+
+def shown(markdown: str, *, at: str) -> str:
+    """The page's text as the site's builder gets it."""
+    return str(hooks.on_page_markdown(markdown, page=SimpleNamespace(file=SimpleNamespace(src_uri=at))))
+
+
+def test_links_out_of_docs_lead_to_copies() -> None:
+    text = (
+        "[a](../ds_zo/tasks/README.md#measured) [b](../launch/examples) [c](choose.md#quality) [d](https://x.org/a.md)"
+    )
+    expected = (
+        "[a](repository/ds_zo/tasks/README.md#measured) [b](repository/launch/examples/README.md) "
+        "[c](choose.md#quality) [d](https://x.org/a.md)"
+    )
+    assert shown(text, at="index.md") == expected
+
+
+def test_pages_outside_docs_link_to_one_another_and_back() -> None:
+    text = "[a](docs/exactness.md) ![b](../h200_curves.png)"
+    assert shown(text, at="repository/CONTRIBUTING.md") == "[a](../exactness.md) ![b](../h200_curves.png)"
+    picture = shown("![b](../h200_curves.png)", at="repository/benchmarks/results/compare/README.md")
+    assert picture == "![b](../h200_curves.png)"
+
+
+def test_a_wrong_link_and_code_are_left_alone() -> None:
+    text = "[a](../nowhere.md)\n\n```text\n[b](../README.md)\n```\n"
+    assert shown(text, at="index.md") == text, "the strict build reports the link"
+
+
+def test_a_folder_without_a_page_becomes_a_list_of_its_files() -> None:
+    text = hooks.text_of("launch/examples")
+    assert text.startswith("# launch/examples\n") and "- [trainer.py](trainer.py)\n" in text
+
+
+def test_the_page_of_keys_has_every_table() -> None:
+    page = shown((REPO / "docs" / "keys.md").read_text(encoding="utf-8"), at="keys.md")
+    rows = [line for line in key_tables().splitlines() if line.startswith("| `")]
+    assert len(rows) > 50 and all(row in page.splitlines() for row in rows)
+    assert "\n## `ds_zo.stream`\n" in page and "\n### " not in page
+
+
+def test_only_missing_pages_leave_the_navigation() -> None:
+    nav = [{"A": "a.md"}, {"Part": [{"B": "b.md"}, {"C": "c.md"}]}, {"Other": [{"D": "d.md"}]}]
+    assert hooks.written(nav, {"b.md", "d.md"}) == [{"A": "a.md"}, {"Part": [{"C": "c.md"}]}]
