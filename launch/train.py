@@ -7,15 +7,16 @@ With nothing but a JSON, the embedded model learns the embedded task, offline, o
 
 A real job names its model and data:
 
-    deepspeed launch/train.py --deepspeed ds_configs/zo.json --lr 1e-6 --steps 5000 \\
+    deepspeed launch/train.py --deepspeed ds_configs/zo.json --steps 5000 \\
         --model facebook/opt-1.3b --task sst2 --data-dir DIR
     deepspeed launch/train.py --deepspeed ds_configs/lomo.json --model ./folder --task text --data notes.txt
 
 With `--eval-every`, the state that is best on dev is tested and saved. `--max-seconds` ends training after that many
 seconds, without evaluation and saving. `--results FILE` adds the run's row to a JSONL file.
 
-The learning rates in ds_configs suit the embedded model, which has a million parameters. A larger model needs its own
-learning rate: with ZO, 1e-7 to 1e-5, and thousands of steps.
+The learning rates in ds_configs suit models of billions of parameters, in bf16 on a GPU. For the embedded model, which
+has a million, the script replaces them by the rates of `EMBEDDED_PARAMS` and trains in float32. It prints one line
+about that. It keeps a rate given by --lr, a dtype given by --dtype, and an optimizer section that is not a shipped one.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ from ds_zo.tasks import (
 )
 from ds_zo.tasks import pad_token_id as padding_token
 from ds_zo.tasks.data import Split
+from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.tasks.encoding import num_label_positions, position_ids
 from ds_zo.tasks.hub import check_reachable
@@ -84,6 +86,15 @@ KEPT = ("task", "seed", "data_seed", "num_train", "group_by_length")
 """Arguments that decide which examples come in which order. A resumed run must have the checkpoint's values."""
 REFERENCE = "mezo"
 """The optimizer.type of in-memory MeZO, which ZO is compared with. DeepSpeed does not know it."""
+_ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+EMBEDDED_PARAMS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}}, {"lr": 5e-4}),
+    ({"type": "LOMO", "params": {"lr": 0.03, "weight_decay": 0.0}}, {"lr": 0.01}),
+    ({"type": "LSP", "params": {"lr": 2e-5, **_ADAM, "subspace_dim": 512}}, {"lr": 3e-3, "subspace_dim": 64}),
+    ({"type": "AdamW", "params": {"lr": 2e-5, **_ADAM}}, {"lr": 5e-4}),
+)
+"""Pairs of a shipped `optimizer` section, for a large model, and the parameters that suit the embedded model instead.
+They apply to a JSON whose section is equal to a shipped one: an edited section is the user's choice and stays."""
 
 
 class UserError(ValueError):
@@ -167,13 +178,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="stop training after S seconds, evaluations and saves not counted",
     )
     how.add_argument(
-        "--lr", type=float, help="instead of the JSON's optimizer.params.lr (and its scheduler's warmup_max_lr)"
+        "--lr",
+        type=float,
+        help="instead of the JSON's optimizer.params.lr and its scheduler's warmup_max_lr (default: the JSON's; that "
+        "of a shipped JSON is replaced for the embedded model, and the script says so)",
     )
     how.add_argument(
         "--dtype",
         choices=["auto", *DTYPES],
         default="auto",
-        help="auto: the dtype that the JSON enables; on a CPU float32, because 16 bit is emulated there",
+        help="auto: the dtype that the JSON enables; on a CPU float32, because 16 bit is emulated there; also float32 "
+        "if a shipped JSON trains the embedded model",
+    )
+    how.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="keep only the inputs of layers, and compute layers again in the backward pass (ZO has none; LOMO and LSP "
+        "with offload_param do so without this flag)",
     )
     how.add_argument("--tf32", action="store_true", help="float32 models multiply matrices in TF32 on a GPU")
     how.add_argument("--seed", type=int, default=0, help="of the data order and of torch (default: %(default)s)")
@@ -231,7 +252,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads the JSON and writes the command line's overrides into it."""
+    """Reads the JSON. Writes the command line's overrides into it, and what the embedded model or a CPU needs."""
     if not args.deepspeed.is_file():
         raise UserError(f"looked for a DeepSpeed JSON at {args.deepspeed}: not found (--deepspeed)")
     try:
@@ -240,6 +261,9 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"{args.deepspeed} is not JSON: {error} (--deepspeed)") from None
     if not isinstance(config, dict):
         raise UserError(f"{args.deepspeed} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
+    replaced, dtype = adapted(args, config)
+    if replaced:
+        config["optimizer"]["params"] |= replaced
     if args.lr is not None:
         optimizer = config.get("optimizer")
         if not isinstance(optimizer, dict):
@@ -248,15 +272,33 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         schedule = (config.get("scheduler") or {}).get("params") or {}
         if "warmup_max_lr" in schedule:  # such a schedule rises to this rate, not to the optimizer's
             schedule["warmup_max_lr"] = args.lr
-    dtype = args.dtype
-    if dtype == "auto" and get_accelerator().device_name() == "cpu" and model_dtype(config) != "fp32":
-        dtype = "fp32"
-        print(f"no GPU: float32 instead of the JSON's {model_dtype(config)} (--dtype {model_dtype(config)} insists)")
     if dtype != "auto":
         for name in ("bf16", "fp16"):
             if name in config or name == dtype:
                 config[name] = {**(config.get(name) or {}), "enabled": name == dtype}
     return config
+
+
+def adapted(args: argparse.Namespace, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the optimizer parameters that replace the JSON's, and the dtype: "auto" is that of the JSON.
+
+    The first rank prints one line if either differs from the JSON. What the command line names is never replaced.
+    """
+    optimizer = config.get("optimizer") or {}
+    is_embedded = Path(folder_of(args.model)).resolve() == EMBEDDED_FOLDER.resolve()
+    suited = next((params for shipped, params in EMBEDDED_PARAMS if is_embedded and shipped == optimizer), {})
+    replaced = suited if args.lr is None else {}
+    changes = [f"{name} {value:g} instead of {optimizer['params'][name]:g}" for name, value in replaced.items()]
+    keep = [f"--lr {optimizer['params']['lr']:g}"] if replaced else []
+    written, dtype = model_dtype(config), args.dtype
+    if dtype == "auto" and written != "fp32" and (suited or get_accelerator().device_name() == "cpu"):
+        dtype = "fp32"
+        changes.append(f"float32 instead of {written}")
+        keep.append(f"--dtype {written}")
+    if changes and os.environ.get("RANK", "0") == "0":
+        reason = "the embedded model" if suited else "no GPU"
+        print(f"{reason}: {', '.join(changes)} (to keep the JSON's: {' '.join(keep)})", flush=True)
+    return replaced, dtype
 
 
 def model_dtype(config: dict[str, Any]) -> str:
@@ -374,7 +416,7 @@ class Trainer:
         model, self.tokenizer = load_model(
             args.model,
             dtype=DTYPES[self.dtype],
-            lazily=backend_of(config) == "zo" and args.lora_rank is None,
+            lazily=backend_of(config) is not None and args.lora_rank is None,
             num_labels=self.task.num_labels if isinstance(self.task, HeadTask) else None,
         )
         if isinstance(self.task, HeadTask) and args.padding_side == "left" and self.tokenizer.cls_token_id is not None:
@@ -384,6 +426,9 @@ class Trainer:
         self.max_length = min(args.max_length, most - num_reserved_positions(model)) if most else args.max_length
         if args.lora_rank is not None:
             model = add_lora(model, args)
+        if args.gradient_checkpointing:
+            # Only the non-reentrant kind calls LOMO's hooks on each gradient, and works with a frozen embedding.
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
         self.engine = make_engine(model, config)
         self.engine.train()  # `from_pretrained` leaves dropout off, and a run may begin without an evaluation

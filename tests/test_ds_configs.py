@@ -25,8 +25,13 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def test_the_folder_holds_these_files_and_no_others() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == set(BACKEND_OF_FILE)
+def test_the_files_are_for_a_large_model_on_a_gpu() -> None:
+    """AdamW's learning rate is LSP's too. ZO's and LOMO's are of other orders of magnitude."""
+    assert all(load(name)["bf16"] == {"enabled": True} for name in BACKEND_OF_FILE)
+    params = {name: load(name)["optimizer"]["params"] for name in BACKEND_OF_FILE}
+    assert params["zero_offload"]["lr"] == params["zero3"]["lr"] == params["lsp"]["lr"] == 2e-5
+    assert (params["zo"]["lr"], params["zo"]["zo_eps"], params["lomo"]["lr"]) == (1e-6, 1e-3, 0.03)
+    assert params["lsp"]["subspace_dim"] == 512
 
 
 def test_files_differ_only_where_update_paths_do() -> None:

@@ -80,8 +80,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run_source(source: str, folder: Path, run_script: Run) -> subprocess.CompletedProcess[str]:
-    """As one rank, in the environment that the deepspeed launcher gives it, in a folder holding `ds_configs`."""
-    shutil.copytree(REPO / "ds_configs", folder / "ds_configs", dirs_exist_ok=True)
+    """As one rank, in the environment that the deepspeed launcher gives it, in a folder with the JSON that it names."""
+    (folder / "launch" / "examples").mkdir(parents=True, exist_ok=True)
+    shutil.copy(REPO / "launch" / "examples" / "zo.json", folder / "launch" / "examples")
     script = folder / "finetune.py"
     script.write_text(source, encoding="utf-8")
     with socket.socket() as probe:
@@ -131,7 +132,7 @@ def test_the_first_script_trains_by_the_json_of(name: str, expected: str, tmp_pa
     if name == "LoRA":
         pytest.importorskip("peft")
     (tmp_path / "changed.json").write_text(JSONS[name], encoding="utf-8")
-    head, made, rest = SCRIPTS["deepspeed"].replace("ds_configs/zo.json", "changed.json").partition("engine, *_ =")
+    head, made, rest = SCRIPTS["deepspeed"].replace("launch/examples/zo.json", "changed.json").partition("engine, *_ =")
     keep = "import torch\nbefore = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
     lines = [head, LORA if name == "LoRA" else "", keep, made, rest, MOVED]
     done = run_source("".join(lines), tmp_path, run_script)

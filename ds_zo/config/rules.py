@@ -41,8 +41,8 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 LARGEST_ZO_LR = 5e-4
-"""Learning rate of `ds_configs/zo.json`, for a model of a million parameters. No larger one is known to train a
-language model by ZO."""
+"""Learning rate of ZO for the embedded model of a million parameters. No larger one is known to train a language model
+by ZO."""
 
 
 def check_top_level(ds_config: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 """A plain Accelerate loop under ds_zo: the script builds its own AdamW, the JSON's ds_zo section replaces its update.
 
     accelerate launch --config_file ds_configs/accelerate_own_optimizer.yaml launch/examples/accelerate_loop.py
-    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/zo.json launch/examples/accelerate_loop.py
+    accelerate launch --use_deepspeed --deepspeed_config_file launch/examples/zo.json launch/examples/accelerate_loop.py
     python launch/examples/accelerate_loop.py
 
 The second names an optimizer in the JSON, so the script passes Accelerate's dummies instead of its own objects.

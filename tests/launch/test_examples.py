@@ -57,8 +57,8 @@ def test_example_trains_and_saves(
 
 @pytest.mark.slow
 def test_accelerate_launch_with_the_shipped_yaml_on_two_ranks(tmp_path: Path, free_port: int) -> None:
-    """The YAML names ds_configs/zo.json. The other YAML differs from it in the JSON alone, which the plain run of the
-    loop reads."""
+    """The YAML names launch/examples/zo.json. The other YAML differs from it in the JSON alone, which the plain run of
+    the loop reads."""
     options = ("--config_file", "ds_configs/accelerate_zo.yaml", "--num_processes", "2")
     printed = launch(*options, port=free_port, output=tmp_path)
     check_trained(printed)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from huggingface_hub import constants
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.recipes import RECIPES, Recipe
+from ds_zo.config import backend_of
 from ds_zo.planner.models import load_config
 from ds_zo.tasks import TASKS, hub
 from ds_zo.tasks.embedded_model import FOLDER
@@ -215,6 +218,77 @@ def test_lr_and_dtype_override_the_json(tmp_path: Path, script: ModuleType) -> N
     config = script.read_config(script.parse_args(["--deepspeed", str(path), "--lr", "0.25", "--dtype", "fp16"]))
     assert config["optimizer"]["params"]["lr"] == config["scheduler"]["params"]["warmup_max_lr"] == 0.25
     assert config["bf16"] == {"enabled": False} and config["fp16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("name", ["zo", "lomo", "lsp", "zero_offload", "zero3"])
+def test_a_shipped_json_is_adapted_to_the_embedded_model(
+    name: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and in nothing but the parameters that it names and the dtype."""
+    path = REPO / "ds_configs" / f"{name}.json"
+    written = json.loads(path.read_text())
+    [suited] = [params for shipped, params in script.EMBEDDED_PARAMS if shipped == written["optimizer"]]
+    config = script.read_config(script.parse_args(["--deepspeed", str(path)]))
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        f"the embedded model: lr {suited['lr']:g} instead of {written['optimizer']['params']['lr']:g}"
+    )
+    assert "float32 instead of bf16" in line and line.endswith(
+        f"(to keep the JSON's: --lr {written['optimizer']['params']['lr']:g} --dtype bf16)"
+    )
+    assert config["optimizer"]["params"] == written["optimizer"]["params"] | suited
+    assert config["bf16"] == {"enabled": False}
+    assert {**config, "optimizer": 0, "bf16": 0} == {**written, "optimizer": 0, "bf16": 0}
+
+
+def test_what_the_user_chose_is_not_adapted(
+    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate or dtype on the command line, another model, another optimizer section."""
+    shipped = json.loads((REPO / "ds_configs" / "zo.json").read_text())
+    own = tmp_path / "own.json"
+
+    def read(config: dict, *arguments: str) -> tuple[float, bool, str]:
+        own.write_text(json.dumps(config))
+        found = script.read_config(script.parse_args(["--deepspeed", str(own), *arguments]))
+        printed = capsys.readouterr().out
+        return found["optimizer"]["params"]["lr"], found["bf16"]["enabled"], printed
+
+    lr, bf16, printed = read(shipped)
+    assert (lr, bf16) == (5e-4, False), "a copy of a shipped JSON, at any place"
+    assert len(printed.splitlines()) == 1
+    assert read(shipped, "--lr", "1e-6", "--dtype", "bf16") == (1e-6, True, "")
+    lr, bf16, printed = read(shipped, "--dtype", "bf16")
+    assert (lr, bf16) == (5e-4, True) and "float32" not in printed
+    lr, bf16, printed = read(shipped, "--lr", "1e-4")
+    assert (lr, bf16) == (1e-4, False) and "lr" not in printed.partition("(")[0]
+    lr, _, printed = read(shipped, "--model", "facebook/opt-1.3b")
+    assert lr == 1e-6 and "embedded" not in printed
+    shipped["optimizer"]["params"]["lr"] = 2e-6
+    lr, _, printed = read(shipped)
+    assert lr == 2e-6 and "embedded" not in printed
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, succeed: Succeed) -> None:
+    config = write_config(tmp_path, {"type": "LOMO", "params": {"lr": 0.01}})
+    losses = []
+    for flags in ([], ["--gradient-checkpointing"]):
+        output = tmp_path / f"out{len(flags)}"
+        arguments = ["--deepspeed", config, "--steps", 2, "--num-eval", 4, "--output-dir", output, "--no-save"]
+        succeed(*arguments, "--skip-zero-shot", *flags)
+        losses.append([point["loss"] for point in json.loads((output / "summary.json").read_text())["curve"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+def test_the_commands_of_recipes_are_accepted(recipe: Recipe, script: ModuleType) -> None:
+    launcher, path, *words = shlex.split(recipe.train_command)
+    assert (launcher, path) == ("deepspeed", "launch/train.py")
+    args = script.parse_args(words)
+    assert args.deepspeed.is_absolute() or (REPO / args.deepspeed).is_file()
+    needs_flag = backend_of(recipe.config) != "zo" and not recipe.offload
+    assert args.task in TASKS and args.gradient_checkpointing == needs_flag
 
 
 def test_help_names_every_task(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,151 @@
+"""The recipes: valid JSONs, plans that fit, rows of the same settings, and a page that is current."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from benchmarks.recipes import BLOCK, CONFIGS, RECIPES, RESULTS, Measured, Recipe, blocks, filled
+from ds_zo.cli import main
+from ds_zo.config import backend_of, resolve
+from ds_zo.records.rows import read_objects
+
+REPO = Path(__file__).resolve().parents[2]
+PAGE = (REPO / "docs" / "recipes.md").read_text(encoding="utf-8")
+FIVE = {"zo", "lomo", "lsp", "zero_offload", "zero3"}
+"""JSONs that differ in the method only; tests/test_ds_configs.py compares them."""
+PROSE = re.sub(r"```.*?```", "", BLOCK.sub("", PAGE), flags=re.DOTALL)
+EXACT = [(recipe, found) for recipe in RECIPES for found in recipe.measured if not found.differs]
+
+
+def by_file(recipe: Recipe) -> str:
+    return recipe.file
+
+
+def test_every_json_of_the_folder_is_a_recipe_or_one_of_the_five() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.json")} == FIVE | {recipe.file for recipe in RECIPES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=by_file)
+def test_a_recipes_json_is_valid_and_has_bf16(recipe: Recipe) -> None:
+    config = recipe.config
+    DeepSpeedConfig(recipe.config)
+    assert config["bf16"] == {"enabled": True}
+    backend = backend_of(config)
+    if backend is None:
+        assert config["optimizer"]["type"] == "AdamW" and recipe.file in FIVE
+    else:
+        resolved = resolve(config)
+        assert resolved.backend == recipe.contender == backend
+        assert (resolved.ignored, resolved.warnings) == ((), ())
+        assert resolved.stream == recipe.offload
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=by_file)
+def test_the_plan_fits_by_the_command_shown(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*shlex.split(recipe.plan_command)[1:], "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    found, estimate = recipe.plan()
+    assert estimate.fits
+    [planned] = shown["estimates"]
+    assert planned == json.loads(json.dumps(found.to_json()))["estimates"][0]
+
+
+def settings_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The model, the batch and the streaming of a row's run, by the names of `Recipe`'s own."""
+    params = row["params"]
+    spec = params.get("spec", {})
+    config = params.get("config", {})
+    stream = config.get("ds_zo", {}).get("stream", params.get("stream") or {})
+    shape = spec.get("model", "").removeprefix("random:") or params["shape"]
+    batch = spec.get("batch", params.get("batch", row.get("batch")))
+    length = spec.get("length") or row.get("length") or params["length"]
+    return {"shape": shape, "batch": batch, "length": length, "stream": stream}
+
+
+@pytest.mark.parametrize(("recipe", "found"), EXACT, ids=lambda value: getattr(value, "file", None))
+def test_a_row_of_this_json_has_its_settings(recipe: Recipe, found: Measured) -> None:
+    row = found.row
+    settings = settings_of(row)
+    if found.part:  # the blocks that stay on the device come in the row's second phase
+        settings["stream"] = {key: value for key, value in settings["stream"].items() if key != "resident_blocks"}
+    assert (settings["shape"], settings["stream"]) == (recipe.shape, recipe.stream)
+    method = row["params"].get("method") or row["params"]["contender"].removesuffix("-streamed")
+    assert method == recipe.contender
+
+
+@pytest.mark.parametrize(("recipe", "found"), EXACT, ids=lambda value: getattr(value, "file", None))
+def test_the_plan_is_close_to_the_row(recipe: Recipe, found: Measured) -> None:
+    planned, estimate = recipe.plan()
+    figures = found.figures
+    assert estimate.device_nbytes / 1e9 == pytest.approx(figures["peak_gb"], rel=0.06)
+    assert estimate.host_peak_nbytes / 1e9 == pytest.approx(figures["host_peak_gb"], rel=0.08)
+    assert planned.tokens_per_s(estimate) == pytest.approx(figures["tokens_per_s"], rel=0.35)
+
+
+def test_every_row_that_a_recipe_names_trained_on_as_many_tokens() -> None:
+    for recipe in RECIPES:
+        for found in recipe.measured:
+            assert found.row["status"] == "ok" and found.row["gpu"] == "NVIDIA H200", found
+            settings = settings_of(found.row)
+            shape = f"{settings['batch']} x {settings['length']}"
+            assert shape == (found.tokens or f"{recipe.batch} x {recipe.length}"), found
+            assert settings["batch"] * settings["length"] == recipe.batch * recipe.length
+
+
+def test_the_page_is_current_and_has_every_recipe() -> None:
+    assert filled(PAGE) == PAGE, "run: python -m benchmarks.recipes --write docs/recipes.md"
+    assert sorted(BLOCK.findall(PAGE)) == sorted(blocks())
+    for recipe in RECIPES:
+        assert f"\n### {recipe.title}\n" in PAGE
+
+
+def test_the_text_between_blocks_has_no_measured_figures() -> None:
+    """Sizes of cards and hosts are the reader's. Every other figure with a unit is in a block, which rows fill."""
+    sizes = {f"{size:g} GB" for recipe in RECIPES for size in (recipe.device_gb, recipe.host_gb)}
+    figures = re.findall(r"\d[\d.,]* ?(?:GB|GiB|MB|%|ms|s|tokens/s|tokens|points|times)\b", PROSE)
+    assert set(figures) <= sizes, set(figures) - sizes
+
+
+def mean_scores() -> dict[str, dict[str, float]]:
+    """The scores of the page's table, by method and task."""
+    head, _, *lines = blocks()["quality"].splitlines()
+    tasks = [cell.split()[0] for cell in head.strip("| ").split(" | ")[3:]]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: {task: float(cell.split()[0]) for task, cell in zip(tasks, row[3:], strict=True)} for row in cells}
+
+
+def better(one: dict[str, float], other: dict[str, float]) -> set[str]:
+    """Tasks on which the first method's mean is better. Alpaca's score is a perplexity."""
+    return {task for task in one if (one[task] < other[task] if task == "alpaca" else one[task] > other[task])}
+
+
+def test_the_text_about_quality_says_what_the_table_says() -> None:
+    scores = mean_scores()
+    tasks = {"sst2", "rte", "copa", "boolq", "alpaca"}
+    assert better(scores["adalomo"], scores["lomo"]) == tasks
+    assert better(scores["adalomo"], scores["lora"]) == {"sst2", "copa", "alpaca"}
+    assert better(scores["adamw"], scores["lsp-512-random"]) == {"rte", "boolq", "alpaca"}
+    assert better(scores["lsp-512-learned"], scores["lsp-512-random"]) == {"copa"}
+    before = scores["zero-shot"]
+    for method in ("zo", "zo-bf16-wire"):
+        assert scores[method]["sst2"] > before["sst2"] + 15
+        assert all(abs(scores[method][task] - before[task]) < 4 for task in tasks - {"sst2"})
+    assert scores["zo"]["alpaca"] > before["alpaca"]
+    assert all(scores["zo-fp8-wire"][task] < before[task] + 3 for task in tasks - {"alpaca"})
+    assert {"copa", "alpaca"} <= better(before, scores["zo-fp8-wire"])
+
+
+def test_the_stock_rows_say_what_the_text_says() -> None:
+    within = read_objects(RESULTS / "compare" / "zero_offload_24gb.jsonl")
+    assert {row["status"] for row in within if row["case"] == "zero2-offload"} == {"oom"}
+    for cap in ("24gb", "uncapped"):
+        rows = read_objects(RESULTS / "compare" / "llama-7b" / cap / "rows.jsonl")
+        [row] = [row for row in rows if row["case"] == "zero3-offload-param"]
+        assert row["status"] == "skipped"
