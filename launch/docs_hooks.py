@@ -63,25 +63,6 @@ def links_of(text: str) -> list[str]:
     return [link for part in FENCE.split(text)[::2] for link in LINK.findall(part)]
 
 
-def on_config(config: Any) -> Any:
-    """Leaves pages that are awaited and missing out of the navigation. Any other missing page is an error."""
-    missing = {name for name in config.extra["awaited"] if not (REPO / DOCS / name).exists()}
-    config.nav = written(config.nav, missing)
-    return config
-
-
-def written(entries: list[dict[str, Any]], missing: set[str]) -> list[dict[str, Any]]:
-    """The navigation without the missing pages and without sections that become empty."""
-    kept = []
-    for entry in entries:
-        for title, value in entry.items():
-            if isinstance(value, list):
-                value = written(value, missing)
-            if value and (isinstance(value, list) or value not in missing):
-                kept.append({title: value})
-    return kept
-
-
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds the files outside docs/ that pages lead to."""
     from mkdocs.structure.files import File  # tests of the other functions run without mkdocs

@@ -39,6 +39,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_log_level_from_string
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -182,6 +183,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         help="instead of the JSON's optimizer.params.lr and its scheduler's warmup_max_lr (default: the JSON's; that "
         "of a shipped JSON is replaced for the embedded model, and the script says so)",
+    )
+    how.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), help="of DeepSpeed's logger; debug: all settings"
     )
     how.add_argument(
         "--dtype",
@@ -713,6 +717,8 @@ def summarise(trainer: Trainer, before: Score | None, after: Score | None) -> Su
 
 def run(args: argparse.Namespace) -> Summary | None:
     """Trains and evaluates. Returns None if the run was stopped before its end."""
+    if args.log_level:
+        set_log_level_from_string(args.log_level)
     config = read_config(args)
     checkpoints = find_checkpoints(args)
     ensure_distributed_environment()

@@ -278,8 +278,10 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {line for line in COMMANDS if line.startswith("ds-zo plan ")}
     assert shown
     for line in sorted(shown):
-        assert main(shlex.split(line)[1:]) == 0
-        assert "zo" in capsys.readouterr().out
+        words = shlex.split(line)[1:]
+        assert main(words) == 0
+        backend = words[words.index("--backend") + 1] if "--backend" in words else "zo"
+        assert backend in capsys.readouterr().out
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -294,8 +296,7 @@ def test_every_page_is_in_the_navigation() -> None:
         return found
 
     named = files(site["nav"])
-    missing = {name for name in site["extra"]["awaited"] if not (REPO / "docs" / name).exists()}
-    assert sorted({name for name in named if "/" not in name} - missing) == sorted(path.name for path in PAGES[1:])
+    assert sorted(name for name in named if "/" not in name) == sorted(path.name for path in PAGES[1:])
     others = [name.removeprefix("repository/") for name in named if "/" in name]
     assert all((REPO / name).exists() for name in others)
 

@@ -53,8 +53,3 @@ def test_the_page_of_keys_has_every_table() -> None:
     rows = [line for line in key_tables().splitlines() if line.startswith("| `")]
     assert len(rows) > 50 and all(row in page.splitlines() for row in rows)
     assert "\n## `ds_zo.stream`\n" in page and "\n### " not in page
-
-
-def test_only_missing_pages_leave_the_navigation() -> None:
-    nav = [{"A": "a.md"}, {"Part": [{"B": "b.md"}, {"C": "c.md"}]}, {"Other": [{"D": "d.md"}]}]
-    assert hooks.written(nav, {"b.md", "d.md"}) == [{"A": "a.md"}, {"Part": [{"C": "c.md"}]}]
