@@ -407,6 +407,8 @@ def _check_engine_state(state: Mapping[str, Any]) -> None:
     counters += [common["dp_world_size"], common["mp_world_size"], state["micro_steps"]]
     if not all(type(counter) is int for counter in counters):
         raise TypeError(f"counters are {counters}")
+    if not common["optimizer"]["param_groups"] or not state["ranks"]:
+        raise ValueError("it has no parameter groups or no ranks")
     dicts = [state["client"], *common["optimizer"]["param_groups"], *state["ranks"]]
     dicts += [common[name] for name in ("lr_scheduler", "random_ltd", "data_sampler") if common[name] is not None]
     if not all(isinstance(found, dict) for found in dicts):
