@@ -99,6 +99,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def _torch_linear_is_restored() -> Iterator[None]:
+    """DeepSpeed's `zero.Init` leaves its own `functional.linear` behind. A test must not depend on which tests the same
+    process ran before it."""
+    from torch.nn import functional
+
+    linear = functional.linear
+    yield
+    functional.linear = linear
+
+
 def python_path(*folders: Path) -> str:
     """For a child process: these folders, then those that this process was given."""
     return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))

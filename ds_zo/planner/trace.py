@@ -2,8 +2,9 @@
 
 The memory of activations depends on the architecture, on checkpointing and on what autograd saves. The planner
 therefore runs the model's own forward (and backward) on tensors without memory, and counts the storages that are alive,
-as the device's allocator would. It needs no weights and no formula for each architecture. Only the attention kernel is
-replaced: on the meta device torch takes the one that materialises the scores.
+as the device's allocator would. It needs no weights and no formula for each architecture. Two functions are replaced.
+Attention: on the meta device torch takes the kernel that materialises the scores. Linear layers: a process that has
+used ZeRO-3 has DeepSpeed's function in place of torch's, and its plans would differ from those of other processes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _run(
                     stack.callback(p.register_post_accumulate_grad_hook(tracer.complete_gradient).remove)
         stack.enter_context(torch.set_grad_enabled(backward))
         stack.enter_context(tracer)
-        stack.enter_context(_fused_attention(tracer))
+        stack.enter_context(_traced_functions(tracer))
         loss = module(**inputs).loss
         if loss is None:
             raise ValueError(
@@ -258,10 +259,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _fused_attention(tracer: _Tracer) -> Iterator[None]:
+def _traced_functions(tracer: _Tracer) -> Iterator[None]:
     """Inside, attention takes the memory of the device's fused kernels: output and log-sum-exp are kept, and scores are
-    never materialised. The function is replaced, because autograd recomputes with dispatch modes switched off."""
-    original = functional.scaled_dot_product_attention
+    never materialised. The function is replaced, because autograd recomputes with dispatch modes switched off. Linear
+    layers call torch's own function, even if DeepSpeed's ZeRO-3 has replaced it for the rest of the process."""
+    attention, linear = functional.scaled_dot_product_attention, functional.linear
 
     def fused(
         query: torch.Tensor,
@@ -276,10 +278,11 @@ def _fused_attention(tracer: _Tracer) -> Iterator[None]:
         return out
 
     functional.scaled_dot_product_attention = fused  # type: ignore[assignment]
+    functional.linear = torch._C._nn.linear
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = original
+        functional.scaled_dot_product_attention, functional.linear = attention, linear
 
 
 class _Attention(torch.autograd.Function):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from planned_models import planned
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
+from torch.nn import functional
 
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.planner import Rates
@@ -96,6 +98,14 @@ def test_the_loss_on_paper_takes_what_the_chunked_loss_takes(
         real = [model._pass(backward=backward) for backward in (False, True)]
     for ours, theirs in zip(on_paper, real, strict=True):
         assert ours.peak.total == pytest.approx(theirs.peak.total, rel=0.01)
+
+
+def test_a_process_that_has_used_zero3_plans_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's `zero.Init` replaces `functional.linear` for the rest of the process."""
+    plain = planned("llama", seq=32).backward_trace(checkpointing=True)
+    monkeypatch.setattr(functional, "linear", zero3_linear_wrap)
+    assert planned("llama", seq=32).backward_trace(checkpointing=True) == plain
+    assert functional.linear is zero3_linear_wrap
 
 
 def test_scores_of_attention_never_exist() -> None:
