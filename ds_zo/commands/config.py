@@ -1,0 +1,17 @@
+"""`ds-zo config`: the tables of JSON keys."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ds_zo.config.docs import key_tables
+
+
+def add(commands: Any) -> None:
+    config = commands.add_parser("config", help="print the tables of JSON keys: type, default, meaning")
+    config.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    print(key_tables())

@@ -1,0 +1,25 @@
+"""`ds-zo report`: checks of this machine, with remedies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ds_zo.commands.arguments import unprinted
+
+
+def add(commands: Any) -> None:
+    report = commands.add_parser("report", help="check this machine for ds_zo, and name remedies")
+    report.add_argument("--layers", metavar="MODEL", help="also time a layer's forward, backward and update")
+    report.add_argument("--batch", type=int, default=1, help="sequences for --layers (default: %(default)s)")
+    report.add_argument("--seq", type=int, default=2048, help="tokens a sequence for --layers (default: %(default)s)")
+    report.add_argument("--json", action="store_true", help="print JSON, which plan --rates reads")
+    report.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ds_zo.bench.machine import inspect_machine
+
+    found = unprinted(inspect_machine, layers=args.layers, batch=args.batch, seq=args.seq)
+    print(json.dumps(found.to_json(), indent=2) if args.json else found.render())
