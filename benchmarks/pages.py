@@ -24,6 +24,7 @@ from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
 from benchmarks.grids import read_grid
 from benchmarks.sweep import rows_of
+from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row, read_objects, table
 
 REPO = Path(__file__).parents[1]
@@ -545,7 +546,7 @@ def filled(text: str) -> str:
         begin, name, end = found.groups()
         if name not in BLOCKS:
             raise ValueError(f"a block of rows must be one of {', '.join(BLOCKS)}, got {name}; rename it")
-        return f"{begin}\n{BLOCKS[name]()}\n\n{end}"
+        return f"{begin}\n{wrapped(BLOCKS[name]())}\n\n{end}"
 
     return MARKED.sub(block, text)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
 from ds_zo.bench.runner import NOT_RUN, VOID
+from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row
 
 BEGIN, END = "<!-- headline -->", "<!-- /headline -->"
@@ -134,7 +135,7 @@ def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None) -> 
         "not that of learning. Every contender's settings, the spread, the parts of a step, bytes moved and last words "
         f"are under [{root}]({root}). Made by"
     )
-    return "\n".join([*lines, "", "```bash", *_commands(parts, root), "```"])
+    return wrapped("\n".join([*lines, "", "```bash", *_commands(parts, root), "```"]))
 
 
 def _facts(parts: Sequence[MeasuredModel]) -> str:

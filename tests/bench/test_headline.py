@@ -94,7 +94,8 @@ def test_every_page_with_markers_is_filled_with_links_of_its_own(tmp_path: Path)
         page.write_text(text, encoding="utf-8")
 
     assert main(["--headline", str(results), "--into", str(tmp_path), str(docs)]) == 0
-    top, page = (file.read_text(encoding="utf-8") for file in (tmp_path / "README.md", docs / "a.md"))
+    files = tmp_path / "README.md", docs / "a.md"
+    top, page = (" ".join(file.read_text(encoding="utf-8").split()) for file in files)  # lines are wrapped
     assert "](results/headline.svg)" in top and "under [results](results)" in top
     assert "](pictures/headline.svg)" in page and "under [../results](../results)" in page
     assert (docs / "pictures" / "headline.svg").read_bytes() == (results / "headline.svg").read_bytes()
