@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils import logger
@@ -24,7 +25,8 @@ def wait_for_all_ranks() -> None:
     """Returns when all ranks have called this as often as this rank. Raises after the process group's timeout."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    store: Any = _get_default_store()
     if store is None:  # MPI has none
         return
     prefix = f"ds_zo/engine {next(_engine_indices)}"
