@@ -6,8 +6,8 @@ The environments borrow torch, DeepSpeed and the other libraries of the Python t
 
 - a wheel, a wheel made from the sdist, an editable installation, and that `pip uninstall` leaves none of their files;
 - `ds-zo run` with the launchers of DeepSpeed, torch and Accelerate;
-- DeepSpeed's multi-host launcher. A script in place of `pdsh` starts both hosts on this machine, and passes no variable
-  on but those that DeepSpeed sends and those that a login would set.
+- DeepSpeed's multi-host launcher, also under Accelerate. A script in place of `pdsh` starts both hosts on this machine,
+  and passes no variable on but those that DeepSpeed sends and those that a login would set.
 """
 
 from __future__ import annotations
@@ -145,16 +145,28 @@ def check_launchers(python: Path, folder: Path) -> None:
 
 
 def check_hosts(python: Path, folder: Path) -> None:
-    pdsh = folder / "tools" / "pdsh"
-    pdsh.parent.mkdir()
-    pdsh.write_text(PDSH, encoding="utf-8")
-    pdsh.chmod(0o755)
+    tools = folder / "tools"
+    tools.mkdir()
+    deepspeed = f"#!{python}\nfrom deepspeed.launcher.runner import main\nmain()\n"
+    for name, text in {"pdsh": PDSH, "ssh": "#!/bin/sh\necho 127.0.0.1\n", "deepspeed": deepspeed}.items():
+        (tools / name).write_text(text, encoding="utf-8")
+        (tools / name).chmod(0o755)
     (folder / "hosts").write_text("here slots=1\nthere slots=1\n", encoding="utf-8")
-    hosts = ["--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    command = [str(python), "-m", "deepspeed.launcher.runner", *hosts, "--no_local_rank", str(folder / "train.py")]
-    path = f"{pdsh.parent}{os.pathsep}{os.environ['PATH']}"
-    output = run([str(folder / "bin" / "ds-zo"), "run", "--", *command], cwd=folder, PATH=path)
-    expect_ranks(output, "ds-zo run -- deepspeed, two hosts")
+    port = str(free_port())
+    launchers = {
+        "deepspeed": ["deepspeed", "--hostfile", "hosts", "--no_local_rank", "--master_port", port],
+        "accelerate launch": [
+            *(str(python), "-m", "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_hostfile", "hosts"),
+            *("--num_machines", "2", "--machine_rank", "0", "--num_processes", "2"),
+            *("--deepspeed_multinode_launcher", "pdsh", "--main_process_ip", "127.0.0.1"),
+            *("--main_process_port", port),
+            *("--mixed_precision", "no", "--dynamo_backend", "no"),
+        ],
+    }
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    for name, words in launchers.items():
+        command = [str(folder / "bin" / "ds-zo"), "run", "--", *words, str(folder / "train.py")]
+        expect_ranks(run(command, cwd=folder, PATH=path), f"ds-zo run -- {name}, two hosts")
 
 
 def expect_ranks(output: str, name: str) -> None:
