@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 ENVIRONMENT = dict(os.environ)
-"""The environment that this process was started with. Importing DeepSpeed adds variables."""
+"""The environment that the command was started with. Importing DeepSpeed adds variables to `os.environ`."""
 
 
 def is_command() -> bool:
