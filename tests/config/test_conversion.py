@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_jsons import BUCKETS, OF_CLIENTS, ON_HOST, PRECISION, STAGE3, WARMUP
 
 from benchmarks import recipes
 from ds_zo.config import BACKENDS, ConfigError, backend_of
@@ -18,72 +19,6 @@ from ds_zo.config.stock import read_stock
 
 REPO = Path(__file__).parents[2]
 SHIPPED = sorted((REPO / "ds_configs").glob("*.json"))
-
-BATCHES = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-}
-PRECISION = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-}
-ON_HOST = {"device": "cpu", "pin_memory": True}
-BUCKETS = {
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 500000000.0,
-    "reduce_scatter": True,
-    "reduce_bucket_size": "auto",
-}
-STAGE3 = {
-    "overlap_comm": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
-Z3_OFFLOAD = {"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST, **STAGE3}
-ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
-WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-OF_CLIENTS: dict[str, dict[str, Any]] = {
-    # without an optimizer block: the script's own optimizer
-    "z0": {**BATCHES, **PRECISION, "zero_optimization": {"stage": 0, **BUCKETS, "round_robin_gradients": True}},
-    "z2": {**BATCHES, **PRECISION, "zero_optimization": {"stage": 2, **BUCKETS, "round_robin_gradients": True}},
-    "z2_offload": {**BATCHES, **PRECISION, "zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST, **BUCKETS}},
-    "z3": {**BATCHES, **PRECISION, "zero_optimization": {"stage": 3, **STAGE3}},
-    "z3_offload": {**BATCHES, **PRECISION, "zero_optimization": Z3_OFFLOAD},
-    # with an optimizer block
-    "trainer_z3": {
-        **BATCHES,
-        **PRECISION,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": "auto"}},
-        "zero_optimization": Z3_OFFLOAD,
-        "steps_per_print": 2000,
-        "wall_clock_breakdown": False,
-    },
-    "accelerate_z2": {
-        **BATCHES,
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": WARMUP},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}},
-    },
-}
-"""JSONs in the form of the examples of LLaMA-Factory, Trainer and Accelerate."""
 
 
 def converted(config: dict[str, Any], to: str, **options: Any) -> Conversion:
@@ -199,7 +134,7 @@ def random_stock(seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("to", BACKENDS)
 def test_every_stock_json_becomes_a_valid_one_without_idle_keys(to: str) -> None:
-    for seed in range(80):
+    for seed in range(50):
         stock = random_stock(seed)
         read_stock({key: value for key, value in stock.items() if value != "auto"}, world_size=1)
         try:
@@ -241,7 +176,7 @@ def test_auto_stays_where_clients_fill_it(name: str, to: str) -> None:
     if "optimizer" in config:
         params = new["optimizer"]["params"]
         assert params["lr"] == params["weight_decay"] == "auto" and ("betas" in params) == (
-            to == "lsp" and "betas" in ADAMW and name == "trainer_z3"
+            to == "lsp" and name == "trainer_z3"
         )
         assert new["scheduler"] == config["scheduler"]
         assert any(f"learning rate to {found.lr:g}" in note for note in found.notes)
