@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.commands.arguments import unprinted
-from ds_zo.config import BACKENDS, LOMOParams, backend_of
+from ds_zo.config import BACKENDS, LOMOParams, backend_of, with_section_on_top
 from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos
 from ds_zo.config.errors import ConfigError, shown
 
@@ -85,7 +85,7 @@ def _check(ds_config: dict[str, Any]) -> None:
     """Prints the backend and "valid", or raises. Further lines name what has no effect and what is probably wrong."""
     backend = backend_of(ds_config)
     if backend is None:
-        if ds_config.get("ds_zo"):
+        if with_section_on_top(ds_config).get("ds_zo"):
             check(ds_config)  # raises: DeepSpeed's own engine would ignore the section
         check_stock(ds_config)
         named = shown(ds_config["optimizer"].get("type")) if ds_config.get("optimizer") else "none"
@@ -167,7 +167,7 @@ def _written(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(config: dict[str, Any]) -> Any:
-    fp16, bf16 = (config.get(key, {}).get("enabled") for key in ("fp16", "bf16"))
+    fp16, bf16, bfloat16 = ((config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
     if fp16 is True:
         return "fp16"
-    return "bf16" if bf16 in (True, "auto") or fp16 == "auto" else "fp32"
+    return "bf16" if True in (bf16, bfloat16) or "auto" in (bf16, fp16) else "fp32"

@@ -18,7 +18,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from ds_zo.config.errors import ConfigError, shown, suggestion
 from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
 from ds_zo.config.registry import BackendEntry, entries, entry_of
-from ds_zo.config.resolve import backend_of, resolve
+from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
 from ds_zo.config.starting_rates import StartingRate, starting_rate
@@ -185,7 +185,7 @@ def _check_source(ds_config: dict[str, Any]) -> str | None:
 
 def check_stock(ds_config: dict[str, Any]) -> None:
     """Raises for the first error in a JSON that names no backend of ours, as if each "auto" had been replaced."""
-    plain = without_auto(ds_config)
+    plain = without_auto(with_section_on_top(ds_config))
     check_top_level(plain)
     optimizer = block(plain, "optimizer")
     kind = optimizer.get("type")
@@ -321,7 +321,7 @@ def _convert_zero(draft: _Draft, source: str | None, *, stream: bool | None) -> 
 def _convert_offload_optimizer(draft: _Draft, source: str | None) -> None:
     at = "zero_optimization.offload_optimizer"
     if not draft.entry.offloads_optimizer:
-        draft.remove(at, "{type} has no optimizer states to offload")
+        draft.remove(at, "{type} offloads no optimizer states")
         return
     device = draft.get(f"{at}.device")
     if device == "nvme":
@@ -356,7 +356,7 @@ def _convert_stage(draft: _Draft, stage: Any) -> None:
     if entry.offloads_optimizer and stage in (2, 3):
         draft.set(at, 1, "{type} divides Adam's states among ranks from stage 1 on, and nothing more at higher stages")
     elif not entry.offloads_optimizer and stage in (1, 2, 3):
-        draft.set(at, 0, "{type} keeps no gradients or optimizer states to divide; each rank has the whole model")
+        draft.set(at, 0, "{type} divides no gradients or optimizer states; each rank has the whole model")
 
 
 def _convert_optimizer(draft: _Draft, source: str | None) -> None:

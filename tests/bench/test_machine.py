@@ -15,6 +15,7 @@ import torch
 
 from ds_zo.bench import host_checks, machine
 from ds_zo.bench.host_checks import Check
+from ds_zo.cli import main
 
 GB = 10**9
 HOST = {
@@ -171,6 +172,12 @@ def test_the_driver_is_compared_with_torch(host: Machine, monkeypatch: pytest.Mo
     warns(machine._driver(), "none", "install its driver")
     host({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module  580.95.05  Release\nGCC 13"})
     assert machine._driver().found == "580.95.05, CUDA up to unknown; torch's CUDA 13.0"
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", "--help"])
+    assert "ds-zo report --json > rates.json" in capsys.readouterr().out
 
 
 def test_a_model_larger_than_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

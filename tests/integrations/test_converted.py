@@ -18,7 +18,6 @@ from ds_zo.config.convert import convert
         ("z2_offload", "lsp", False),
         ("z3", "zo", True),
         ("trainer_z3", "adalomo", True),
-        ("accelerate_z2", "lomo", False),
     ],
 )
 def test_trainer_fills_what_stayed_auto(name: str, to: str, streams: bool, tmp_path: Path) -> None:
