@@ -6,18 +6,17 @@ removed, and so is a feature that it refuses. `"auto"` stays where Trainer and A
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
+from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, shown, suggestion
 from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
-from ds_zo.config.registry import BackendEntry, entries, entry_of
+from ds_zo.config.registry import entries, entry_of
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
@@ -72,30 +71,6 @@ _STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "not written"
-
-
-ABSENT = _Absent()
-"""The value of a key that is not in the JSON."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One key of the JSON that differs. `old` or `new` is ABSENT where the key is not written."""
-
-    key: str
-    old: Any
-    new: Any
-    why: str
-
-    def __str__(self) -> str:
-        old = repr(ABSENT) if self.old is ABSENT else shown(self.old)
-        new = "removed" if self.new is ABSENT else shown(self.new)
-        return f"{self.key}: {old} -> {new}: {self.why}"
-
-
 @dataclass(frozen=True)
 class Conversion:
     """The result of `convert`."""
@@ -126,7 +101,7 @@ def convert(
     """
     entry = entry_of(to)
     source = _check_source(ds_config)
-    draft = _Draft(ds_config, entry)
+    draft = Draft(ds_config, entry)
     if not draft.config.get("optimizer"):
         draft.remove("optimizer", "it is empty, so the script makes the optimizer")
     _write_zero_as_object(draft)
@@ -200,80 +175,7 @@ def check_stock(ds_config: dict[str, Any]) -> None:
     read_stock(plain, world_size=1)
 
 
-class _Draft:
-    """The JSON that is being changed, and the record of its changes."""
-
-    def __init__(self, ds_config: dict[str, Any], entry: BackendEntry) -> None:
-        self.config = copy.deepcopy(ds_config)
-        self.entry = entry
-        self.changes: list[Change] = []
-        self.notes: list[str] = []
-
-    @property
-    def is_client(self) -> bool:
-        """Whether the script makes the optimizer."""
-        return "optimizer" not in self.config
-
-    @property
-    def section_at(self) -> str:
-        """Place of the `ds_zo` section. Without an optimizer block it is where DeepSpeed refuses it without ds_zo."""
-        if "ds_zo" in self.config:
-            return "ds_zo"
-        return "zero_optimization.ds_zo" if self.is_client or "ds_zo" in self.object("zero_optimization") else "ds_zo"
-
-    @property
-    def params_at(self) -> str:
-        return f"{self.section_at}.params" if self.is_client else "optimizer.params"
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.get("zero_optimization.offload_param.device") == "cpu")
-
-    def get(self, path: str) -> Any:
-        return lookup(self.config, path)
-
-    def object(self, path: str) -> dict[str, Any]:
-        found = self.get(path)
-        return found if isinstance(found, dict) else {}
-
-    def has(self, path: str) -> bool:
-        parent, _, key = path.rpartition(".")
-        return key in (self.object(parent) if parent else self.config)
-
-    def set(self, path: str, value: Any, why: str) -> None:
-        *parents, key = path.split(".")
-        inner = self.config
-        for name in parents:
-            if not isinstance(inner.get(name), dict):
-                inner[name] = {}
-            inner = inner[name]
-        old = inner.get(key, ABSENT)
-        if old is ABSENT or json.dumps(old) != json.dumps(value):
-            inner[key] = copy.deepcopy(value)
-            self._record(path, old, value, why)
-
-    def remove(self, path: str, why: str) -> None:
-        if not self.has(path):
-            return
-        parent, _, key = path.rpartition(".")
-        old = (self.object(parent) if parent else self.config).pop(key)
-        self._record(path, old, ABSENT, why)
-        while parent.startswith(("ds_zo", "zero_optimization.ds_zo")) and not self.object(parent):  # it says nothing
-            parent, _, key = parent.rpartition(".")
-            (self.object(parent) if parent else self.config).pop(key, None)
-
-    def keep_only(self, path: str, keys: Collection[str], why: str) -> None:
-        for key in [key for key in self.object(path) if key not in keys]:
-            self.remove(f"{path}.{key}", why)
-
-    def _record(self, key: str, old: Any, new: Any, why: str) -> None:
-        self.changes.append(Change(key, old, new, why.format(type=self.entry.optimizer_type)))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text.format(type=self.entry.optimizer_type))
-
-
-def _write_zero_as_object(draft: _Draft) -> None:
+def _write_zero_as_object(draft: Draft) -> None:
     zero = draft.config.get("zero_optimization")
     if isinstance(zero, bool):
         draft.set("zero_optimization", {"stage": int(zero)}, "the same in the form of an object")
@@ -282,7 +184,7 @@ def _write_zero_as_object(draft: _Draft) -> None:
             draft.set(f"zero_optimization.{new}", _ON_HOST, f"the present name of {old}")
 
 
-def _remove_refused(draft: _Draft) -> None:
+def _remove_refused(draft: Draft) -> None:
     for path, text in REFUSED.items():
         if is_on(draft.get(path)):
             draft.remove(path, text.partition(";")[0])
@@ -292,7 +194,7 @@ def _remove_refused(draft: _Draft) -> None:
         draft.remove("flops_profiler", "it cannot follow the interleaved passes of {type}")
 
 
-def _convert_zero(draft: _Draft, source: str | None, *, stream: bool | None) -> None:
+def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> None:
     """Converts the placement of weights and optimizer states, then the stage, and removes all other keys."""
     entry = draft.entry
     param = "zero_optimization.offload_param"
@@ -318,7 +220,7 @@ def _convert_zero(draft: _Draft, source: str | None, *, stream: bool | None) -> 
             draft.remove(f"zero_optimization.{key}", _ZERO_REASONS.get(key, _NO_ZERO))
 
 
-def _convert_offload_optimizer(draft: _Draft, source: str | None) -> None:
+def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
     at = "zero_optimization.offload_optimizer"
     if not draft.entry.offloads_optimizer:
         draft.remove(at, "{type} offloads no optimizer states")
@@ -337,7 +239,7 @@ def _convert_offload_optimizer(draft: _Draft, source: str | None) -> None:
         draft.note("{type} streams weights on one rank only: start one process, or remove offload_param")
 
 
-def _convert_forced_optimizer(draft: _Draft) -> None:
+def _convert_forced_optimizer(draft: Draft) -> None:
     """Keeps Accelerate from compiling DeepSpeed's CPU Adam for a script that makes its own optimizer."""
     at = "zero_force_ds_cpu_optimizer"
     if draft.is_client and draft.get("zero_optimization.offload_optimizer.device") not in (None, "none"):
@@ -347,7 +249,7 @@ def _convert_forced_optimizer(draft: _Draft) -> None:
         draft.remove(at, "no optimizer is replaced by DeepSpeed's CPU Adam here")
 
 
-def _convert_stage(draft: _Draft, stage: Any) -> None:
+def _convert_stage(draft: Draft, stage: Any) -> None:
     entry, at = draft.entry, "zero_optimization.stage"
     if stage == 3:
         may_stream = draft.streams or draft.get("zero_optimization.offload_param.device") == "auto"
@@ -359,7 +261,7 @@ def _convert_stage(draft: _Draft, stage: Any) -> None:
         draft.set(at, 0, "{type} divides no gradients or optimizer states; each rank has the whole model")
 
 
-def _convert_optimizer(draft: _Draft, source: str | None) -> None:
+def _convert_optimizer(draft: Draft, source: str | None) -> None:
     entry, section = draft.entry, draft.section_at
     owner = draft.get("optimizer.type") or "another optimizer"
     if source is not None:
@@ -382,7 +284,7 @@ def _convert_optimizer(draft: _Draft, source: str | None) -> None:
             )
 
 
-def _convert_precision(draft: _Draft) -> None:
+def _convert_precision(draft: Draft) -> None:
     entry = draft.entry
     refuses_fp16 = entry.params is LSPParams
     if refuses_fp16 and draft.get("fp16.enabled") is True:
@@ -402,7 +304,7 @@ def _convert_precision(draft: _Draft) -> None:
         draft.keep_only(key, ("enabled",), "it belongs to ZeRO's master weights and gradients")
 
 
-def _convert_section(draft: _Draft, *, device_memory_gb: float | None) -> None:
+def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
     """Removes keys of the `ds_zo` section that the backend does not read."""
     entry, at = draft.entry, draft.section_at
     if device_memory_gb is not None and draft.get(f"{at}.stream.device_memory_gb") is None:
@@ -428,7 +330,7 @@ def _convert_section(draft: _Draft, *, device_memory_gb: float | None) -> None:
             draft.remove(f"{at}.stream.{key}", "no block streams")
 
 
-def _convert_accumulation(draft: _Draft) -> None:
+def _convert_accumulation(draft: Draft) -> None:
     """Lets LOMO and AdaLOMO accept several micro-batches a step, which they refuse by default."""
     at = f"{draft.params_at}.accumulation"
     if not issubclass(draft.entry.params, LOMOParams) or draft.get(at) == "sequential":
@@ -449,13 +351,13 @@ def _convert_accumulation(draft: _Draft) -> None:
         )
 
 
-def _clips(draft: _Draft) -> bool:
+def _clips(draft: Draft) -> bool:
     """Whether the gradient's norm is limited. DeepSpeed's default, and that of Trainer, is 1."""
     by_value = draft.get(f"{draft.params_at}.clip_grad_value") is not None
     return draft.config.get("gradient_clipping") != 0 and not by_value
 
 
-def _convert_clipping(draft: _Draft) -> None:
+def _convert_clipping(draft: Draft) -> None:
     if not draft.entry.clips_gradients:
         draft.remove("gradient_clipping", "{type} has no gradients to clip; its own limit is clip_projected_grad")
     elif issubclass(draft.entry.params, LOMOParams) and _clips(draft):
@@ -467,7 +369,7 @@ def _convert_clipping(draft: _Draft) -> None:
         )
 
 
-def _convert_rates(draft: _Draft, source: str | None, start: StartingRate) -> tuple[float, str]:
+def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tuple[float, str]:
     """Writes the learning rate to start from, and scales all that depends on it. Returns the rate and its source."""
     entry = draft.entry
     at = "optimizer.params.lr"
@@ -495,7 +397,7 @@ def _convert_rates(draft: _Draft, source: str | None, start: StartingRate) -> tu
     return lr, why
 
 
-def _type_before(draft: _Draft) -> Any:
+def _type_before(draft: Draft) -> Any:
     """`optimizer.type` of the source."""
     return next((c.old for c in draft.changes if c.key == "optimizer.type"), draft.get("optimizer.type"))
 
@@ -512,7 +414,7 @@ def _peak(ds_config: dict[str, Any]) -> float | None:
     return max(rates, default=None)
 
 
-def _scale_schedule(draft: _Draft, *, old: float | None, lr: float) -> None:
+def _scale_schedule(draft: Draft, *, old: float | None, lr: float) -> None:
     """Scales the learning rates of the scheduler as `lr` differs from `old`."""
     at, kind = "scheduler.params", draft.get("scheduler.type")
     peak = _PEAKS.get(kind, "")
@@ -533,7 +435,7 @@ def _scale_schedule(draft: _Draft, *, old: float | None, lr: float) -> None:
         )
 
 
-def _scale_weight_decay(draft: _Draft, *, old: float | None, lr: float) -> None:
+def _scale_weight_decay(draft: Draft, *, old: float | None, lr: float) -> None:
     at = "optimizer.params.weight_decay"
     decay = draft.get(at)
     if not _is_number(decay) or not decay:

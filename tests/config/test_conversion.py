@@ -13,7 +13,8 @@ from client_jsons import BUCKETS, OF_CLIENTS, ON_HOST, PRECISION, STAGE3, WARMUP
 
 from benchmarks import recipes
 from ds_zo.config import BACKENDS, ConfigError, backend_of
-from ds_zo.config.convert import ABSENT, Conversion, check, convert
+from ds_zo.config.convert import Conversion, check, convert
+from ds_zo.config.draft import ABSENT
 from ds_zo.config.starting_rates import STARTING_RATES, starting_rate
 from ds_zo.config.stock import read_stock
 
