@@ -101,10 +101,13 @@ def test_report_names_remedies_and_feeds_the_plan(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # nothing is built there, and nothing will be
     monkeypatch.setenv("OMP_NUM_THREADS", "1,1")  # one number a level of nesting
     command = [sys.executable, "-m", "ds_zo.cli", "report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]
+    command += ["--model", "random:llama-tiny"]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
     found = json.loads(written)  # in a process of its own: what DeepSpeed logs as it is imported goes elsewhere
     checks = {check["name"]: check for check in found["checks"]}
     assert {"GPU", "Triton", "locked memory", "host memory", "huge pages", "cores", "CPU Adam"} <= checks.keys()
+    assert {"system", "container", "swap", "/dev/shm", "checkpoint disk", "TMPDIR", "CPU", "deepspeed"} <= checks.keys()
+    assert checks["model"]["found"].startswith("random:llama-tiny: ")
     assert all(check["remedy"] for check in checks.values() if check["name"] == "GPU" and check["status"] == "warn")
     assert found["rates"]["cpu_adam_gparams"] > 0 and not list(tmp_path.iterdir())
     assert found["layers"]["num_layers"] == 2 and found["layers"]["seconds"]["cpu"]["forward"] > 0

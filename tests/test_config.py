@@ -26,6 +26,8 @@ def base(kind: str = "ZO", *, stream: bool = True) -> dict[str, Any]:
     }
     if stream:
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if stream and kind.lower() == "lsp":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     return config
 
 
@@ -199,6 +201,13 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
         {**param("subspace_dim", 8), **param("nonzeros_per_row", 16)},
         ["<= subspace_dim (8)", "16"],
         "optimizer.params.nonzeros_per_row",
+    ),
+    ("LSP", {"fp16.enabled": True}, ["does not scale losses", "use bf16"], "fp16.enabled"),
+    (
+        "LSP",
+        {"zero_optimization.offload_optimizer": {"device": "none"}},
+        ["must run Adam on the host", "remove offload_param"],
+        "zero_optimization.offload_optimizer.device",
     ),
     ("LSP", param("update_rms", "adamw"), ["not a key", '"adamw"', "remove it"], "optimizer.params.update_rms"),
     # combinations with stock keys
@@ -488,7 +497,7 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
         {"offload_optimizer": True, "ignored": ()},
     ),
-    ("LSP", param("betas", [0.9, 0.99]), {"ignored": (), "offload_optimizer": False}),
+    ("LSP", param("betas", [0.9, 0.99]), {"ignored": (), "offload_optimizer": True}),
     ("LSP", param("betas", (0.9, 0.99)), {"ignored": ()}),
     ("LOMO", {"flops_profiler": {"enabled": True}}, {"backend": "lomo"}),
     (

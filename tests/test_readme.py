@@ -208,6 +208,7 @@ RUN_BY = {
     "ds-zo plan": "tests/test_readme.py",
     "ds-zo run -- accelerate launch": "launch/check_autoload.py",
     "ds-zo run --check": "tests/test_autoload.py",
+    "ds-zo convert": "tests/test_readme.py",
 }
 """The test that runs a command, by the command's beginning."""
 TAKES_LONG = ("python launch/compare.py --preset results", "python launch/compare.py --report-only")
@@ -284,6 +285,26 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(words) == 0
         backend = words[words.index("--backend") + 1] if "--backend" in words else "zo"
         assert backend in capsys.readouterr().out
+
+
+def test_jsons_are_converted_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = next(page for page in PAGES if page.name == "converting.md")
+    (tmp_path / "ds_configs").symlink_to(REPO / "ds_configs")
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    for line in (line for fence in fences_of(page) if fence.language == "bash" for line in fence.lines):
+        command, _, file = line.partition(" > ")
+        assert main(shlex.split(command)[1:]) == 0
+        out, said[line] = capsys.readouterr()
+        if file:
+            Path(file).write_text(out, encoding="utf-8")
+        else:
+            assert out.splitlines()[-1] == "valid" or (out.startswith("stock: ") and "zero3" in line)
+    shown = next(fence.code for fence in fences_of(page) if fence.language == "text")
+    assert next(iter(said.values())) == shown
+    assert resolve(json.loads(Path("zo.json").read_text(encoding="utf-8"))).stream
 
 
 def test_every_page_is_in_the_navigation() -> None:

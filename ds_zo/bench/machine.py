@@ -6,33 +6,24 @@ take a second or two.
 
 from __future__ import annotations
 
-import os
-import resource
+import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from ds_zo.bench import host_checks
+from ds_zo.bench.host_checks import Check
 from ds_zo.bench.machine_rates import deepspeed_adam_gparams_per_s, device_rates, host_rates
 from ds_zo.bench.profile_layers import LayerTimes, profile_layers
-from ds_zo.planner.models import load_config
+from ds_zo.planner.models import load_config, load_model
 from ds_zo.planner.table import grid
-from ds_zo.records.environment import environment, extensions_folder, host_free_bytes, host_total_bytes
-
-Status = Literal["ok", "warn"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check."""
-
-    name: str
-    found: str
-    status: Status = "ok"
-    remedy: str = ""
+from ds_zo.records.environment import environment, extensions_folder, host_total_bytes
 
 
 @dataclass
@@ -53,7 +44,7 @@ class Machine:
         lines = grid(["check", "status", "found"], [[c.name, c.status, c.found] for c in self.checks])
         remedies = [f"  {c.name}: {c.remedy}" for c in self.checks if c.remedy]
         if remedies:
-            lines += ["", "What to do:", *remedies]
+            lines += ["", "What fails or is slow, and the remedy:", *remedies]
         if self.rates:
             shown = [[name, f"{value:.4g}"] for name, value in self.rates.items() if name != "name"]
             lines += ["", *grid(["rate, for ds-zo plan --rates", "measured"], shown)]
@@ -62,24 +53,46 @@ class Machine:
         return "\n".join(lines)
 
 
-def inspect_machine(*, layers: str | None = None, batch: int = 1, seq: int = 2048) -> Machine:
-    """Checks and measures the machine. `layers` names a model whose layers are timed too; None: no model."""
+def inspect_machine(
+    *,
+    model: str | None = None,
+    folder: Path = Path(),
+    layers: str | None = None,
+    batch: int = 1,
+    seq: int = 2048,
+) -> Machine:
+    """Checks and measures the machine.
+
+    `model` names a model whose size is compared with memory and disk. `folder` is where checkpoints go. `layers` names
+    a model whose layers are timed.
+    """
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
-    if layers:
-        load_config(layers, seq=seq)  # a wrong name is an error before anything is measured
+    for name in (layers, model):
+        if name:
+            load_config(name, seq=seq)  # a wrong name is an error before anything is measured
+    model_nbytes = load_model(model, batch=1, seq=seq).weights_nbytes if model else None
     rates: dict[str, Any] = {}
     found = Machine([], rates, environment())
     on_gpu: dict[str, Callable[[], Check]] = {"pinning": _pinning, "link": lambda: _link(rates)}
     checks: dict[str, Callable[[], Check]] = {
+        "system": host_checks.system,
         "GPU": _cuda,
         "driver": _driver,
         "Triton": _triton,
-        "locked memory": _locked_memory,
+        **{name: partial(host_checks.package, name) for name in host_checks.PACKAGES},
+        "locked memory": host_checks.locked_memory,
         **on_gpu,
-        "host memory": _host_memory,
-        "huge pages": _huge_pages,
-        "cores": _cores,
+        "container": host_checks.container,
+        "host memory": host_checks.host_memory,
+        **({"model": partial(_model, str(model), model_nbytes)} if model_nbytes else {}),
+        "swap": host_checks.swap,
+        "/dev/shm": host_checks.shared_memory,
+        "checkpoint disk": partial(host_checks.checkpoint_disk, folder, model_nbytes=model_nbytes),
+        "TMPDIR": host_checks.temporary_disk,
+        "huge pages": host_checks.huge_pages,
+        "cores": host_checks.cores,
+        "CPU": host_checks.cpu,
         "compiler": _compiler,
         "CPU Adam": lambda: _cpu_adam(rates),
     }
@@ -134,12 +147,31 @@ def _cuda() -> Check:
 
 
 def _driver() -> Check:
-    path = Path("/proc/driver/nvidia/version")
-    if path.exists():
-        words = path.read_text().splitlines()[0].split()
-        version = next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
-        return Check("driver", f"{version}, torch's CUDA {torch.version.cuda}")
-    return Check("driver", "none", "warn", "where there is an NVIDIA GPU, install its driver")
+    listed = _nvidia_smi()
+    words = host_checks.kernel_file("proc/driver/nvidia/version").partition("\n")[0].split()  # WSL does not have it
+    version = next((word for word in words if word[:1].isdigit() and "." in word), "")
+    version = version or _matched(r"Driver Version: *([\d.]+)", listed)
+    if not version:
+        return Check("driver", "none", "warn", "where there is an NVIDIA GPU, install its driver")
+    cuda = _matched(r"CUDA Version: *([\d.]+)", listed)
+    found = f"{version}, CUDA up to {cuda or 'unknown'}; torch's CUDA {torch.version.cuda}"
+    if cuda and torch.version.cuda and int(torch.version.cuda.split(".")[0]) > int(cuda.split(".")[0]):
+        remedy = f"torch needs a driver for CUDA {torch.version.cuda}: update the driver, or take torch for CUDA {cuda}"
+        return Check("driver", found, "warn", remedy)
+    return Check("driver", found)
+
+
+def _nvidia_smi() -> str:
+    """The table that nvidia-smi prints; empty where it fails."""
+    try:
+        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _matched(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found[1] if found else ""
 
 
 def _triton() -> Check:
@@ -147,7 +179,8 @@ def _triton() -> Check:
     try:
         import triton
 
-        return Check("Triton", triton.__version__)
+        supported = host_checks.supported_range("triton")
+        return Check("Triton", f"{triton.__version__}, supported: {supported}" if supported else triton.__version__)
     except ImportError:
         return Check("Triton", "missing", "warn", remedy)
     except Exception as error:  # Triton looks for a driver and a compiler when it is imported
@@ -183,41 +216,17 @@ def _link(rates: dict[str, Any]) -> Check:
 # The host
 
 
-def _locked_memory() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Check("locked memory", "unlimited")
-    # CUDA pins through its driver, which most kernels do not count against the limit: the check `pinning` decides.
-    return Check("locked memory", f"limit {soft / 1e9:.3g} GB (ulimit -l)")
-
-
-def _host_memory() -> Check:
-    free = host_free_bytes()
-    text = f"{free / 1e9:.1f} GB free of {host_total_bytes() / 1e9:.1f}"
-    if free < 16e9:
-        return Check(
-            "host memory", text, "warn", "streamed weights live here: plan with --host-memory-gb before training"
+def _model(name: str, nbytes: int) -> Check:
+    """Whether the host, or the container's limit, holds the weights."""
+    total = host_total_bytes()
+    found = f"{name}: {nbytes / 1e9:.1f} GB of weights in bf16, {total / 1e9:.1f} GB of host memory"
+    if nbytes > total:
+        remedy = (
+            "streamed weights do not fit host memory or the container's limit: raise it, or store them in fewer bits "
+            "(ZO's wire_dtype)"
         )
-    return Check("host memory", text)
-
-
-def _huge_pages() -> Check:
-    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = path.read_text().partition("[")[2].partition("]")[0] if path.exists() else ""
-    if chosen in ("always", "madvise"):
-        return Check("huge pages", chosen)
-    remedy = f"pinning is faster with them: echo madvise > {path}"
-    return Check("huge pages", chosen or "not offered by this kernel", "warn", remedy if path.exists() else "")
-
-
-def _cores() -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    text = f"{cores}, torch uses {torch.get_num_threads()}"
-    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
-    if limit.isdigit() and int(limit) < cores // 2:
-        remedy = f"CPU Adam gets {limit} of {cores} cores: raise or unset OMP_NUM_THREADS"
-        return Check("cores", f"{text}, OMP_NUM_THREADS={limit}", "warn", remedy)
-    return Check("cores", text)
+        return Check("model", found, "warn", remedy)
+    return Check("model", found)
 
 
 def _compiler() -> Check:
@@ -238,7 +247,8 @@ def _cpu_adam(rates: dict[str, Any]) -> Check:
         remedy = f"if no build is running, one was killed and the next waits for ever: remove {folder.name}/lock"
         return Check("CPU Adam", f"DeepSpeed's build folder is locked; {torchs}", "warn", remedy)
     if not (folder / "cpu_adam.so").exists():
-        return Check("CPU Adam", f"DeepSpeed's is not built yet (one to three minutes at first use); {torchs}")
+        remedy = "the first run of stock offload waits one to three minutes for the build; no backend of ds_zo uses it"
+        return Check("CPU Adam", f"DeepSpeed's is not built yet; {torchs}", "warn", remedy)
     speed = deepspeed_adam_gparams_per_s(timeout_s=90)
     if speed is None:
         remedy = f"remove the build folder {folder.name} under TORCH_EXTENSIONS_DIR and have it built anew"

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from ds_zo.commands.arguments import unprinted
 
+_EXAMPLES = """examples:
+  ds-zo report --model facebook/opt-13b --dir runs
+  ds-zo report --json > rates.json
+"""
+
 
 def add(commands: Any) -> None:
-    report = commands.add_parser("report", help="check this machine for ds_zo, and name remedies")
+    report = commands.add_parser(
+        "report",
+        help="check this machine for ds_zo, and name remedies",
+        description="Checks GPU, driver, versions, memory, disks and CPU, measures speeds, and names remedies.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("--model", help="compare the size of this model with memory and disk")
+    report.add_argument("--dir", type=Path, default=Path(), help="folder of checkpoints (default: the current one)")
     report.add_argument("--layers", metavar="MODEL", help="also time a layer's forward, backward and update")
     report.add_argument("--batch", type=int, default=1, help="sequences for --layers (default: %(default)s)")
     report.add_argument("--seq", type=int, default=2048, help="tokens a sequence for --layers (default: %(default)s)")
@@ -21,5 +35,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     from ds_zo.bench.machine import inspect_machine
 
-    found = unprinted(inspect_machine, layers=args.layers, batch=args.batch, seq=args.seq)
+    found = unprinted(
+        inspect_machine, model=args.model, folder=args.dir, layers=args.layers, batch=args.batch, seq=args.seq
+    )
     print(json.dumps(found.to_json(), indent=2) if args.json else found.render())

@@ -15,7 +15,7 @@ from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import known_keys
 
-_REFUSED = {
+REFUSED = {
     "pipeline": "pipeline stages split the model before ds_zo gets it; remove the section",
     "hybrid_engine": "the hybrid engine replaces the engine that ds_zo extends; set its enabled to false",
     "tensor_parallel": "ds_zo places whole parameters, not shards; remove the section",
@@ -77,6 +77,8 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     elif config.section.rounding == "kahan":
         text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
         raise ConfigError(text, at="ds_zo.rounding")
+    if isinstance(config.optimizer, LSPParams):
+        _check_lsp(config)
     if not isinstance(config.optimizer, ZOParams):
         _check_storage(config)
     if config.section.compile_blocks and not config.entry.compiles_blocks:
@@ -140,9 +142,9 @@ def large_zo_lr(lr: float, *, at: str) -> str:
 
 
 def _check_refused_features(ds_config: dict[str, Any]) -> None:
-    for path, why in _REFUSED.items():
-        found = _lookup(ds_config, path)
-        if _is_on(found):
+    for path, why in REFUSED.items():
+        found = lookup(ds_config, path)
+        if is_on(found):
             raise ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)
 
 
@@ -195,7 +197,7 @@ def _check_streaming(config: Resolved) -> None:
 
 
 def _check_zo(ds_config: dict[str, Any], config: Resolved) -> None:
-    if _is_on(_lookup(ds_config, "flops_profiler")):
+    if is_on(lookup(ds_config, "flops_profiler")):
         text = (
             "flops_profiler cannot follow the interleaved passes of ZO, got it enabled; set it to false and use "
             "wall_clock_breakdown"
@@ -239,6 +241,18 @@ def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
         raise ConfigError(text, at="gradient_accumulation_steps")
 
 
+def _check_lsp(config: Resolved) -> None:
+    if config.stream and not config.offload_optimizer:
+        text = (
+            'LSP with weights on the host must run Adam on the host too, got offload_param.device "cpu" without '
+            'offload_optimizer; add "offload_optimizer": {"device": "cpu"}, or remove offload_param'
+        )
+        raise ConfigError(text, at="zero_optimization.offload_optimizer.device")
+    if torch.float16 in (config.dtype, config.autocast):
+        text = "LSP does not scale losses, which fp16 needs, got fp16; use bf16, whose range needs no loss scaling"
+        raise ConfigError(text, at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype")
+
+
 def _check_storage(config: Resolved) -> None:
     """Refuses storage formats of ZO. LOMO and LSP store weights in the dtype that they compute in."""
     stream, model = config.section.stream, _DTYPE_NAMES[config.dtype]
@@ -267,11 +281,11 @@ def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[
 
     Where `warmup_max_lr` is left out, WarmupLR uses the optimizer's rate, and WarmupDecayLR a number.
     """
-    kind = _lookup(ds_config, "scheduler.type")
+    kind = lookup(ds_config, "scheduler.type")
     if kind not in _ABSOLUTE_SCHEDULERS:
         return []
     default = inspect.signature(getattr(lr_schedules, kind)).parameters["warmup_max_lr"].default
-    peak = (_lookup(ds_config, "scheduler.params") or {}).get("warmup_max_lr", default)
+    peak = (lookup(ds_config, "scheduler.params") or {}).get("warmup_max_lr", default)
     if peak in (lr, "auto", None):
         return []
     return [
@@ -282,8 +296,8 @@ def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[
 
 def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
     """Refuses cycled momentum before the model is moved. torch's cyclic schedulers fail without momentum after that."""
-    kind = _lookup(ds_config, "scheduler.type")
-    cycles = _lookup(ds_config, "scheduler.params.cycle_momentum")
+    kind = lookup(ds_config, "scheduler.type")
+    cycles = lookup(ds_config, "scheduler.params.cycle_momentum")
     if kind not in _MOMENTUM_SCHEDULERS or cycles is False or config.params_at != "optimizer.params":
         return
     has_betas = "betas" in type(config.optimizer).model_fields
@@ -293,14 +307,15 @@ def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
     raise ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
 
 
-def _lookup(ds_config: dict[str, Any], path: str) -> Any:
+def lookup(ds_config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted key; None where it is left out."""
     found: Any = ds_config
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else None
     return found
 
 
-def _is_on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
     """Whether a section or switch is on: by its `enabled`, by its parallel sizes, or else by not being empty."""
     if isinstance(value, dict):
         if "enabled" in value:
@@ -308,7 +323,7 @@ def _is_on(value: Any) -> bool:
         sizes = [size for key, size in value.items() if key in ("autotp_size", "tp_size", "stages")]
         inner = [part for key, part in value.items() if key in ("tp", "tensor_parallel")]
         if sizes or inner:
-            return any(_is_on(part) for part in sizes + inner)
+            return any(is_on(part) for part in sizes + inner)
         return bool(value)
     if isinstance(value, bool):
         return value
@@ -318,5 +333,5 @@ def _is_on(value: Any) -> bool:
 
 
 def _device(ds_config: dict[str, Any], place: str) -> str:
-    found = _lookup(ds_config, f"zero_optimization.{place}.device")
+    found = lookup(ds_config, f"zero_optimization.{place}.device")
     return "none" if found in (None, "auto") else str(getattr(found, "value", found))

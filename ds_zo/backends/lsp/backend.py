@@ -174,17 +174,6 @@ class LSPBackend(Backend):
                 f'"cpu" on {dist.get_world_size()} ranks: remove offload_param, or train on one rank',
                 at="zero_optimization.offload_param.device",
             )
-        if config.stream and not config.offload_optimizer:
-            raise ConfigError(
-                'LSP with weights on the host must run Adam on the host too, got offload_param.device "cpu" without '
-                'offload_optimizer: add "offload_optimizer": {"device": "cpu"}, or remove offload_param',
-                at="zero_optimization.offload_optimizer.device",
-            )
-        if torch.float16 in (config.dtype, config.autocast):
-            raise ConfigError(
-                "LSP does not scale losses, which fp16 needs, got fp16: use bf16, whose range needs no loss scaling",
-                at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype",
-            )
         return config.stream
 
     # Hooks and checks of parameters

@@ -1,0 +1,173 @@
+"""`ds-zo convert`: a ZeRO JSON becomes one of ours, or a JSON is checked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ds_zo.commands.arguments import unprinted
+from ds_zo.config import BACKENDS, LOMOParams, backend_of, with_section_on_top
+from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos
+from ds_zo.config.errors import ConfigError, shown
+
+_EXAMPLES = """examples:
+  ds-zo convert ds_config.json --to adalomo --out adalomo.json
+  ds-zo convert ds_config.json --to zo --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64 > zo.json
+  ds-zo convert --check zo.json
+"""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="make a JSON of ds_zo from your ZeRO JSON, or check a JSON",
+        description="Prints the new JSON, and on standard error a line for each change: key, old -> new, reason.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, metavar="FILE", help="a DeepSpeed JSON, stock or of ds_zo")
+    job = parser.add_mutually_exclusive_group(required=True)
+    job.add_argument("--to", choices=BACKENDS, help="the backend that is to train")
+    job.add_argument("--check", action="store_true", help="only say whether FILE is valid, and for which backend")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here (default: standard output)")
+    parser.add_argument("--model", help="plan memory and speed: a folder, a name on the Hub, or random:opt-6.7b")
+    parser.add_argument(
+        "--device-memory-gb", type=float, metavar="GB", help="of the GPU: decides whether blocks stream"
+    )
+    parser.add_argument("--host-memory-gb", type=float, metavar="GB", help="of the machine (default: unlimited)")
+    parser.add_argument("--batch", type=int, help="sequences of a GPU in the plan (default: FILE's, or 1)")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence in the plan (default: %(default)s)")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="of this machine, from ds-zo report --json")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    ds_config = _read(args.config)
+    if args.check:
+        _check(ds_config)
+        return
+    if args.model is None and (args.device_memory_gb or args.host_memory_gb):
+        raise ValueError("memory is planned for a model, got sizes without one: name it (--model)")
+    if args.out is not None and args.out.exists() and args.out.samefile(args.config):
+        raise ValueError(f"the JSON must go to another file, got {args.out}, which is the input: name another (--out)")
+    found = convert(ds_config, to=args.to)
+    plan_lines: list[str] = []
+    if args.model is not None:
+        found, plan_lines = unprinted(_planned, args, ds_config, found)
+    lines = [f"{args.config} -> {args.to}", *map(str, found.changes), *(f"note: {note}" for note in found.notes)]
+    by_size = "" if args.model else "; --model M chooses by the model's size"
+    lines.append(f"learning rate to start from: {found.lr:g} ({found.lr_source}{by_size})")
+    for line in (*lines, *plan_lines):
+        print(line, file=sys.stderr)
+    text = json.dumps(found.config, indent=2)
+    if args.out is None:
+        print(text)
+    else:
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ValueError as error:  # DeepSpeed's for a key that stands twice, and json's own
+        raise ValueError(f"the file must be a JSON without repeated keys: {error}; correct it ({path})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the file must be a JSON object, got {shown(found)}; write {{...}} ({path})")
+    return found
+
+
+def _check(ds_config: dict[str, Any]) -> None:
+    """Prints the backend and "valid", or raises. Further lines name what has no effect and what is probably wrong."""
+    backend = backend_of(ds_config)
+    if backend is None:
+        if with_section_on_top(ds_config).get("ds_zo"):
+            check(ds_config)  # raises: DeepSpeed's own engine would ignore the section
+        check_stock(ds_config)
+        named = shown(ds_config["optimizer"].get("type")) if ds_config.get("optimizer") else "none"
+        print(f"stock: DeepSpeed's own engine takes this JSON, and ds_zo does nothing (optimizer.type {named})")
+        return
+    refused = refused_autos(ds_config)
+    if refused:
+        text = f'Trainer and Accelerate replace "auto" in their own keys only, got it in {", ".join(refused)}'
+        raise ConfigError(f"{text}; leave the key out, which means the same", at=refused[0])
+    resolved = check(ds_config)
+    print(f"backend: {backend}, {'streamed' if resolved.stream else 'resident'}")
+    print("valid")
+    for key in resolved.ignored:
+        print(f"no effect: {key}")
+    for warning in resolved.warnings:
+        print(f"warning: {warning}")
+    autos = autos_of(ds_config)
+    if autos:
+        print(f'note: Trainer or Accelerate must replace "auto" in {", ".join(autos)}; plain DeepSpeed does not')
+
+
+def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Conversion) -> tuple[Conversion, list[str]]:
+    """The conversion for a model on a GPU, and lines on its memory and speed."""
+    from ds_zo.planner import load_rates, plan
+
+    config = first.config
+    section = config.get("ds_zo") or config.get("zero_optimization", {}).get("ds_zo") or {}
+    params = config["optimizer"].get("params", {}) if "optimizer" in config else section.get("params") or {}
+    micro = config.get("train_micro_batch_size_per_gpu")
+    decides = args.device_memory_gb is not None
+    found = plan(
+        args.model,
+        device_memory_gb=args.device_memory_gb,
+        host_memory_gb=args.host_memory_gb,
+        batch=args.batch or (micro if isinstance(micro, int) else 1),
+        seq=args.seq,
+        dtype=_dtype(config),
+        backends=[args.to],
+        stream=_written(section.get("stream") or {}),
+        params=_written(params),
+        offload=None if decides else first.streams,
+        rates=load_rates(args.rates) if args.rates else None,
+    )
+    estimate = found[args.to]
+    streams = "offload_param" in estimate.config.get("zero_optimization", {})
+    converted = convert(
+        ds_config,
+        to=args.to,
+        stream=streams if decides else None,
+        device_memory_gb=args.device_memory_gb,
+        num_parameters=found.num_parameters,
+    )
+    limit = f"a GPU of {args.device_memory_gb:g} GB" if decides else "a GPU of any size"
+    lines = [
+        f"plan: {found.model}, {found.num_parameters:,} parameters, {found.batch} x {found.seq} tokens, {found.dtype}, "
+        f"one process, {limit}; rates of {found.rates.name}",
+        f"plan: {'streamed' if streams else 'resident'}: {estimate.setting}",
+        f"plan: {estimate.device_peak_nbytes / 1e9:.1f} GB of GPU memory, {estimate.host_peak_nbytes / 1e9:.1f} GB of "
+        f"host memory, {estimate.step_s * 1e3:.0f} ms a step, {found.tokens_per_s(estimate):,.0f} tokens/s",
+        *(f"plan: {note}" for note in estimate.notes),
+    ]
+    resolved = check(converted.config)
+    if (
+        isinstance(resolved.optimizer, LOMOParams)
+        and resolved.gradient_clipping
+        and resolved.optimizer.norm_scope != "group"
+    ):
+        lines.append("plan: the time is that of one backward pass; gradient_clipping adds another")
+    if not estimate.fits:
+        what = "host" if estimate.fits_device else "GPU"
+        remedy = "ds-zo plan compares all methods; a smaller batch or length takes less"
+        lines.append(f"plan: it does NOT fit the {what}'s memory: {remedy}")
+    return converted, lines
+
+
+def _written(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys that have a value."""
+    return {key: value for key, value in keys.items() if value is not None and value != "auto"}
+
+
+def _dtype(config: dict[str, Any]) -> Any:
+    fp16, bf16, bfloat16 = ((config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
+    if fp16 is True:
+        return "fp16"
+    return "bf16" if True in (bf16, bfloat16) or "auto" in (bf16, fp16) else "fp32"

@@ -1,0 +1,455 @@
+"""Turns a JSON of stock DeepSpeed, or of one of our backends, into a JSON of a given backend.
+
+`convert` returns the new JSON and a record of every change with its reason. A key that the backend does not read is
+removed, and so is a feature that it refuses. `"auto"` stays where Trainer and Accelerate replace it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+from ds_zo.config.draft import Change, Draft
+from ds_zo.config.errors import ConfigError, shown, suggestion
+from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
+from ds_zo.config.registry import entries, entry_of
+from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
+from ds_zo.config.resolved import Resolved
+from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
+from ds_zo.config.starting_rates import StartingRate, starting_rate
+from ds_zo.config.stock import block, read_stock
+
+_NO_ZERO = "a setting of ZeRO itself, which {type} does not run"
+_ZERO_REASONS = {
+    "stage3_gather_16bit_weights_on_model_save": "weights are always gathered when they are saved",
+    "gather_16bit_weights_on_model_save": "weights are always gathered when they are saved",
+    "sub_group_size": "it divides the work of ZeRO's optimizer, which {type} does not run",
+}
+"""Reasons to remove a key of `zero_optimization`, where it is not `_NO_ZERO`."""
+_REDUCTION = "it belongs to DeepSpeed's own reduction of gradients, which {type} does not use"
+_UNUSED = {
+    "zero_allow_untested_optimizer": "no optimizer is wrapped by ZeRO here",
+    "aio": "it configures NVMe, which no backend of ds_zo uses",
+    "amp": "Apex wraps DeepSpeed's own optimizer; bf16 and torch_autocast work",
+    "autotuning": "it searches settings of ZeRO",
+    "communication_data_type": _REDUCTION,
+    "data_types": _REDUCTION,
+    "disable_allgather": _REDUCTION,
+    "eigenvalue": "it belongs to DeepSpeed's own update, which {type} replaces",
+    "gradient_allreduce_op": _REDUCTION,
+    "gradient_predivide_factor": _REDUCTION,
+    "prescale_gradients": _REDUCTION,
+    "quantize_training": "it belongs to DeepSpeed's own update, which {type} replaces",
+    "sparse_gradients": _REDUCTION,
+}
+"""Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
+_FILLED = ("lr", "weight_decay", "betas", "eps")
+"""Keys of `optimizer.params` in which Trainer or Accelerate replace "auto". They refuse it in keys of ours."""
+_PEAKS = {
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycle": "cycle_max_lr",
+    "OneCycleLR": "max_lr",
+    "CyclicLR": "max_lr",
+}
+"""The key of a scheduler's largest learning rate, for schedulers that do not scale the optimizer's."""
+_DECAY_DEFAULT_PEAK = 1e-3
+"""WarmupDecayLR's `warmup_max_lr` where it is left out."""
+_OTHER_RATES = ("warmup_min_lr", "cycle_min_lr", "base_lr", "eta_min", "min_lr", "lr_range_test_min_lr")
+"""Keys of schedulers with smaller learning rates."""
+_DEFAULT_LR = 1e-3
+"""Learning rate of Adam and AdamW where the JSON names none."""
+_MAX_DECAY = 1000.0
+_LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_ZO_STREAM_KEYS = ("wire_dtype", "master", "writeback_interval", "fuse_update")
+_STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype")
+_STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of `convert`."""
+
+    config: dict[str, Any]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    """Sentences about settings that the JSON does not contain or that stay as they are."""
+    lr: float
+    """The learning rate to start from."""
+    lr_source: str
+    streams: bool
+    """Whether blocks stream from the host."""
+
+
+def convert(
+    ds_config: dict[str, Any],
+    *,
+    to: str,
+    stream: bool | None = None,
+    device_memory_gb: float | None = None,
+    num_parameters: int | None = None,
+) -> Conversion:
+    """Converts a JSON to the backend `to`. The input stays as it is.
+
+    `stream` says whether blocks stream; None: as the JSON says, or as its stage needs. `device_memory_gb` limits the
+    device memory of a streamed run. `num_parameters` chooses the learning rate; None: that of a 7B model.
+    """
+    entry = entry_of(to)
+    source = _check_source(ds_config)
+    draft = Draft(ds_config, entry)
+    if not draft.config.get("optimizer"):
+        draft.remove("optimizer", "it is empty, so the script makes the optimizer")
+    _write_zero_as_object(draft)
+    _remove_refused(draft)
+    _convert_zero(draft, source, stream=stream)
+    _convert_optimizer(draft, source)
+    _convert_precision(draft)
+    _convert_section(draft, device_memory_gb=device_memory_gb if stream else None)
+    _convert_accumulation(draft)
+    start = starting_rate(to, num_parameters=num_parameters, is_clipped=_clips(draft))
+    lr, lr_source = _convert_rates(draft, source, start)
+    _convert_clipping(draft)
+    resolved = check(draft.config)
+    return Conversion(draft.config, tuple(draft.changes), tuple(draft.notes), lr, lr_source, resolved.stream)
+
+
+def check(ds_config: dict[str, Any]) -> Resolved:
+    """Resolves a JSON as if Trainer or Accelerate had replaced each "auto"; the world is one rank."""
+    plain = without_auto(ds_config)
+    peak = _peak(plain)
+    if peak is not None and lookup(plain, "optimizer.params.lr") == "auto":  # Trainer insists that they are equal
+        plain["optimizer"] = {**plain["optimizer"], "params": {**plain["optimizer"]["params"], "lr": peak}}
+    return resolve(plain, client_optimizer="optimizer" not in ds_config, world_size=1)
+
+
+def without_auto(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The JSON without top-level keys of value "auto". The models of sections leave out "auto" themselves."""
+    return {key: value for key, value in ds_config.items() if value != "auto"}
+
+
+def autos_of(ds_config: Mapping[str, Any], at: str = "") -> list[str]:
+    """Dotted names of all keys of value "auto"."""
+    found = []
+    for key, value in ds_config.items():
+        path = f"{at}{key}"
+        found += autos_of(value, f"{path}.") if isinstance(value, Mapping) else [path] if value == "auto" else []
+    return found
+
+
+def refused_autos(ds_config: Mapping[str, Any]) -> list[str]:
+    """Dotted names of keys of value "auto" that Trainer and Accelerate do not replace, because they are ours."""
+    filled = {f"optimizer.params.{key}" for key in _FILLED}
+    ours = ("optimizer.params.", "ds_zo.", "zero_optimization.ds_zo.")
+    return [path for path in autos_of(ds_config) if path.startswith(ours) and path not in filled]
+
+
+def _check_source(ds_config: dict[str, Any]) -> str | None:
+    """Refuses a JSON with errors, because a misspelt key would be removed as unused. Returns its backend of ours."""
+    source = backend_of(ds_config)
+    if source is not None:
+        check(ds_config)
+        return source
+    check_stock(ds_config)
+    return None
+
+
+def check_stock(ds_config: dict[str, Any]) -> None:
+    """Raises for the first error in a JSON that names no backend of ours, as if each "auto" had been replaced."""
+    plain = without_auto(with_section_on_top(ds_config))
+    check_top_level(plain)
+    optimizer = block(plain, "optimizer")
+    kind = optimizer.get("type")
+    is_known = isinstance(kind, str) and (kind.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind))
+    if optimizer and not is_known:
+        names = (*(entry.optimizer_type for entry in entries()), *DEEPSPEED_OPTIMIZERS)
+        text = f"optimizer.type must name an optimizer of ds_zo, DeepSpeed or torch.optim, got {shown(kind)}"
+        raise ConfigError(f"{text}; {suggestion(str(kind), names)}", at="optimizer.type")
+    if not isinstance(optimizer.get("params", {}), dict):
+        text = f"params must be an object, got {shown(optimizer['params'])}; write {{...}} or leave it out"
+        raise ConfigError(text, at="optimizer.params")
+    read_stock(plain, world_size=1)
+
+
+def _write_zero_as_object(draft: Draft) -> None:
+    zero = draft.config.get("zero_optimization")
+    if isinstance(zero, bool):
+        draft.set("zero_optimization", {"stage": int(zero)}, "the same in the form of an object")
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if draft.get(f"zero_optimization.{old}") is True and not draft.has(f"zero_optimization.{new}"):
+            draft.set(f"zero_optimization.{new}", _ON_HOST, f"the present name of {old}")
+
+
+def _remove_refused(draft: Draft) -> None:
+    for path, text in REFUSED.items():
+        if is_on(draft.get(path)):
+            draft.remove(path, text.partition(";")[0])
+    for key, why in _UNUSED.items():
+        draft.remove(key, why)
+    if draft.entry.zeroth_order and is_on(draft.get("flops_profiler")):
+        draft.remove("flops_profiler", "it cannot follow the interleaved passes of {type}")
+
+
+def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> None:
+    """Converts the placement of weights and optimizer states, then the stage, and removes all other keys."""
+    entry = draft.entry
+    param = "zero_optimization.offload_param"
+    device, stage = draft.get(f"{param}.device"), draft.get("zero_optimization.stage") or 0
+    if device == "nvme":
+        draft.set(f"{param}.device", "cpu", "weights stream from host memory, not from NVMe")
+    if stream is True:
+        draft.set(
+            param, _ON_HOST | draft.object(param) | {"device": "cpu"}, "planned: the whole model does not fit the GPU"
+        )
+    elif stream is False:
+        draft.remove(param, "planned: the whole model fits the GPU")
+    elif stage == 3 and device in (None, "none") and entry.shards_host and not entry.shards_device:
+        draft.set(param, _ON_HOST, "{type} divides no weights among GPUs; the ranks of a machine share a host copy")
+    if draft.streams and not draft.has(f"{param}.pin_memory"):
+        draft.set(f"{param}.pin_memory", True, "copies from memory that is not pinned are several times slower")
+    draft.keep_only(param, ("device", "pin_memory"), "buffers of ZeRO's swapping; ds_zo.stream has those of blocks")
+    _convert_offload_optimizer(draft, source)
+    _convert_forced_optimizer(draft)
+    _convert_stage(draft, stage)
+    for key in list(draft.object("zero_optimization")):
+        if key not in ("stage", "offload_param", "offload_optimizer", "ds_zo"):
+            draft.remove(f"zero_optimization.{key}", _ZERO_REASONS.get(key, _NO_ZERO))
+
+
+def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
+    at = "zero_optimization.offload_optimizer"
+    if not draft.entry.offloads_optimizer:
+        draft.remove(at, "{type} offloads no optimizer states")
+        return
+    device = draft.get(f"{at}.device")
+    if device == "nvme":
+        draft.set(f"{at}.device", "cpu", "{type}'s Adam states are in host memory, not on NVMe")
+    elif draft.streams and device != "cpu":
+        draft.set(
+            at, _ON_HOST | draft.object(at) | {"device": "cpu"}, "{type} with streamed weights runs Adam on the host"
+        )
+    elif source != draft.entry.name and device in (None, "none"):
+        draft.set(at, _ON_HOST, "{type} runs Adam on the host, which is how it saves device memory")
+    draft.keep_only(at, ("device", "pin_memory"), "{type} has no use for it")
+    if draft.streams:
+        draft.note("{type} streams weights on one rank only: start one process, or remove offload_param")
+
+
+def _convert_forced_optimizer(draft: Draft) -> None:
+    """Keeps Accelerate from compiling DeepSpeed's CPU Adam for a script that makes its own optimizer."""
+    at = "zero_force_ds_cpu_optimizer"
+    if draft.is_client and draft.get("zero_optimization.offload_optimizer.device") not in (None, "none"):
+        why = "otherwise Accelerate replaces the script's optimizer by DeepSpeed's CPU Adam, which is then not used"
+        draft.set(at, False, why)
+    else:
+        draft.remove(at, "no optimizer is replaced by DeepSpeed's CPU Adam here")
+
+
+def _convert_stage(draft: Draft, stage: Any) -> None:
+    entry, at = draft.entry, "zero_optimization.stage"
+    if stage == 3:
+        may_stream = draft.streams or draft.get("zero_optimization.offload_param.device") == "auto"
+        if (may_stream and entry.shards_host) or (not draft.streams and entry.shards_device):
+            return
+    if entry.offloads_optimizer and stage in (2, 3):
+        draft.set(at, 1, "{type} divides Adam's states among ranks from stage 1 on, and nothing more at higher stages")
+    elif not entry.offloads_optimizer and stage in (1, 2, 3):
+        draft.set(at, 0, "{type} divides no gradients or optimizer states; each rank has the whole model")
+
+
+def _convert_optimizer(draft: Draft, source: str | None) -> None:
+    entry, section = draft.entry, draft.section_at
+    owner = draft.get("optimizer.type") or "another optimizer"
+    if source is not None:
+        owner = entry_of(source).optimizer_type
+    if draft.is_client:
+        draft.set(f"{section}.backend", entry.name, "the script makes its own optimizer, so the section names {type}")
+    else:
+        if source != entry.name:
+            draft.set("optimizer.type", entry.optimizer_type, "the update is {type}'s")
+        draft.remove(f"{section}.backend", "optimizer.type names the backend")
+        draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
+    known = entry.params.model_fields
+    for key, value in list(draft.object(draft.params_at).items()):
+        if key not in known:
+            whose = "stock optimizers" if key in STOCK_PARAMS else owner
+            draft.remove(f"{draft.params_at}.{key}", f"a parameter of {whose}; {{type}} has none of this name")
+        elif value == "auto" and key not in _FILLED:
+            draft.remove(
+                f"{draft.params_at}.{key}", 'Trainer and Accelerate refuse "auto" here; left out means the same'
+            )
+
+
+def _convert_precision(draft: Draft) -> None:
+    entry = draft.entry
+    refuses_fp16 = entry.params is LSPParams
+    if refuses_fp16 and draft.get("fp16.enabled") is True:
+        draft.remove("fp16", "{type} does not scale losses, which fp16 needs")
+        draft.set("bf16", {"enabled": True}, "in place of fp16; give Trainer or Accelerate bf16 as well")
+    if refuses_fp16 and draft.get("fp16.enabled") == "auto":
+        draft.note("{type} refuses fp16: give Trainer or Accelerate bf16")
+    if draft.get("torch_autocast.enabled") is True:
+        if True in (draft.get("fp16.enabled"), draft.get("bf16.enabled"), draft.get("bfloat16.enabled")):
+            draft.remove("torch_autocast", "autocast is for a float32 model, and this one is in 16 bits")
+        elif refuses_fp16 and "b" not in str(draft.get("torch_autocast.dtype")):  # CUDA's default is float16
+            draft.set("torch_autocast.dtype", "bfloat16", "{type} does not scale losses, which float16 needs")
+    scales = entry.scales_loss and not refuses_fp16
+    why = "{type} does not read it" if scales else "{type} does not scale losses"
+    draft.keep_only("fp16", ("enabled", "auto_cast", *(_LOSS_SCALE_KEYS if scales else ())), why)
+    for key in ("bf16", "bfloat16"):
+        draft.keep_only(key, ("enabled",), "it belongs to ZeRO's master weights and gradients")
+
+
+def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
+    """Removes keys of the `ds_zo` section that the backend does not read."""
+    entry, at = draft.entry, draft.section_at
+    if device_memory_gb is not None and draft.get(f"{at}.stream.device_memory_gb") is None:
+        draft.set(f"{at}.stream.device_memory_gb", device_memory_gb, "planned for a GPU of this size")
+    for path in refused_autos(draft.config):
+        if path.startswith(f"{at}."):
+            draft.remove(path, 'Trainer and Accelerate refuse "auto" here; left out means the same')
+    if not entry.zeroth_order:
+        of_zo = [f"stream.{key}" for key in _ZO_STREAM_KEYS]
+        for key in (*of_zo, "checkpoint.trajectory", "checkpoint.trajectory_dir", "cuda_graphs"):
+            draft.remove(f"{at}.{key}", "only ZO reads it")
+    if not entry.compiles_blocks:
+        draft.remove(f"{at}.compile_blocks", "{type} does not compile blocks")
+    stage = draft.get("zero_optimization.stage")
+    if draft.get(f"{at}.rounding") == "kahan" and (
+        draft.streams or stage == 3 or not issubclass(entry.params, LOMOParams)
+    ):
+        why = "kahan is for LOMO and AdaLOMO with whole weights on the device; the default is stochastic"
+        draft.remove(f"{at}.rounding", why)
+    if not draft.streams:
+        shards = stage == 3 and entry.shards_device
+        for key in _STREAM_LIMITS if shards else (*_STREAM_LIMITS, *_STREAM_BUFFERS):
+            draft.remove(f"{at}.stream.{key}", "no block streams")
+
+
+def _convert_accumulation(draft: Draft) -> None:
+    """Lets LOMO and AdaLOMO accept several micro-batches a step, which they refuse by default."""
+    at = f"{draft.params_at}.accumulation"
+    if not issubclass(draft.entry.params, LOMOParams) or draft.get(at) == "sequential":
+        return
+    plain = without_auto(draft.config)
+    total, micro = plain.get("train_batch_size"), plain.get("train_micro_batch_size_per_gpu")
+    steps = plain.get("gradient_accumulation_steps") or (total // micro if total and micro else 1)
+    if steps > 1:
+        why = (
+            "{type} frees each gradient once it is applied, so each micro-batch makes a small update; "
+            "gradient_accumulation_steps 1 avoids that"
+        )
+        draft.set(at, "sequential", why)
+    elif draft.config.get("gradient_accumulation_steps") == "auto":
+        draft.note(
+            "{type} frees each gradient once it is applied: set the script's gradient_accumulation_steps to 1, or "
+            f'{at} to "sequential"'
+        )
+
+
+def _clips(draft: Draft) -> bool:
+    """Whether the gradient's norm is limited. DeepSpeed's default, and that of Trainer, is 1."""
+    by_value = draft.get(f"{draft.params_at}.clip_grad_value") is not None
+    return draft.config.get("gradient_clipping") != 0 and not by_value
+
+
+def _convert_clipping(draft: Draft) -> None:
+    if not draft.entry.clips_gradients:
+        draft.remove("gradient_clipping", "{type} has no gradients to clip; its own limit is clip_projected_grad")
+    elif issubclass(draft.entry.params, LOMOParams) and _clips(draft):
+        if draft.get(f"{draft.params_at}.norm_scope") == "group":
+            return
+        draft.note(
+            "{type} computes the norm for gradient_clipping in a backward pass of its own; gradient_clipping 0 "
+            '(max_grad_norm=0 of Trainer) or "norm_scope": "group" avoids it'
+        )
+
+
+def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tuple[float, str]:
+    """Writes the learning rate to start from, and scales all that depends on it. Returns the rate and its source."""
+    entry = draft.entry
+    at = "optimizer.params.lr"
+    written = draft.get(at)
+    old = _peak(draft.config) or (written if _is_number(written) else None)
+    if draft.get("scheduler.type") in ("OneCycleLR", "CyclicLR"):
+        draft.set("scheduler.params.cycle_momentum", False, "no backend follows a cycled momentum")
+    if source == entry.name:
+        return (old, "as the JSON has it") if old is not None else (start.lr, start.basis)
+    is_adam = source is None and (draft.is_client or "adam" in str(_type_before(draft)).lower())
+    lr, why = start.lr, start.basis
+    if entry.params is LSPParams and is_adam and old:
+        lr, why = float(old), "AdamW's own: the updates of a matrix are as large"
+    if draft.is_client:
+        keep = " (AdamW's own is right too)" if entry.params is LSPParams else ""
+        draft.note(
+            f"the script's optimizer has the learning rate: set it to {lr:g}{keep}, for Trainer by learning_rate"
+        )
+    elif written == "auto":
+        draft.note(f"set the script's learning rate to {lr:g}: Trainer and Accelerate write it in place of {at} auto")
+    else:
+        draft.set(at, lr, f"to start from: {why}")
+    _scale_schedule(draft, old=old, lr=lr)
+    _scale_weight_decay(draft, old=old if old is not None or written == "auto" else _DEFAULT_LR, lr=lr)
+    return lr, why
+
+
+def _type_before(draft: Draft) -> Any:
+    """`optimizer.type` of the source."""
+    return next((c.old for c in draft.changes if c.key == "optimizer.type"), draft.get("optimizer.type"))
+
+
+def _peak(ds_config: dict[str, Any]) -> float | None:
+    """The largest learning rate of a scheduler that does not scale the optimizer's; None for one that does."""
+    kind = lookup(ds_config, "scheduler.type")
+    if kind not in _PEAKS:
+        return None
+    found = lookup(ds_config, f"scheduler.params.{_PEAKS[kind]}")
+    if found is None and kind == "WarmupDecayLR":
+        return _DECAY_DEFAULT_PEAK
+    rates = [rate for rate in (found if isinstance(found, list) else [found]) if _is_number(rate)]
+    return max(rates, default=None)
+
+
+def _scale_schedule(draft: Draft, *, old: float | None, lr: float) -> None:
+    """Scales the learning rates of the scheduler as `lr` differs from `old`."""
+    at, kind = "scheduler.params", draft.get("scheduler.type")
+    peak = _PEAKS.get(kind, "")
+    for key in (peak, *_OTHER_RATES):
+        found = draft.object(at).get(key)
+        if found is None or found == "auto" or not any(found if isinstance(found, list) else [found]):
+            continue
+        if old == lr:
+            continue
+        if old:
+            scaled = [_times(rate, lr / old) for rate in found] if isinstance(found, list) else _times(found, lr / old)
+            draft.set(f"{at}.{key}", scaled, "it follows the learning rate")
+        else:
+            draft.note(f"{at}.{key} {shown(found)} is a learning rate of its own: choose it for {{type}}'s")
+    if kind == "WarmupDecayLR" and draft.get(f"{at}.{peak}") is None:
+        draft.set(
+            f"{at}.{peak}", lr, f"it follows the learning rate; WarmupDecayLR's default is {_DECAY_DEFAULT_PEAK:g}"
+        )
+
+
+def _scale_weight_decay(draft: Draft, *, old: float | None, lr: float) -> None:
+    at = "optimizer.params.weight_decay"
+    decay = draft.get(at)
+    if not _is_number(decay) or not decay:
+        return
+    if old is None:
+        draft.note(f"a step multiplies weights by 1 - lr * weight_decay: choose {at} {decay:g} anew, for the new lr")
+    elif old > 0:
+        why = "so that lr * weight_decay, the decay of a step, stays as it was"
+        draft.set(at, min(_MAX_DECAY, _times(decay, old / lr)), why)
+
+
+def _times(value: float, factor: float) -> float:
+    return float(f"{value * factor:.6g}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

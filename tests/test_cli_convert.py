@@ -1,0 +1,156 @@
+"""`ds-zo convert`, as typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ds_zo
+from ds_zo.cli import main
+from ds_zo.config import backend_of, resolve
+
+REPO = Path(__file__).parents[1]
+STOCK = REPO / "ds_configs" / "zero_offload.json"
+Captured = pytest.CaptureFixture[str]
+
+
+def written(folder: Path, config: Any) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def test_the_json_is_the_output_and_each_change_a_line(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["convert", str(STOCK), "--to", "zo"]) == 0
+    said = capsys.readouterr()
+    new = json.loads(said.out)
+    assert backend_of(new) == "zo"
+    lines = said.err.splitlines()
+    assert 'optimizer.type: "AdamW" -> "ZO": the update is ZO\'s' in lines
+    assert any(line.startswith("gradient_clipping: 1.0 -> removed: ZO has no gradients to clip") for line in lines)
+    assert any(line.startswith("learning rate to start from: 1e-06 (for up to 7B: ") for line in lines)
+    out = tmp_path / "zo.json"
+    assert main(["convert", str(STOCK), "--to", "zo", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == "" and json.loads(out.read_text()) == new
+
+
+@pytest.mark.parametrize(
+    ("gb", "streams"),
+    [(0.26844, True), (24.0, False)],  # the first is the margin: nothing can stay
+)
+def test_the_plan_chooses_streaming_for_the_card(gb: float, streams: bool, tmp_path: Path, capsys: Captured) -> None:
+    stock = json.loads(STOCK.read_text()) | {"train_micro_batch_size_per_gpu": 2}
+    card = ["--model", "random:llama-tiny", "--seq", "16", "--device-memory-gb", str(gb), "--host-memory-gb", "64"]
+    assert main(["convert", written(tmp_path, stock), "--to", "lomo", *card]) == 0
+    said = capsys.readouterr()
+    new = json.loads(said.out)
+    assert resolve(new).stream == streams
+    assert new.get("ds_zo", {}).get("stream", {}) == ({"device_memory_gb": gb} if streams else {})
+    assert f"2 x 16 tokens, bf16, one process, a GPU of {gb:g} GB" in said.err
+    assert f"plan: {'streamed' if streams else 'resident'}: " in said.err and "tokens/s" in said.err
+    assert "gradient_clipping adds another" in said.err
+    assert ("plan: it does NOT fit the GPU's memory" in said.err) == streams
+    assert new["optimizer"]["params"]["lr"] == 0.1, "the rate of a small model"
+
+
+def test_check_names_the_backend_and_what_has_no_effect(tmp_path: Path, capsys: Captured) -> None:
+    auto = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "ZO", "params": {"lr": "auto", "betas": [0.9, 0.99]}},
+    }
+    for config, expected in (
+        (json.loads((REPO / "ds_configs" / "zo.json").read_text()), ["backend: zo, streamed", "valid"]),
+        (
+            auto,
+            [
+                "backend: zo, resident",
+                "valid",
+                "no effect: optimizer.params.betas",
+                'note: Trainer or Accelerate must replace "auto" in train_micro_batch_size_per_gpu, '
+                "optimizer.params.lr; plain DeepSpeed does not",
+            ],
+        ),
+        (
+            json.loads(STOCK.read_text()),
+            [
+                'stock: DeepSpeed\'s own engine takes this JSON, and ds_zo does nothing (optimizer.type "AdamW")',
+            ],
+        ),
+    ):
+        assert main(["convert", "--check", written(tmp_path, config)]) == 0
+        assert capsys.readouterr().out.splitlines() == expected
+
+
+ZO = {"type": "ZO", "params": {"zo_eps": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "said"),
+    [
+        ({"optimizer": ZO, "ds_zo": {"stream": {"device_slots": 1}}}, ["--check"], "(ds_zo.stream.device_slots)"),
+        ({"optimizer": ZO, "ds_zo": {"rounding": "auto"}}, ["--check"], "leave the key out"),
+        ({"zero_optimization": {"ds_zo": {"rounding": "nearest"}}}, ["--check"], "no ds_zo.backend"),
+        ({"optimizer": {"type": "LSP"}, "fp16": {"enabled": True}}, ["--check"], "use bf16"),
+        ({"optimizer": {"type": "LOMMO", "params": {}}}, ["--check"], 'did you mean "LOMO"?'),
+        ({"zero_optimization": {"stage": 4}}, ["--check"], "(zero_optimization.stage)"),
+        ('{"optimizer": {}, "optimizer": {}}', ["--check"], "without repeated keys"),
+        ("{", ["--to", "zo"], "without repeated keys"),
+        ("[1]", ["--to", "zo"], "must be a JSON object, got [1]"),
+        ({"zero_optimization": {"stagee": 2}}, ["--to", "zo"], "(zero_optimization.stagee)"),
+        ({}, ["--to", "zo", "--device-memory-gb", "24"], "name it (--model)"),
+        ({}, ["--to", "zo", "--model", "random:opt-7b"], "unknown shape"),
+    ],
+)
+def test_wrong_input_is_one_line(config: Any, words: list[str], said: str, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["convert", written(tmp_path, config), *words]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and said in found.err
+    assert len([line for line in found.err.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_the_input_is_not_overwritten(tmp_path: Path, capsys: Captured) -> None:
+    path = written(tmp_path, STOCK.read_text())
+    assert main(["convert", path, "--to", "zo", "--out", path]) == 1
+    assert "which is the input: name another (--out)" in capsys.readouterr().err
+    assert Path(path).read_text() == STOCK.read_text()
+
+
+def test_one_job_is_named(capsys: Captured) -> None:
+    for words in ([], ["--to", "zo", "--check"], ["--to", "adamw"]):
+        with pytest.raises(SystemExit):
+            main(["convert", str(STOCK), *words])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_converted_json_trains(tmp_path: Path) -> None:
+    out = tmp_path / "converted.json"
+    assert main(["convert", str(STOCK), "--to", "zo", "--out", str(out)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(ds_zo.EMBEDDED_MODEL, dtype=torch.float32)
+    config = json.loads(out.read_text()) | {"bf16": {"enabled": False}, "train_micro_batch_size_per_gpu": 2}
+    before = model.lm_head.weight.detach().clone()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    tokens = torch.arange(32).reshape(2, 16)
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    assert engine.global_steps == 2 and engine.resolved.backend == "zo"
+    engine.destroy()
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def help_of(words: Sequence[str], capsys: Captured) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_an_example(capsys: Captured) -> None:
+    assert "ds-zo convert ds_config.json --to" in help_of(["convert"], capsys)
