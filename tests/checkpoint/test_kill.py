@@ -1,6 +1,6 @@
 """kill -9 at random moments of a run that saves all the time: it always resumes, from something whole.
 
-Children are forked from this process, which has everything imported. The suite kills each case twice, launch/random.sh
+Children are forked from this process, which has everything imported. The suite kills each case once, launch/random.sh
 four times. `DS_ZO_NUM_KILLS=200` asks for more.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
-NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "14"))
+NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "7"))
 
 SCRIPT = """
 import gc, os, random, signal, socket, sys, threading, time
