@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from clean_process import in_clean_process
+from forkserver import forkserver_context
 
 from benchmarks.grid import GridCase, GridError
 from benchmarks.grids import GRIDS, read_grid
@@ -157,7 +157,7 @@ def test_a_killed_sweep_loses_what_was_running_and_leaves_none_behind(tmp_path: 
     script.write_text(SCRIPT)
     cases = [a_case(task) for task in ("ends", "badly forked", "endless", "fails")]
     sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork", preload=())
-    parent = multiprocessing.get_context("spawn").Process(target=run, args=(sweep, partial(remaining, cases)))
+    parent = forkserver_context().Process(target=run, args=(sweep, partial(remaining, cases)))
     parent.start()
     checkpoints = tmp_path / "runs" / cases[2].key / "checkpoints"
     wait_for(checkpoints.is_dir)

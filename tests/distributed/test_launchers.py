@@ -1,6 +1,6 @@
 """`deepspeed --num_gpus 2` and `torchrun` start ranks that share a host store, and ranks that share a batch.
 
-The script does not import ds_zo: `DS_ZO_AUTOLOAD=1` does. The examples are tested with `accelerate launch`.
+DeepSpeed's launcher starts them with `DS_ZO_AUTOLOAD=1`. The examples are tested with `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import pytest
 import torch
 from autoload_env import make_environment
 from conftest import HELPERS, REPO, python_path
+from warm_interpreter import WarmInterpreter
 
 SCRIPT = """
-import sys
+import os, sys
+sys.path.insert(0, sys.argv[1])
 import torch
 import deepspeed
-assert "ds_zo" in sys.modules, "DS_ZO_AUTOLOAD=1 imports it"
+if "DS_ZO_AUTOLOAD" in os.environ:
+    assert "ds_zo" in sys.modules, "imported after DeepSpeed"
+import ds_zo
 from zo_runs import Toy, one_step, zo_json
 
 for name in deepspeed.ops.__compatible_ops__:
@@ -35,11 +39,13 @@ for batch in loader:
     dealt.append(batch["ids"])
     one_step(engine, batch)
 assert len(dealt) == 4, "all rows, two a step"
-assert "transformers" not in sys.modules, "a model of plain torch does not wait for it"
 assert type(engine.backend.block_store.runtime).__name__ == "ShardedRuntime"
 weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
 torch.save({"dealt": torch.stack(dealt), **weights}, f"{sys.argv[-1]}/{rank}.pt")
 torch.distributed.barrier()
+"""
+FRESH = """
+assert "transformers" not in sys.modules, "a model of plain torch does not wait for it"
 """
 
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
@@ -57,15 +63,24 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launcher(launcher: str, tmp_path: Path, free_port: int) -> None:
+def test_launcher(launcher: str, tmp_path: Path, free_port: int, warm_interpreter: WarmInterpreter) -> None:
+    """DeepSpeed's launcher starts the script itself. Importing the libraries takes most of that run: torchrun starts
+    stand-ins, which hand what it gave them to forks of a process that has them."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
-    env |= {"PYTHONPATH": python_path(REPO, HELPERS), "DS_ZO_AUTOLOAD": "1"}
+    env["PYTHONPATH"] = python_path(REPO)
+    arguments = str(HELPERS), str(tmp_path)
     python = str(make_environment(tmp_path / "environment"))
-    command = [python, "-m", *LAUNCHERS[launcher](free_port), str(script), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    command = [python, "-m", *LAUNCHERS[launcher](free_port)]
+    if launcher == "deepspeed":
+        env["DS_ZO_AUTOLOAD"] = "1"
+        script.write_text(SCRIPT + FRESH)
+        command += [str(script), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    else:
+        script.write_text(SCRIPT)
+        done = warm_interpreter.run_launched(command, script, *arguments, num_ranks=2, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first["dealt"].unique(dim=0).shape[0] == 4, "every batch another"

@@ -1,4 +1,4 @@
-"""Files of checks of Triton kernels, run without a GPU: by Triton's interpreter, in a process of its own.
+"""Files of checks of Triton kernels, run without a GPU: by Triton's interpreter, in a fork of a warm process.
 
 A check is a function `check_NAME(device)` of such a file, and in its dictionary CHECKS; tests on a GPU import that.
 """
@@ -9,11 +9,14 @@ import ast
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from warm_interpreter import WarmInterpreter
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -24,15 +27,20 @@ def names_of_checks(file: Path) -> list[str]:
     return [function.name.removeprefix("check_") for function in functions if function.name.startswith("check_")]
 
 
-def errors_of_checks(file: Path) -> dict[str, str | None]:
-    """Traceback of each check, or None. One process for all: Triton reads TRITON_INTERPRET when it is imported."""
+def errors_of_checks(file: Path, warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
+    """Traceback of each check, or None."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPO), str(file.parent), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", __file__, file.stem]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = warm_interpreter.run(__file__, file, cwd=REPO, env=environment, timeout_s=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(names_of_checks(file)), done.stderr
     return {line["check"]: line["error"] for line in lines}
+
+
+def import_triton_anew() -> None:
+    """Triton reads TRITON_INTERPRET where it decorates its own functions, and the warm process has imported it. Its
+    compiled part stays."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
+        del sys.modules[name]
 
 
 def replace_language_once_a_launch() -> None:
@@ -72,11 +80,14 @@ def let_scalars_be_indices() -> None:
     interpreter._patch_lang_tensor = replace_and_mend
 
 
-def main(module: str) -> None:
+def main(file: Path) -> None:
     """One JSON line for each check: its name and its traceback, or null."""
+    warnings.simplefilter("ignore")
+    import_triton_anew()
+    sys.path[:0] = [str(REPO), str(file.parent)]
     replace_language_once_a_launch()
     let_scalars_be_indices()
-    for name, check in importlib.import_module(module).CHECKS.items():
+    for name, check in importlib.import_module(file.stem).CHECKS.items():
         error = None
         try:
             check("cpu")
@@ -86,4 +97,4 @@ def main(module: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

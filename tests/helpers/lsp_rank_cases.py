@@ -164,8 +164,9 @@ def death(rank: int, folder: Path) -> Any:
 
 
 CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8", "clip_scope": "global"}}
-NUM_RESUMED = {"owned int8 learned": 11, "owned whole": 6}
-"""Steps of a whole run. Norms that ranks add up in different orders show in the long one, which clips by the norm."""
+MOMENTS = {"owned int8 learned": (3, 7, 11), "owned whole": (2, 4, 6)}
+"""Steps: after the first one rank saves, after the second the four ranks that went on from there, and the last ends the
+run. Norms that ranks add up in different orders show in the long run, which clips by the norm."""
 RESUMED: dict[str, dict[str, Any]] = {
     "owned int8 learned": {"stage": 2, **CLIPPED},
     "owned whole": {"stage": 1, "params": {"projector": "none"}},
@@ -173,32 +174,34 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def save(rank: int, folder: Path) -> dict[str, Any]:
-    """Every rank has the same batch: an average of equals is exact, so any number of ranks makes the same steps."""
+    """A whole run of each case, and a checkpoint on its way."""
     found: dict[str, Any] = {}
     for name, case in RESUMED.items():
         engine = start(json_of(case, GLOBAL_BATCH), small())
-        train(engine, [batch_of(0, step, GLOBAL_BATCH) for step in range(3)])
-        engine.save_checkpoint(str(folder / name))
-        found[name] = _ended(engine, name, first=3)
+        found[name] = _ended(engine, name, first=0, saved=MOMENTS[name][0], folder=folder / name)
         engine.destroy()
     return found
 
 
-def _ended(engine: Any, name: str, *, first: int) -> dict[str, torch.Tensor]:
-    """Weights after the last step, and the norms on the way, which ranks must not add up in an order of their own."""
+def resume(rank: int, folder: Path, moment: int, into: Path | None) -> dict[str, Any]:
+    """The rest of each run from a moment's checkpoint. `into`: with a checkpoint of the next moment."""
+    found: dict[str, Any] = {}
+    for name, case in RESUMED.items():
+        engine = start(json_of(case, GLOBAL_BATCH), small(seed=3))
+        engine.load_checkpoint(str(folder / name))
+        saved = None if into is None else MOMENTS[name][moment + 1]
+        found[name] = _ended(engine, name, first=MOMENTS[name][moment], saved=saved, folder=into and into / name)
+        engine.destroy()
+    return found
+
+
+def _ended(engine: Any, name: str, *, first: int, saved: int | None, folder: Path | None) -> dict[str, torch.Tensor]:
+    """Weights after the last step, and the norms on the way, which ranks must not add up in an order of their own.
+    Every rank has the same batch: an average of equals is exact, so any number of ranks makes the same steps."""
     norms = []
-    for step in range(first, NUM_RESUMED[name]):
+    for step in range(first, MOMENTS[name][-1]):
         train(engine, [batch_of(0, step, GLOBAL_BATCH)])
         norms.append(engine.get_global_grad_norm())
+        if step + 1 == saved:
+            engine.save_checkpoint(str(folder))
     return {**current_weights(engine), "norms": torch.tensor(norms)}
-
-
-def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for folder in folders:
-        for name, case in RESUMED.items():
-            engine = start(json_of(case, GLOBAL_BATCH), small(seed=3))
-            engine.load_checkpoint(str(folder / name))
-            found[f"{folder.name}, {name}"] = _ended(engine, name, first=3)
-            engine.destroy()
-    return found

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ for line in sys.stdin:
     break
 """
 
+STAND_IN = """
+import json, os, pathlib, sys, time
+mine = pathlib.Path(FOLDER, os.environ["RANK"])
+mine.with_suffix(".part").write_text(json.dumps({"arguments": sys.argv[1:], "env": dict(os.environ)}))
+mine.with_suffix(".part").rename(mine.with_suffix(".started"))
+while not mine.with_suffix(".ended").exists():
+    time.sleep(0.05)
+status, out, err = json.loads(mine.with_suffix(".ended").read_text())
+print(out, flush=True)
+print(err, file=sys.stderr, flush=True)
+sys.exit(status)
+"""
+"""The script that a launcher starts in the place of a rank's: it imports no library."""
+
 
 class WarmInterpreter:
     """Starts its server when it is first needed."""
@@ -86,6 +101,45 @@ class WarmInterpreter:
             texts = [(out.read_text(), err.read_text()) for out, err in files]
         ended = zip(statuses, texts, strict=True)
         return [subprocess.CompletedProcess(command, status, out, err) for status, (out, err) in ended]
+
+    def run_launched(
+        self,
+        launcher: list[str],
+        script: Path | str,
+        *arguments: Any,
+        num_ranks: int,
+        cwd: Path,
+        env: dict[str, str],
+        timeout_s: float = 240,
+    ) -> subprocess.CompletedProcess[str]:
+        """As `LAUNCHER SCRIPT ARGUMENTS`. The launcher starts stand-ins. The ranks are forks that have the arguments
+        and the environments that the launcher gave to the stand-ins, which end as the ranks ended."""
+        with tempfile.TemporaryDirectory() as folder:
+            stand_in = Path(folder, "stand_in.py")
+            stand_in.write_text(STAND_IN.replace("FOLDER", repr(folder)))
+            command = [*launcher, str(stand_in), *map(str, arguments)]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
+            try:
+                started = [Path(folder, f"{rank}.started") for rank in range(num_ranks)]
+                deadline = time.monotonic() + timeout_s
+                while not all(file.exists() for file in started) and process.poll() is None:
+                    assert time.monotonic() < deadline, "the launcher did not start its ranks"
+                    time.sleep(0.05)
+                if process.poll() is None:
+                    told = [json.loads(file.read_text()) for file in started]
+                    assert all(rank["arguments"] == [*map(str, arguments)] for rank in told), told
+                    envs = [rank["env"] for rank in told]
+                    ranks = self.run_all(script, *arguments, cwd=cwd, envs=envs, timeout_s=timeout_s)
+                    for file, rank in zip(started, ranks, strict=True):
+                        part = file.with_suffix(".part")
+                        part.write_text(json.dumps([rank.returncode, rank.stdout, rank.stderr]))
+                        part.rename(file.with_suffix(".ended"))
+                out, err = process.communicate(timeout=timeout_s)
+            finally:
+                process.kill()
+                process.wait()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def _ask(self, jobs: list[dict[str, Any]], command: list[str], timeout_s: float) -> list[int]:
         if self._server is None:

@@ -20,7 +20,8 @@ from forkserver import forkserver_context
 
 BF16 = {"bf16": {"enabled": True}}
 GLOBAL_BATCH = 4
-NUM_STEPS = 5
+NUM_STEPS = 4
+"""One more than most runs' interval of write-backs: an update is pending at each step but that of a write-back."""
 
 
 # Starting ranks

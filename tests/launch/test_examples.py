@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
+from warm_interpreter import WarmInterpreter
 
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = REPO / "launch" / "examples"
@@ -30,11 +31,21 @@ def printed_by(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
 
 
-def launch(*options: str, port: int, output: Path) -> str:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port)]
-    script = [str(EXAMPLES / "accelerate_loop.py"), "--steps", "2", "--output-dir", str(output)]
-    command = [*launcher, *options, *script]
-    return printed_by(subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300))
+FEW = """
+import runpy, sys
+sys.path.insert(0, FOLDER)
+import embedded
+embedded.accuracy.__kwdefaults__["num_examples"] = 8
+sys.argv[0] = FOLDER + "/NAME.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def evaluated_on_few(name: str, folder: Path) -> Path:
+    """A script that runs the example, which then evaluates on 8 test examples instead of 100."""
+    script = folder / f"few_{name}.py"
+    script.write_text(FEW.replace("FOLDER", repr(str(EXAMPLES))).replace("NAME", name))
+    return script
 
 
 def check_trained(printed: str) -> None:
@@ -50,17 +61,23 @@ def test_example_trains_and_saves(
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     arguments = ("--steps", 2, "--output-dir", tmp_path)
-    check_trained(printed_by(run_script(EXAMPLES / f"{name}.py", *arguments, cwd=REPO, env=environment())))
+    script = evaluated_on_few(name, tmp_path)
+    check_trained(printed_by(run_script(script, *arguments, cwd=REPO, env=environment())))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / SAVED_IN[name])
     assert sum(p.numel() for p in model.parameters()) >= 984_192
 
 
 @pytest.mark.slow
-def test_accelerate_launch_with_the_shipped_yaml_on_two_ranks(tmp_path: Path, free_port: int) -> None:
+def test_accelerate_launch_with_the_shipped_yaml_on_two_ranks(
+    tmp_path: Path, free_port: int, warm_interpreter: WarmInterpreter
+) -> None:
     """The YAML names launch/examples/zo.json. The other YAML differs from it in the JSON alone, which the plain run of
-    the loop reads."""
-    options = ("--config_file", "ds_configs/accelerate_zo.yaml", "--num_processes", "2")
-    printed = launch(*options, port=free_port, output=tmp_path)
+    the loop reads. The launcher starts stand-ins, whose environments forks of a warm process have."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port)]
+    launcher += ["--config_file", "ds_configs/accelerate_zo.yaml", "--num_processes", "2"]
+    script, arguments = evaluated_on_few("accelerate_loop", tmp_path), ("--steps", 2, "--output-dir", tmp_path)
+    done = warm_interpreter.run_launched(launcher, script, *arguments, num_ranks=2, cwd=REPO, env=environment())
+    printed = printed_by(done)
     check_trained(printed)
     assert len(re.findall("ds_zo: backend zo", printed)) == 1, "one rank speaks for all"
 

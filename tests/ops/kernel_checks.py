@@ -25,8 +25,12 @@ from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
 from ds_zo.ops.triton_ops import replay_perturb_triton
 
+FORMATS = STORAGE_DTYPES
+"""For checks of what does not depend on how a format rounds."""
 if os.environ.get("TRITON_INTERPRET") == "1":
     triton_ops.LANES = 512  # the interpreter takes as long for a long block as for a short one
+    # float16 differs from bfloat16 in its rounding alone, which the checks against the reference show.
+    FORMATS = tuple(dtype for dtype in STORAGE_DTYPES if dtype != torch.float16)
 
 SEED = 2**63 - 12345
 DISTRIBUTIONS = ("normal", "rademacher")
@@ -275,7 +279,7 @@ def check_replay_equals_folds(device: str) -> None:
 def check_pair(device: str) -> None:
     """Both copies at once, stored or as if stored, are a store and two perturbing calls on it, bit for bit."""
     for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
-        for dtype, distribution in (*product(STORAGE_DTYPES, ("normal",)), (FP8, "rademacher")):
+        for dtype, distribution in (*product(FORMATS, ("normal",)), (FP8, "rademacher")):
             flat = Flat.make(dtype, device=where, segments=SMALL_SEGMENTS)
             out = torch.float32 if dtype == torch.float32 else torch.bfloat16
             copies = [torch.full_like(flat.storage, CANARY, dtype=out) for _ in range(6)]
@@ -297,7 +301,7 @@ def check_pair(device: str) -> None:
 
 
 def check_frozen(device: str) -> None:
-    for dtype in STORAGE_DTYPES:
+    for dtype in FORMATS:
         source = Flat.make(dtype, master=True, device=device, segments=SMALL_SEGMENTS)
         target = source.clone()
         for plane in (target.storage, target.low, target.exponents):
@@ -316,7 +320,7 @@ def check_frozen(device: str) -> None:
 def check_still(device: str) -> None:
     """A row without noise, across lanes, in a segment of whole lanes and in a ragged one; the rest as without it."""
     still = tuple(replace(s, still=(s.offset + 37, s.offset + 141)) for s in SMALL_SEGMENTS)
-    for dtype in STORAGE_DTYPES:
+    for dtype in FORMATS:
         moving: dict[str, Any] = {"log": LOG, **ENTRIES, "scale": 1e-2, "master": True, "fold": True}
         a, b = both(dtype, device, out=torch.float32, segments=still, **moving)
         _compare(a, b, dtype, torch.float32, f"{dtype} still")

@@ -1,4 +1,4 @@
-"""The update kernels without a GPU (Triton's interpreter, in a process of its own) and on one."""
+"""The update kernels without a GPU (Triton's interpreter, in a fork of a warm process) and on one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from interpreted_kernels import errors_of_checks, names_of_checks
+from warm_interpreter import WarmInterpreter
 
 pytest.importorskip("triton")
 
@@ -14,8 +15,8 @@ CHECKS = names_of_checks(FILE)
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, str | None]:
-    return errors_of_checks(FILE)
+def errors(warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
+    return errors_of_checks(FILE, warm_interpreter)
 
 
 @pytest.mark.parametrize("check", CHECKS)

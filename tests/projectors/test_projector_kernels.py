@@ -1,4 +1,4 @@
-"""The projectors' kernels without a GPU: Triton's interpreter, in a process of its own."""
+"""The projectors' kernels without a GPU: Triton's interpreter, in a fork of a warm process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 from interpreted_kernels import errors_of_checks, names_of_checks
+from warm_interpreter import WarmInterpreter
 
 pytest.importorskip("triton")
 
@@ -17,8 +18,8 @@ CHECKS = names_of_checks(FILE)
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, str | None]:
-    return errors_of_checks(FILE)
+def errors(warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
+    return errors_of_checks(FILE, warm_interpreter)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-TIMES_IN_THE_SUITE = "0.4"
+TIMES_IN_THE_SUITE = "0.2"
 
 
 def num_cases(by_random_sh: int) -> int:

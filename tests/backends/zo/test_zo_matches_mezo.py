@@ -86,7 +86,14 @@ def assert_follows(
 
 
 def run_case(
-    name: str, measured: Measured, *, num_steps: int, offload: bool = True, lr: float = 1e-3, **options: Any
+    name: str,
+    measured: Measured,
+    *,
+    num_steps: int,
+    offload: bool = True,
+    lr: float = 1e-3,
+    compare_every: int = 1,
+    **options: Any,
 ) -> None:
     case = CASES[name]
     model = case.make()
@@ -95,7 +102,8 @@ def run_case(
     with zo_engine(model, zo_config(lr=lr, offload=offload, **options)) as engine:
         assert len(engine.backend.block_store.placement.blocks) == case.num_blocks
         assert all(unit.streamed == offload for unit in engine.backend.block_store.placement.blocks)
-        assert_follows(engine, reference, map(case.batch, range(num_steps)), measured, lr=lr)
+        batches = map(case.batch, range(num_steps))
+        assert_follows(engine, reference, batches, measured, lr=lr, compare_every=compare_every)
         assert engine.backend._interleave, "the passes were not run in lockstep"
 
 
@@ -105,8 +113,9 @@ def test_streamed_model_follows_mezo(name: str, measured: Measured) -> None:
 
 
 def test_streamed_model_follows_mezo_for_fifty_steps(measured: Measured) -> None:
-    """One architecture: that errors do not add up over steps does not depend on it."""
-    run_case("opt", measured, num_steps=50)
+    """One architecture: that errors do not add up over steps does not depend on it. Nor do losses from equal weights,
+    which are compared at every seventh step: weights that went apart at any step are apart at the end."""
+    run_case("opt", measured, num_steps=50, compare_every=7)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-tied", "t5", "listless"])
@@ -156,7 +165,7 @@ def test_frozen_parameters_follow_mezo_and_never_change(offload: bool, interval:
             p.requires_grad_(False)
     reference = PlainMeZO(model, lr=1e-3)
     with zo_engine(model, zo_config(offload=offload, stream={"writeback_interval": interval})) as engine:
-        assert_follows(engine, reference, map(case.batch, range(7)), measured, lr=1e-3)
+        assert_follows(engine, reference, map(case.batch, range(5)), measured, lr=1e-3)
 
 
 def test_parameter_frozen_midway_follows_mezo(measured: Measured) -> None:
@@ -170,7 +179,7 @@ def test_parameter_frozen_midway_follows_mezo(measured: Measured) -> None:
                 p.requires_grad_(False)
                 reference.frozen.add(name)
                 reference.weights[name] = parameters_of(engine)[name]
-        assert_follows(engine, reference, map(case.batch, range(4, 9)), measured, lr=1e-3)
+        assert_follows(engine, reference, map(case.batch, range(4, 8)), measured, lr=1e-3)
 
 
 def test_lr_schedule_follows_mezo(measured: Measured) -> None:
