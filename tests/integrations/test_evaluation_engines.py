@@ -35,16 +35,18 @@ from tiny_models import VOCAB, tiny_model
 from torch import nn
 
 from ds_zo import ConfigError
-from ds_zo.config import BACKENDS
 from ds_zo.plugin.engine import PluginEngine
 
-SECTIONS: dict[str, dict[str, Any]] = {
-    "stream": {"stream": {"device_slots": 3, "writeback_interval": 4}},
-    "kahan": {"rounding": "kahan"},
-    "compiled": {"compile_blocks": True},
-    "trajectory": {"checkpoint": {"trajectory": True}},
-    **{name: {"backend": name} for name in BACKENDS},
-}
+SECTIONS: list[tuple[dict[str, Any], int, bool]] = [
+    ({"stream": {"device_slots": 3, "writeback_interval": 4}}, 0, True),
+    ({"stream": {"writeback_interval": 4}}, 3, False),
+    ({"checkpoint": {"trajectory": True}}, 3, True),
+    ({"rounding": "kahan"}, 0, False),
+    ({"compile_blocks": True}, 1, True),
+    ({"backend": "lomo"}, 2, False),
+    ({"backend": "lsp"}, 2, True),
+]
+"""A `ds_zo` section, the ZeRO stage, and whether parameters are offloaded."""
 
 
 def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
@@ -60,15 +62,13 @@ def plain_loss(weights: dict[str, torch.Tensor] | None = None, **batch: torch.Te
         return loss
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(("section", "stage", "stream"), SECTIONS)
 def test_an_engine_without_an_optimizer_evaluates_and_refuses_to_train(
-    section: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: dict[str, Any], stage: int, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stage = list(SECTIONS).index(section) % 4
     zero = zero_for("zo", stage=stage, stream=stream)
-    config = without_optimizer(config_for("zo", accumulation=2, zero_optimization=zero, ds_zo=SECTIONS[section]))
+    config = without_optimizer(config_for("zo", accumulation=2, zero_optimization=zero, ds_zo=section))
     engine = start(config)
     assert type(engine) is PluginEngine
     [batch] = batches(1)
@@ -145,7 +145,7 @@ def preferences() -> Any:
     )
 
 
-DPO = [("zo", 0, True), ("zo", 3, True), ("lomo", 0, False), ("lomo", 3, True), ("lomo", 3, False), ("lsp", 0, False)]
+DPO = [("zo", 0, True), ("zo", 3, True), ("lomo", 3, True), ("lsp", 0, False)]
 
 
 @pytest.mark.parametrize(("backend", "stage", "stream"), DPO)
@@ -153,12 +153,10 @@ def test_dpo_trains_against_a_reference_that_keeps_its_weights(
     backend: str, stage: int, stream: bool, tmp_path: Path
 ) -> None:
     trl = pytest.importorskip("trl")
-    config = config_for(
-        backend,
-        zero_optimization=zero_for(backend, stage=stage, stream=stream),
-        ds_zo={"stream": {"device_slots": 2}} if stream else {"rounding": "nearest"},
-    )
-    kept = arguments(tmp_path, config, max_steps=2).to_dict()
+    config = config_for(backend, zero_optimization=zero_for(backend, stage=stage, stream=stream))
+    if stream:
+        config["ds_zo"] = {"stream": {"device_slots": 2}}
+    kept = arguments(tmp_path, config, max_steps=1).to_dict()
     args = trl.DPOConfig(**{**kept, "deepspeed": config, "max_length": 16, "bf16": False, "report_to": []})
     data = preferences()
     trainer = trl.DPOTrainer(
@@ -171,8 +169,7 @@ def test_dpo_trains_against_a_reference_that_keeps_its_weights(
     )
     reference = trainer.ref_model
     initial = weights_of(reference)
-    assert isinstance(reference, PluginEngine)
-    assert not reference.resolved.trains
+    assert isinstance(reference, PluginEngine) == stream  # without a ds_zo section the JSON is DeepSpeed's own
     assert trainer.evaluate()["eval_rewards/margins"] == 0  # policy and reference have the same weights
     trainer.train()
     assert trainer.evaluate()["eval_rewards/margins"] != 0
