@@ -7,6 +7,7 @@ docs/exactness.md states which runs are equal.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 import torch
 from lomo_runs import assert_equal, batches, config_for, start, streamed, train
 from lsp_runs import current_weights, lsp_json, small
+from torch import nn
 from torch_threads import threads
+from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -58,9 +61,11 @@ def buffers_begin_at(offset: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         yield
 
 
-def run(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine = start(config, small())
-    losses = train(engine, batches("llama", 4))
+def run(
+    config: dict[str, Any], model: nn.Module | None = None, data: Any = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = start(config, small() if model is None else model)
+    losses = train(engine, batches("llama", 4) if data is None else data)
     found = losses, current_weights(engine)
     engine.destroy()
     return found
@@ -79,3 +84,39 @@ def test_streamed_equals_resident_wherever_buffers_begin(
                 found_losses, found = run(streamed_config)
             assert found_losses == losses, f"buffers begin at {offset} bytes"
             assert_equal(found, weights)
+
+
+def summed_by_block(model: nn.Module) -> nn.Module:
+    """The same model. Each decoder block uses its own view of the encoder's output, so autograd adds up the gradients
+    of one block (of keys and of values) before it adds them to those of the other blocks."""
+
+    def view(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
+        encoded = given["encoder_hidden_states"]
+        own = encoded.view_as(encoded)
+        return tuple(own if x is encoded else x for x in args), {
+            k: own if v is encoded else v for k, v in kwargs.items()
+        }
+
+    for block in model.decoder.block:
+        block.register_forward_pre_hook(view, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO", "LSP"])
+def test_t5_differs_only_by_the_order_in_which_gradients_of_the_encoders_output_are_added(kind: str) -> None:
+    case = CASES["t5"]
+    resident = lsp_json(lr=1e-3) if kind == "LSP" else config_for(kind, lr=1e-3)
+    streamed_config = {**resident, "zero_optimization": {"stage": 0, **ON_HOST}, "ds_zo": {"stream": STAYS_OUT}}
+    data = [case.batch(seed) for seed in range(3)]
+    losses, weights = run(streamed_config, case.make(), data)
+    same_losses, same = run(resident, summed_by_block(case.make()), data)
+    assert same_losses == losses
+    assert_equal(same, weights)
+
+    # Before the sum nothing differs: the first step leaves the decoder and the head with the same bits.
+    _, weights = run(streamed_config, case.make(), data[:1])
+    _, same = run(resident, case.make(), data[:1])
+    after_sum = {name for name in weights if name.startswith(("decoder.", "lm_head."))}
+    assert after_sum
+    assert_equal({name: same[name] for name in after_sum}, {name: weights[name] for name in after_sum})

@@ -13,7 +13,8 @@ class Caches:
     """The key-value caches of a model's parts. transformers fills them unless `config.use_cache` is False.
 
     Interleaved forward passes would keep one cache each. A recomputed block would fill its cache twice. Compiled blocks
-    could not share one graph, because a block's use of the cache depends on its index.
+    could not share one graph, because a block's use of the cache depends on its index. A cache copies keys and values
+    to contiguous memory, and products of such copies round differently. So resident blocks use no cache in training.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -332,10 +332,11 @@ class LOMOBackend(Backend):
             self._check_parameters()
             if self._reducer is not None:
                 self._reducer.drop()  # buckets of a direct `loss.backward()` that raised
+        makes_no_caches = self.module.training or self._block_store is not None or self._compiler is not None
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
-            self._caches.off() if self._block_store is not None or self._compiler is not None else nullcontext(),
+            self._caches.off() if makes_no_caches else nullcontext(),
             self._streamed_forward() if self.module.training else nullcontext(),
             self._block_store.strays_refused()
             if self._block_store is not None and not self._has_checked_strays

@@ -332,7 +332,7 @@ class LSPBackend(Backend):
                 ]
                 with self._streamed.forward_pass(pending_units):
                     return self._run(*args, **kwargs)
-        if self._streamed is None and self._compiler is None:
+        if not self.module.training and self._streamed is None and self._compiler is None:
             return self._run(*args, **kwargs)
         with without_caches(self.module):
             return self._run(*args, **kwargs)
