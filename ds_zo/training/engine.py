@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -28,8 +31,12 @@ def make_engine(model: Any, config: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, model_parameters=trainable, config=config)[0]
 
 
-def ensure_distributed_environment() -> None:
+def ensure_environment() -> None:
     """Makes a process without a launcher a world of one, on a free port. A launcher has set these variables."""
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if (
+        shutil.which("ninja") is None
+    ):  # DeepSpeed compiles by it. It is beside a Python whose environment is not active.
+        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)

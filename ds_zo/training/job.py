@@ -18,7 +18,7 @@ from ds_zo.config import ConfigError
 from ds_zo.records.rows import append_row
 from ds_zo.records.run_summary import Summary
 from ds_zo.tasks import TaskError
-from ds_zo.training.engine import ensure_distributed_environment
+from ds_zo.training.engine import ensure_environment
 from ds_zo.training.errors import UserError
 from ds_zo.training.json_config import read_config
 from ds_zo.training.loop import TrainingLoop
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> Summary | None:
         set_log_level_from_string(args.log_level)
     config = read_config(args)
     checkpoints = find_checkpoints(args)
-    ensure_distributed_environment()
+    ensure_environment()
     torch.manual_seed(args.seed)
     if args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
