@@ -37,7 +37,7 @@ _IMPORTED_ON_USE = {
     "EMBEDDED_MODEL": ("ds_zo.tasks.embedded_model", "FOLDER"),
     "plan": ("ds_zo.planner", "plan"),
 }
-"""Module and name of each export whose module takes long to import (transformers, the planner's model)."""
+"""Module and name of each export whose module takes long to import (the tasks, the planner's model)."""
 
 
 if not TYPE_CHECKING:  # a type checker takes the imports above, and finds misspelt names
