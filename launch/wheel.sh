@@ -26,9 +26,8 @@ trap 'rm -rf "$work"' EXIT
 python="$(find_python)"
 export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# The extensions that launch/test.sh has built are of the same versions.
+# Two environments that share extensions compile them again and again: the paths of their headers differ.
 export TORCH_EXTENSIONS_DIR="$work/torch_extensions"
-[ ! -d "$venv/torch_extensions" ] || TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
 unset PYTHONPATH
 
 say "building the sdist, and the wheel from it"
