@@ -16,7 +16,7 @@ from ds_zo.plugin import install, uninstall
 from ds_zo.streaming.loading import load_pretrained
 
 if TYPE_CHECKING:
-    from ds_zo.planner import plan
+    from ds_zo.planner.plan import plan
     from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
 __version__ = "0.1.0"
