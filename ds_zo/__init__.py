@@ -16,7 +16,7 @@ from ds_zo.plugin import install, uninstall
 from ds_zo.streaming.loading import load_pretrained
 
 if TYPE_CHECKING:
-    from ds_zo.planner import plan
+    from ds_zo.planner.plan import plan
     from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ _IMPORTED_ON_USE = {
     "EMBEDDED_MODEL": ("ds_zo.tasks.embedded_model", "FOLDER"),
     "plan": ("ds_zo.planner", "plan"),
 }
-"""Module and name of each export whose module takes long to import (transformers, the planner's model)."""
+"""Module and name of each export whose module takes long to import (the tasks, the planner's model)."""
 
 
 if not TYPE_CHECKING:  # a type checker takes the imports above, and finds misspelt names

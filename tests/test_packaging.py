@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -84,21 +85,98 @@ def test_cli_prints_every_key_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert key in shown
 
 
-@pytest.mark.slow
-def test_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(REPO / "ds_zo", source / "ds_zo", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "ds_zo_autoload.py", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    subprocess.run([*build, str(tmp_path), str(source)], capture_output=True, check=True, timeout=300)
-    (wheel,) = tmp_path.glob("ds_zo-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {path.relative_to(REPO).as_posix() for path in (REPO / "ds_zo").rglob("*.py")}
-    shipped |= {f"ds_zo/tasks/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
-    shipped |= {"ds_zo_autoload.py", "ds_zo_autoload.pth"}
-    assert shipped <= names, shipped - names
-    assert not any(name.startswith(("tests", "launch", "benchmarks")) for name in names)
+def build(source: Path, target: Path, kind: str) -> Path:
+    """Makes the wheel or the sdist of a folder, by setuptools alone."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, target], cwd=source, capture_output=True, check=True, timeout=120)
+    (made,) = target.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build reads of the repository, and a test, which setuptools would add to an sdist."""
+    folder = tmp_path_factory.mktemp("source")
+    for path in REPO.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, folder)
+    shutil.copytree(REPO / "ds_zo", folder / "ds_zo", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests").mkdir()
+    shutil.copy(__file__, folder / "tests")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return zipfile.ZipFile(build(source, tmp_path_factory.mktemp("wheel"), "wheel"))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    import ds_zo
+
+    names = set(wheel.namelist())
+    package = {path for path in (REPO / "ds_zo").rglob("*.py") if "__pycache__" not in path.parts}
+    package |= {REPO / "ds_zo" / "py.typed", *(REPO / "ds_zo/tasks/embedded").iterdir()}
+    package |= set((REPO / "ds_zo/training/configs").glob("*.json"))
+    assert {name for name in names if name.startswith("ds_zo/")} == {p.relative_to(REPO).as_posix() for p in package}
+    about = f"ds_zo-{ds_zo.__version__}.dist-info/"
+    assert {f"{about}METADATA", f"{about}licenses/LICENSE", f"{about}entry_points.txt"} <= names
+    others = {name for name in names if not name.startswith(("ds_zo/", about))}
+    assert others == {"ds_zo_autoload.py", "ds_zo_autoload.pth"}
+    assert f"\nVersion: {ds_zo.__version__}\n" in wheel.read(f"{about}METADATA").decode()
+
+
+def test_the_sdist_makes_the_same_wheel(source: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    for name in ("sdist", "unpacked", "wheel"):
+        (tmp_path / name).mkdir()
+    with tarfile.open(build(source, tmp_path / "sdist", "sdist")) as sdist:
+        assert not any("/tests/" in name or "/benchmarks/" in name for name in sdist.getnames())
+        sdist.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    again = zipfile.ZipFile(build(unpacked, tmp_path / "wheel", "wheel"))
+    assert {name: again.read(name) for name in again.namelist()} == {
+        name: wheel.read(name) for name in wheel.namelist()
+    }
+
+
+def test_the_typed_file_has_every_public_name() -> None:
+    """launch/wheel.sh checks the file's types."""
+    import ds_zo
+
+    text = (REPO / "tests" / "typed_user.py").read_text(encoding="utf-8")
+    assert [name for name in ds_zo.__all__ if f"ds_zo.{name}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "cited", "message"),
+    [
+        ("", "", "==> version "),
+        ("v{}", "", "==> version "),
+        ("v9.9.9", "", "a tag names ds_zo.__version__, {}, but this commit has v9.9.9"),
+        ("", "9.9.9", "ds_zo.__version__ is {}, but CITATION.cff has 9.9.9"),
+    ],
+)
+def test_tag_and_citation_have_the_version(tmp_path: Path, tag: str, cited: str, message: str) -> None:
+    import ds_zo
+
+    version = ds_zo.__version__
+    repo = clone_scripts(tmp_path / "clone")
+    shutil.copy(REPO / "launch" / "wheel.sh", repo / "launch")
+    (repo / "ds_zo").mkdir()
+    shutil.copy(REPO / "ds_zo" / "__init__.py", repo / "ds_zo")
+    (repo / "CITATION.cff").write_text(f"version: {cited or version}\n", encoding="utf-8")
+    (repo / "CHANGELOG.md").write_text(f"## [{version}] - 2026-01-01\n", encoding="utf-8")
+    git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (
+        ["init", "-q"],
+        ["commit", "-q", "--allow-empty", "-m", "a"],
+        *([["tag", tag.format(version)]] * bool(tag)),
+    ):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    command = ["bash", str(repo / "launch" / "wheel.sh"), "--versions"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert message.format(version) in done.stdout + done.stderr
+    assert (done.returncode == 0) == message.startswith("==>"), done.stderr
 
 
 def test_no_usable_python_is_said_clearly() -> None:

@@ -203,6 +203,7 @@ RUN_BY = {
     "python launch/compare.py --headline": "tests/bench/test_headline.py",
     "python -m benchmarks.pages": "tests/test_docs_figures.py",
     "python launch/draw_docs.py": "tests/test_docs_figures.py",
+    "ds-zo train": "tests/launch/test_train.py",
     "ds-zo export": "tests/test_readme.py",
     "ds-zo replay": "tests/test_readme.py",
     "ds-zo plan": "tests/test_readme.py",

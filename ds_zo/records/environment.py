@@ -51,8 +51,10 @@ def gpu_memory_gb() -> float | None:
 @lru_cache(maxsize=1)
 def commit() -> str | None:
     """The commit of the working tree, marked if files were changed. Without a repository, the value of
-    `DS_ZO_COMMIT`."""
-    return _output("git", "-C", str(_REPO), "describe", "--always", "--dirty") or os.environ.get("DS_ZO_COMMIT")
+    `DS_ZO_COMMIT`. An installed package may lie inside a repository of the user, whose commit is not this package's."""
+    in_clone = (_REPO / ".git").exists()
+    found = _output("git", "-C", str(_REPO), "describe", "--always", "--dirty") if in_clone else None
+    return found or os.environ.get("DS_ZO_COMMIT")
 
 
 def versions() -> dict[str, str]:

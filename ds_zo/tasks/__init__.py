@@ -1,4 +1,4 @@
-"""Prompts, metrics and data of the tasks that `launch/train.py` and the benchmarks run."""
+"""Prompts, metrics and data of the tasks that `ds-zo train` and the benchmarks run."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from ds_zo.tasks import metrics
 from ds_zo.tasks.data import SPLITS, DataSource, Row, Split, read_rows
@@ -17,6 +16,9 @@ from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.hub import HubName
 from ds_zo.tasks.score import Score
 from ds_zo.tasks.scoring import Evaluator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Choice", "ChoiceTask", "LabelledTask", "LanguageTask", "Score", "Task"]
 

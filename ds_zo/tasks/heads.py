@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from ds_zo.tasks.base import LabelledTask
 from ds_zo.tasks.data import Row, Split
 from ds_zo.tasks.encoding import Side, encode_texts, pad
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.scoring import Evaluator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from ds_zo.tasks.base import LanguageTask
 from ds_zo.tasks.data import Row, Split, cut, draw_ready
 from ds_zo.tasks.encoding import Encoded, encode_answer, pack
 from ds_zo.tasks.errors import TaskError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Text(LanguageTask):

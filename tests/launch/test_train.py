@@ -1,17 +1,15 @@
-"""launch/train.py as a user runs it: from nothing, on files, resumed, and wrong."""
+"""`ds-zo train` and launch/train.py as a user runs them: from nothing, on files, resumed, and wrong."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,10 +19,15 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.recipes import RECIPES, Recipe
+from ds_zo.cli import main
 from ds_zo.config import backend_of
 from ds_zo.planner.models import load_config
 from ds_zo.tasks import TASKS, hub
 from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.training.arguments import CONFIGS, METHODS, parse_args
+from ds_zo.training.job import run
+from ds_zo.training.json_config import EMBEDDED_PARAMS, read_config
+from ds_zo.training.model import add_lora, base_weights, load_model
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = REPO / "launch" / "train.py"
@@ -47,6 +50,13 @@ def write_config(folder: Path, optimizer: dict, **more: object) -> Path:
     path = folder / f"{optimizer['type']}.json"
     path.write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture
+def rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job sets these variables where they are missing; they are restored after the test."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -134,17 +144,6 @@ def test_text_file_with_own_model(tmp_path: Path, succeed: Succeed) -> None:
     assert summary["after"] < summary["before"] / 2
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """The script as a module: a mistake found before DeepSpeed starts needs no process of its own."""
-    spec = importlib.util.spec_from_file_location("launch_train", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -157,25 +156,20 @@ def script() -> ModuleType:
         (["--resume", "nope"], "looked for a checkpoint in nope"),
     ],
 )
-def test_mistakes_say_what_was_looked_for(
-    tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, os.environ.get(name, "0"))
+@pytest.mark.usefixtures("rank_variables")
+def test_mistakes_say_what_was_looked_for(tmp_path: Path, arguments: list[str], message: str) -> None:
     config = [] if "--deepspeed" in arguments else ["--deepspeed", str(write_config(tmp_path, SGD))]
     with pytest.raises(ValueError, match=re.escape(message)):
-        script.run(script.parse_args([*config, *arguments, "--output-dir", str(tmp_path / "out")]))
+        run(parse_args([*config, *arguments, "--output-dir", str(tmp_path / "out")]))
 
 
-def test_a_hub_name_out_of_reach_is_told_at_once(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
+def test_a_hub_name_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     """By the trainer and by `ds-zo plan`: transformers would try again for half a minute."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port}")  # where nothing listens
     monkeypatch.setattr(hub, "getproxies", dict)
     for load in (
-        lambda: script.load_model("no/such-model", dtype=torch.float32, lazily=False),
+        lambda: load_model("no/such-model", dtype=torch.float32, lazily=False),
         lambda: load_config("no/such-model", seq=8),
     ):
         with pytest.raises(ValueError, match=r"no/such-model is not in the Hub's cache, and 127\.0\.0\.1 cannot be"):
@@ -183,22 +177,22 @@ def test_a_hub_name_out_of_reach_is_told_at_once(
     hub.check_reachable(str(FOLDER))
 
 
-def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path, script: ModuleType) -> None:
+def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="it has no tokenizer, which `ds-zo export --tokenizer NAME` adds"):
-        script.load_model(str(tmp_path), dtype=torch.float32, lazily=False)
+        load_model(str(tmp_path), dtype=torch.float32, lazily=False)
 
 
-def test_a_trained_base_is_told_from_its_adapters(script: ModuleType) -> None:
+def test_a_trained_base_is_told_from_its_adapters() -> None:
     """PEFT saves adapters alone; what `--train-base` trained is saved beside them, under the model's own names."""
     model = tiny_model("llama")
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    wrapped = script.add_lora(model, script.parse_args(["--lora-rank", "2", "--train-base"]))
+    wrapped = add_lora(model, parse_args(["--lora-rank", "2", "--train-base"]))
     with torch.no_grad():
         for p in wrapped.parameters():
             assert p.requires_grad
             p.add_(1.0)
-    found = script.base_weights(wrapped, wrapped.state_dict())
+    found = base_weights(wrapped, wrapped.state_dict())
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], plain[name] + 1.0) for name in plain)
 
@@ -212,23 +206,33 @@ def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run
     assert "Traceback" not in done.stderr
 
 
-def test_lr_and_dtype_override_the_json(tmp_path: Path, script: ModuleType) -> None:
+def test_options_override_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}}
     path = write_config(tmp_path, SGD, bf16={"enabled": True}, scheduler=schedule)
-    config = script.read_config(script.parse_args(["--deepspeed", str(path), "--lr", "0.25", "--dtype", "fp16"]))
+    words = ["--deepspeed", str(path), "--lr", "0.25", "--dtype", "fp16", "--batch-size", "3", "--method", "lsp"]
+    config = read_config(parse_args(words))
     assert config["optimizer"]["params"]["lr"] == config["scheduler"]["params"]["warmup_max_lr"] == 0.25
     assert config["bf16"] == {"enabled": False} and config["fp16"] == {"enabled": True}
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert capsys.readouterr().out == f"--deepspeed {path} overrides --method lsp\n"
 
 
-@pytest.mark.parametrize("name", ["zo", "lomo", "lsp", "zero_offload", "zero3"])
-def test_a_shipped_json_is_adapted_to_the_embedded_model(
-    name: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_jsons_of_methods_are_those_of_ds_configs() -> None:
+    """AdaLOMO, which has no file there, has LOMO's settings, without the clipping that costs a second backward pass."""
+    assert {path.name for path in CONFIGS.iterdir()} == set(METHODS.values())
+    for name in set(METHODS.values()) - {"adalomo.json"}:
+        assert (CONFIGS / name).read_bytes() == (REPO / "ds_configs" / name).read_bytes(), f"copy ds_configs/{name}"
+    adalomo, lomo = (json.loads((CONFIGS / f"{name}.json").read_text()) for name in ("adalomo", "lomo"))
+    recipe = json.loads((REPO / "ds_configs" / "adalomo_7b_24gb.json").read_text())
+    assert adalomo == {**lomo, "optimizer": recipe["optimizer"], "gradient_clipping": 0.0}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_shipped_json_is_adapted_to_the_embedded_model(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, and in nothing but the parameters that it names and the dtype."""
-    path = REPO / "ds_configs" / f"{name}.json"
-    written = json.loads(path.read_text())
-    [suited] = [params for shipped, params in script.EMBEDDED_PARAMS if shipped == written["optimizer"]]
-    config = script.read_config(script.parse_args(["--deepspeed", str(path)]))
+    written = json.loads((CONFIGS / METHODS[method]).read_text())
+    [suited] = [params for shipped, params in EMBEDDED_PARAMS if shipped == written["optimizer"]]
+    config = read_config(parse_args(["--method", method]))
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(
         f"the embedded model: lr {suited['lr']:g} instead of {written['optimizer']['params']['lr']:g}"
@@ -241,16 +245,14 @@ def test_a_shipped_json_is_adapted_to_the_embedded_model(
     assert {**config, "optimizer": 0, "bf16": 0} == {**written, "optimizer": 0, "bf16": 0}
 
 
-def test_what_the_user_chose_is_not_adapted(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_user_chose_is_not_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learning rate or dtype on the command line, another model, another optimizer section."""
     shipped = json.loads((REPO / "ds_configs" / "zo.json").read_text())
     own = tmp_path / "own.json"
 
     def read(config: dict, *arguments: str) -> tuple[float, bool, str]:
         own.write_text(json.dumps(config))
-        found = script.read_config(script.parse_args(["--deepspeed", str(own), *arguments]))
+        found = read_config(parse_args(["--deepspeed", str(own), *arguments]))
         printed = capsys.readouterr().out
         return found["optimizer"]["params"]["lr"], found["bf16"]["enabled"], printed
 
@@ -282,26 +284,26 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, succeed: Succeed
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
-def test_the_commands_of_recipes_are_accepted(recipe: Recipe, script: ModuleType) -> None:
+def test_the_commands_of_recipes_are_accepted(recipe: Recipe) -> None:
     launcher, path, *words = shlex.split(recipe.train_command)
     assert (launcher, path) == ("deepspeed", "launch/train.py")
-    args = script.parse_args(words)
+    args = parse_args(words)
     assert args.deepspeed.is_absolute() or (REPO / args.deepspeed).is_file()
     needs_flag = backend_of(recipe.config) != "zo" and not recipe.offload
     assert args.task in TASKS and args.gradient_checkpointing == needs_flag
 
 
-def test_help_names_every_task(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        script.parse_args(["--help"])
+        parse_args(["--help"])
     text = capsys.readouterr().out
     for word in ("what to train", "how to train", "evaluating, saving, resuming", *TASKS):
         assert word in text
 
 
-def test_counts_must_be_positive(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        script.parse_args(["--epochs", "0"])
+        parse_args(["--epochs", "0"])
     assert "--epochs must be positive, got 0" in capsys.readouterr().err
 
 
@@ -326,3 +328,93 @@ def test_regression_by_the_clock_with_a_row(tmp_path: Path, succeed: Succeed) ->
     scores = {point["step"]: point["dev"]["pearson"] for point in row["curve"] if point["dev"]}
     assert row["dev"] == max(scores.values()) == scores[row["best_step"]]
     assert not (output / "model").exists() and row["before"] is None
+
+
+# The command of the installed package
+
+COMMAND = """
+import sys
+from ds_zo.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+INTERRUPTED = """
+import os, pathlib, signal, sys, threading, time
+from ds_zo.cli import main
+
+def interrupt():
+    while not pathlib.Path("out/checkpoints/latest").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+main(["train", "--method", "lomo", "--steps", "100000", "--save-every", "1", "--skip-zero-shot", "--output-dir", "out"])
+"""
+VARYING = {"config", "train_s", "tokens_per_s", "peak_host_gb", "curve", "model_folder"}
+
+
+def test_the_command_and_the_script_make_the_same_row(tmp_path: Path, run_script: Run, succeed: Succeed) -> None:
+    """The command from its own JSONs, in a folder of the user; the script by ds_configs, in the repository."""
+    common = ["--steps", 3, "--num-eval", 4, "--max-length", 32]
+    (tmp_path / "command.py").write_text(COMMAND)
+    done = run_script(tmp_path / "command.py", "--method", "adamw", *common, cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    succeed("--deepspeed", "ds_configs/zero_offload.json", *common, "--output-dir", tmp_path / "script")
+    folders = [tmp_path / "runs" / "zero_offload-code_or_text", tmp_path / "script"]
+    rows = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    assert [point["loss"] for point in rows[0]["curve"]] == [point["loss"] for point in rows[1]["curve"]]
+    assert {k: v for k, v in rows[0].items() if k not in VARYING} == {
+        k: v for k, v in rows[1].items() if k not in VARYING
+    }
+    assert rows[0]["optimizer"] == "AdamW" and rows[0]["steps"] == 3
+    command, script = (weights(folder) for folder in folders)
+    assert all(torch.equal(command[name], script[name]) for name in command)
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path, run_script: Run) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    done = run_script(tmp_path / "interrupted.py", cwd=tmp_path, env=environment(), timeout_s=120)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1].startswith("error: stopped by Ctrl-C; --resume latest goes on")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "./nope"], "error: looked for a model folder at ./nope: not found (--model)"),
+        (["--data", "nope.txt"], "error: looked for the text file nope.txt: not found"),
+        (["--deepspeed", "nope.json"], "error: looked for a DeepSpeed JSON at nope.json: not found (--deepspeed)"),
+    ],
+)
+@pytest.mark.usefixtures("rank_variables")
+def test_a_mistake_in_the_command_is_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as exited:  # Python prints the message, and the status is 1
+        main(["train", *arguments])
+    assert exited.value.code == message
+
+
+@pytest.mark.usefixtures("rank_variables")
+def test_an_unexpected_error_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "task.py").write_text("int('x')")
+    with pytest.raises(SystemExit, match="1"):
+        main(["train", "--task-file", str(tmp_path / "task.py")])
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "task.py" in shown and "ValueError" in shown
+
+
+@pytest.mark.usefixtures("rank_variables")
+def test_the_module_takes_what_the_launcher_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `deepspeed --module ds_zo.training --task nope` starts a rank."""
+    monkeypatch.setattr("sys.argv", ["ds_zo.training", "--local_rank=0", "--task", "nope"])
+    with pytest.raises(SystemExit, match="error: looked for a task named 'nope'"):
+        runpy.run_module("ds_zo.training", run_name="__main__")
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each example of the help is accepted, less its file and its model, which are the reader's."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    examples = re.findall(r"^    (?:ds-zo train|deepspeed --module ds_zo.training)(.*)$", capsys.readouterr().out, re.M)
+    assert len(examples) == 5
+    for words in examples:
+        assert parse_args(shlex.split(words)).task in TASKS

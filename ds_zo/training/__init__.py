@@ -1,0 +1,1 @@
+"""The training job of `ds-zo train`, `python -m ds_zo.training` and launch/train.py."""

@@ -1,0 +1,91 @@
+"""The DeepSpeed JSON of a run: read from its file, overridden by options, adapted to the embedded model or a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
+from ds_zo.tasks.embedded_model import folder_of
+from ds_zo.training.errors import UserError
+
+_ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+EMBEDDED_PARAMS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}}, {"lr": 5e-4}),
+    ({"type": "LOMO", "params": {"lr": 0.03, "weight_decay": 0.0}}, {"lr": 0.01}),
+    ({"type": "AdaLOMO", "params": {"lr": 5e-4, "weight_decay": 0.0}}, {"lr": 2e-3}),
+    ({"type": "LSP", "params": {"lr": 2e-5, **_ADAM, "subspace_dim": 512}}, {"lr": 3e-3, "subspace_dim": 64}),
+    ({"type": "AdamW", "params": {"lr": 2e-5, **_ADAM}}, {"lr": 5e-4}),
+)
+"""Pairs of a shipped `optimizer` section, for a large model, and the parameters that suit the embedded model instead.
+They apply to a JSON whose section is equal to a shipped one: an edited section is the user's choice and stays."""
+
+
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the JSON. Writes the command line's overrides into it, and what the embedded model or a CPU needs."""
+    config = _read_json(args.deepspeed)
+    replaced, dtype = _adapted(args, config)
+    if replaced:
+        config["optimizer"]["params"] |= replaced
+    if args.lr is not None:
+        _set_lr(config, args)
+    if args.batch_size is not None:
+        config["train_micro_batch_size_per_gpu"] = args.batch_size
+    if dtype != "auto":
+        for name in ("bf16", "fp16"):
+            if name in config or name == dtype:
+                config[name] = {**(config.get(name) or {}), "enabled": name == dtype}
+    return config
+
+
+def model_dtype(config: dict[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), "fp32")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"looked for a DeepSpeed JSON at {path}: not found (--deepspeed)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"{path} is not JSON: {error} (--deepspeed)") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
+    return config
+
+
+def _set_lr(config: dict[str, Any], args: argparse.Namespace) -> None:
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, dict):
+        raise UserError(f"--lr overrides optimizer.params.lr, but {args.deepspeed} has no optimizer section")
+    optimizer["params"] = {**(optimizer.get("params") or {}), "lr": args.lr}
+    schedule = (config.get("scheduler") or {}).get("params") or {}
+    if "warmup_max_lr" in schedule:  # such a schedule rises to this rate, not to the optimizer's
+        schedule["warmup_max_lr"] = args.lr
+
+
+def _adapted(args: argparse.Namespace, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the optimizer parameters that replace the JSON's, and the dtype: "auto" is that of the JSON.
+
+    The first rank prints one line if either differs from the JSON. What the command line names is never replaced.
+    """
+    optimizer = config.get("optimizer") or {}
+    is_embedded = Path(folder_of(args.model)).resolve() == EMBEDDED_FOLDER.resolve()
+    suited = next((params for shipped, params in EMBEDDED_PARAMS if is_embedded and shipped == optimizer), {})
+    replaced = suited if args.lr is None else {}
+    changes = [f"{name} {value:g} instead of {optimizer['params'][name]:g}" for name, value in replaced.items()]
+    keep = [f"--lr {optimizer['params']['lr']:g}"] if replaced else []
+    written, dtype = model_dtype(config), args.dtype
+    if dtype == "auto" and written != "fp32" and (suited or get_accelerator().device_name() == "cpu"):
+        dtype = "fp32"
+        changes.append(f"float32 instead of {written}")
+        keep.append(f"--dtype {written}")
+    if changes and os.environ.get("RANK", "0") == "0":
+        reason = "the embedded model" if suited else "no GPU"
+        print(f"{reason}: {', '.join(changes)} (to keep the JSON's: {' '.join(keep)})", flush=True)
+    return replaced, dtype

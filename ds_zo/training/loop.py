@@ -1,0 +1,234 @@
+"""The training loop: steps, evaluations, the best state, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+
+from ds_zo.checkpoint.preemption import Preemption
+from ds_zo.config import backend_of
+from ds_zo.records.environment import host_peak_gb
+from ds_zo.records.run_summary import Best, Point
+from ds_zo.tasks import Evaluator, HeadTask, Score, pad_token_id
+from ds_zo.tasks.data import Split
+from ds_zo.tasks.encoding import num_label_positions, position_ids
+from ds_zo.tasks.scoring import accepts_argument, needs_position_ids, num_reserved_positions
+from ds_zo.training.arguments import DTYPES, EMBEDDED_STEPS, EMBEDDED_TASK
+from ds_zo.training.data import TrainingBatches, task_of
+from ds_zo.training.engine import make_engine
+from ds_zo.training.errors import UserError
+from ds_zo.training.json_config import model_dtype
+from ds_zo.training.model import add_lora, load_model, save_model
+from ds_zo.training.progress import Progress, RunCheckpoints
+
+LOSS_EVERY = 10
+"""Steps between two readings of the loss: each reading waits for the device."""
+
+
+class TrainingLoop:
+    """Trains one engine on one task, and saves in one folder."""
+
+    def __init__(self, args: argparse.Namespace, config: dict[str, Any]) -> None:
+        self.args = args
+        self.config = config
+        self.dtype = model_dtype(config)
+        self.task = task_of(args)
+        model = self._load_model()
+        self.pad_token_id = pad_token_id(self.tokenizer)
+        most = getattr(model.config, "max_position_embeddings", None)
+        self.max_length = min(args.max_length, most - num_reserved_positions(model)) if most else args.max_length
+        if args.lora_rank is not None:
+            model = add_lora(model, args)
+        if args.gradient_checkpointing:
+            # Only the non-reentrant kind calls LOMO's hooks on each gradient, and works with a frozen embedding.
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
+        self.engine = make_engine(model, config)
+        self.engine.train()  # `from_pretrained` leaves dropout off, and a run may begin without an evaluation
+        self.batches = TrainingBatches(
+            sequences,
+            task=self.task,
+            args=args,
+            pad_token_id=self.pad_token_id,
+            batch_size=self.engine.train_micro_batch_size_per_gpu(),
+        )
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
+        self.keeps_answers = alone and accepts_argument(self.engine, "logits_to_keep")
+        """Whether the head computes logits only at the positions of labels. Several ranks may share one batch and must
+        agree on its shape, so that they compute all logits."""
+        self.checkpoints = RunCheckpoints(self.engine, args, writes=self.rank == 0)
+        self.model_folder: Path | None = None
+        """The folder of the saved model; None: no model has been saved."""
+        self.progress = Progress()
+
+    def _load_model(self) -> Any:
+        """Returns the model, and keeps its tokenizer."""
+        args, has_head = self.args, isinstance(self.task, HeadTask)
+        model, self.tokenizer = load_model(
+            args.model,
+            dtype=DTYPES[self.dtype],
+            lazily=backend_of(self.config) is not None and args.lora_rank is None,
+            num_labels=self.task.num_labels if isinstance(self.task, HeadTask) else None,
+        )
+        if has_head and args.padding_side == "left" and self.tokenizer.cls_token_id is not None:
+            raise UserError(f"the head of {args.model} reads the first token, not padding: right (--padding-side)")
+        return model
+
+    @property
+    def samples_per_step(self) -> int:
+        return int(self.engine.train_batch_size())
+
+    def num_steps(self) -> int:
+        if self.args.steps is not None:
+            return int(self.args.steps)
+        if self.args.epochs is None and self.args.task == EMBEDDED_TASK:
+            return EMBEDDED_STEPS
+        epochs = 1.0 if self.args.epochs is None else self.args.epochs
+        return max(1, round(epochs * len(self.batches) / self.samples_per_step))
+
+    def evaluate(self, split: Split) -> Score:
+        evaluator = Evaluator(
+            self.engine,
+            device=self.engine.device,
+            pad_token_id=self.pad_token_id,
+            batch_size=self.args.eval_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            padding_side=self.args.padding_side,
+        )
+        self.engine.eval()
+        score = self.task.evaluate(
+            evaluator, split, self.tokenizer, max_length=self.max_length, num_examples=self.args.num_eval
+        )
+        self.engine.train()
+        if self.world_size == 1:  # a process group of one rank would take seconds to set up
+            return score
+        sums = torch.tensor(score.sums, dtype=torch.float64, device=self.engine.device)
+        dist.all_reduce(sums)
+        return score.with_sums(sums.tolist())
+
+    def resume(self, folder: Path) -> None:
+        """Continues from the newest checkpoint of a folder."""
+        self.progress = self.checkpoints.resume(folder)
+        model_folder = self.args.output_dir / "model"
+        # A resumed run with another output folder has no best model there.
+        if self.progress.best is not None and not self.args.no_save and model_folder.is_dir():
+            self.model_folder = model_folder
+
+    def train(self, preemption: Preemption) -> bool:
+        """Makes all steps. Returns False if SIGTERM came first, and a checkpoint was saved instead."""
+        args, progress, num_steps = self.args, self.progress, self.num_steps()
+        bar = tqdm(
+            total=num_steps, initial=progress.step, desc="train", unit="step", disable=self.rank != 0, mininterval=0.5
+        )
+        shown = progress.num_tokens, progress.train_s
+        with bar:
+            while progress.step < num_steps:
+                point = self._timed_step(num_steps)
+                if point is not None:
+                    bar.set_postfix_str(self._progress_text(point, *shown), refresh=False)
+                    shown = progress.num_tokens, progress.train_s
+                bar.update()
+                over = args.max_seconds is not None and self._any_rank(progress.train_s >= args.max_seconds)
+                ends = over or progress.step == num_steps
+                if self._is_due(args.eval_every) or (args.eval_every and ends):
+                    self._keep_best(bar)
+                preempted = preemption.requested()
+                if preempted or self._is_due(args.save_every):
+                    self.checkpoints.save(progress)
+                if preempted or over:
+                    return ends
+        return True
+
+    def _is_due(self, every: int) -> bool:
+        """Whether an action that is made every so many steps, 0 for never, follows the last step."""
+        return bool(every) and self.progress.step % every == 0
+
+    def _timed_step(self, num_steps: int) -> Point | None:
+        """Makes one step and adds its time. Returns the new point of the curve if the loss was read."""
+        progress, start = self.progress, time.perf_counter()
+        loss = self._step()
+        is_last = progress.step == num_steps
+        point = None
+        if self._is_due(LOSS_EVERY) or progress.step == 1 or is_last:
+            point = Point(progress.step, 0.0, loss.item())
+        if is_last or self._is_due(self.args.eval_every) or self._is_due(self.args.save_every):
+            get_accelerator().synchronize()  # work still queued on the device belongs to the training time
+        progress.train_s += time.perf_counter() - start
+        if point is not None:
+            point.train_s = round(progress.train_s, 3)
+            progress.curve.append(point)
+        return point
+
+    def _step(self) -> torch.Tensor:
+        """Makes one optimizer step. Returns the mean loss of its micro-batches, on the device."""
+        losses = []
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            size = self.batches.batch_size
+            batch = self.batches.at(self.progress.num_seen + self.rank * size)
+            self.progress.num_seen += size * self.world_size
+            self.progress.num_tokens += int(batch["attention_mask"].sum()) * self.world_size
+            loss = self._loss(batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        self.progress.step += 1
+        return torch.stack(losses).mean()
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        options: dict[str, Any] = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
+        if self.keeps_answers:
+            options["logits_to_keep"] = num_label_positions(batch["labels"])
+            batch["labels"] = batch["labels"][:, -options["logits_to_keep"] :]
+        inputs = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
+        if self.args.padding_side == "left" and needs_position_ids(self.engine):
+            inputs["position_ids"] = position_ids(inputs["attention_mask"])
+        loss: torch.Tensor = self.engine(**inputs, **options).loss
+        return loss
+
+    def _progress_text(self, point: Point, num_tokens: int, train_s: float) -> str:
+        """The loss, the rate of all ranks' tokens since the given counts, and this rank's memory peaks so far."""
+        rate = (self.progress.num_tokens - num_tokens) / max(self.progress.train_s - train_s, 1e-9)
+        memory = f"host {host_peak_gb():.1f} GB"
+        if get_accelerator().device_name() != "cpu":
+            memory = f"GPU {get_accelerator().max_memory_allocated() / 1e9:.1f} GB, {memory}"
+        return f"loss {point.loss:.3f}, {rate:,.0f} tokens/s, {memory}"
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Returns whether any rank's flag is set: clocks differ, and one rank past the limit stops all ranks."""
+        if self.world_size == 1:
+            return flag
+        found = torch.tensor(int(flag), device=self.engine.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def _keep_best(self, bar: Any) -> None:
+        """Scores dev. If the score is the best so far, scores test and saves the model."""
+        progress, score = self.progress, self.evaluate("dev")
+        progress.curve.append(Point(progress.step, round(progress.train_s, 3), dev=score.values))
+        better = score.is_better_than(progress.best.value if progress.best else None)
+        if better:
+            test = self.evaluate("test")
+            progress.best = Best(progress.step, score.metric, score.values, test.values)
+            if not self.args.no_save:
+                self.save_model()
+        self.checkpoints.note(progress)
+        if self.rank == 0:
+            bar.write(f"step {progress.step}: dev {score}{', the best so far' if better else ''}")
+
+    def save_model(self) -> None:
+        """Writes the model's folder, `model` in the output folder."""
+        folder = self.args.output_dir / "model"
+        save_model(
+            self.engine, folder, tokenizer=self.tokenizer, train_base=self.args.train_base, writes=self.rank == 0
+        )
+        dist.barrier()
+        self.model_folder = folder
