@@ -87,9 +87,9 @@ def make_environment(corner: Corner, folder: Path) -> Path:
     if needs_cuda_libraries(python, corner["torch"]):
         text = f"pip offers torch {corner['torch']} for Python {corner['python']} with gigabytes of CUDA libraries only"
         raise RuntimeError(f"{text} ({platform.machine()})")
-    pip(python, "install", "--quiet", f"torch=={corner['torch']}", "setuptools", "wheel")
-    pins = [f"{package}=={corner[package]}" for package in PACKAGES]
-    pip(python, "install", "--quiet", *pins, *SMOKE_PACKAGES)
+    install = "install", "--quiet", "--no-compile"  # Python compiles the few modules that are imported
+    pip(python, *install, f"torch=={corner['torch']}", "setuptools", "wheel")
+    pip(python, *install, *(f"{package}=={corner[package]}" for package in PACKAGES), *SMOKE_PACKAGES)
     stamp.write_text(json.dumps(corner))
     return python
 
@@ -111,7 +111,7 @@ def run_smoke(python: Path, folder: Path) -> dict[str, Any]:
     options = ["-p", "no_shared_memory_op", "-p", "no:cacheprovider", "-q", "-m", "not gpu", "--tb=short"]
     began = time.monotonic()
     with log.open("w") as file:
-        command = [python, "-m", "pytest", *options, *tests]
+        command: list[str | Path] = [python, "-m", "pytest", *options, *tests]
         code = subprocess.run(command, cwd=REPO, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
     summary = log.read_text().strip().splitlines()[-1]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", summary)}
