@@ -121,7 +121,7 @@ def run_smoke(python: Path, folder: Path) -> dict[str, Any]:
 
 
 def run_corner(name: str, corner: Corner, environments: Path) -> dict[str, Any]:
-    folder = environments / name
+    folder, tested = environments / name, commit()  # before the run: a later commit is not what ran
     say(f"{name}: making the environment {folder} (minutes the first time)")
     try:
         python = make_environment(corner, folder)
@@ -130,11 +130,11 @@ def run_corner(name: str, corner: Corner, environments: Path) -> dict[str, Any]:
     else:
         say(f"{name}: running the smoke suite, log {folder / 'smoke.log'}")
         outcome = run_smoke(python, folder)
-    return {"corner": name, **corner, **outcome, "machine": platform.machine(), "commit": commit()}
+    return {"corner": name, **corner, **outcome, "machine": platform.machine(), "commit": tested}
 
 
 def commit() -> str:
-    run = subprocess.run(["git", "-C", REPO, "describe", "--always"], capture_output=True, text=True)
+    run = subprocess.run(["git", "-C", REPO, "describe", "--always", "--dirty"], capture_output=True, text=True)
     return run.stdout.strip()
 
 
