@@ -1,0 +1,100 @@
+"""An environment of a client's own, made from pinned releases, and processes that run in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.client import Client
+
+REPO = Path(__file__).resolve().parents[2]
+_TIMEOUT_S = 900
+_OFFLINE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+}
+
+
+class ClientFault(Exception):
+    """A client did not do what a check expects. The text goes into the table's row."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A folder that `python -m venv` made."""
+
+    folder: Path
+    python_path: Path | None = None
+    """Where ds_zo is imported from, unless it is installed."""
+
+    def run(self, command: str | Sequence[str], *, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
+        """Runs a command without a GPU and without the network. Returns what it printed, which is also in `log.txt`.
+
+        ClientFault: the command failed, or took more than 15 minutes.
+        """
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        env = {**inherited, **_OFFLINE, "HF_HOME": str(cwd / "cache"), **(variables or {})}
+        if self.python_path is not None:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(self.python_path)]))
+        env["PATH"] = f"{self.folder / 'bin'}{os.pathsep}{env['PATH']}"
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(self.folder / "torch_extensions"))
+        log = cwd / "log.txt"
+        with log.open("a+", encoding="utf-8") as file:
+            file.write(f"$ {shlex.join(words)}\n")
+            file.flush()
+            begin = file.tell()
+            process = subprocess.Popen(
+                words, cwd=cwd, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                status = process.wait(_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # the group is this command's own
+                    process.wait()
+            file.seek(begin)
+            printed = file.read()
+        if status != 0:
+            ended = f"took more than {_TIMEOUT_S} s" if status is None else f"exited with {status}"
+            raise ClientFault(f"{words[0]} {ended}: {_last_error(printed)} (log: {log})")
+        return printed
+
+
+def make_environment(client: Client, folder: Path) -> Environment:
+    """Makes the environment, unless the folder has one with the same pins."""
+    wanted = "\n".join(client.requires) + "\n"
+    stamp = folder / "installed.txt"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return Environment(folder)
+    print(f"==> installing {client.requires[0]} into {folder} (minutes)", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, *client.requires, "ninja", "--editable", str(REPO)], check=True)
+    stamp.write_text(wanted, encoding="utf-8")
+    return Environment(folder)
+
+
+def _last_error(printed: str) -> str:
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    launchers = ("ChildFailedError", "CalledProcessError")  # they say only that a process below them failed
+    errors = [
+        line
+        for line in lines
+        if re.search(r"^(\[rank\d+\]: )?\S*Error\b", line) and not any(word in line for word in launchers)
+    ]
+    return (errors or lines or ["it printed nothing"])[-1][:300]
