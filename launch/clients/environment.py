@@ -91,10 +91,6 @@ def make_environment(client: Client, folder: Path) -> Environment:
 
 def _last_error(printed: str) -> str:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    launchers = ("ChildFailedError", "CalledProcessError")  # they say only that a process below them failed
-    errors = [
-        line
-        for line in lines
-        if re.search(r"^(\[rank\d+\]: )?\S*Error\b", line) and not any(word in line for word in launchers)
-    ]
-    return (errors or lines or ["it printed nothing"])[-1][:300]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*Error\b", line)]
+    own = [line for line in errors if "ChildFailedError" not in line and "CalledProcessError" not in line]
+    return (own or lines or ["it printed nothing"])[-1][:300]
