@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ds_zo import __version__
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.commands import bench, config, export, plan, replay, report
+from ds_zo.commands import bench, config, export, plan, replay, report, run
 
-COMMANDS = (config, export, replay, plan, report, bench)
+COMMANDS = (run, config, export, replay, plan, report, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,10 +7,14 @@ DeepSpeed first.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
+
+ENVIRONMENT = dict(os.environ)
+"""The environment that this process was started with. Importing DeepSpeed adds variables."""
 
 
 def is_command() -> bool:

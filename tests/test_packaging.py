@@ -88,7 +88,7 @@ def test_cli_prints_every_key_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(REPO / "ds_zo", source / "ds_zo", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "ds_zo_autoload.py", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([*build, str(tmp_path), str(source)], capture_output=True, check=True, timeout=300)
@@ -96,6 +96,7 @@ def test_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {path.relative_to(REPO).as_posix() for path in (REPO / "ds_zo").rglob("*.py")}
     shipped |= {f"ds_zo/tasks/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    shipped |= {"ds_zo_autoload.py", "ds_zo_autoload.pth"}
     assert shipped <= names, shipped - names
     assert not any(name.startswith(("tests", "launch", "benchmarks")) for name in names)
 

@@ -13,14 +13,10 @@ does when it is False.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,6 +37,7 @@ from ds_zo.plugin import gathered_parameters, hf_trainer
 from ds_zo.plugin.checkpointing import refuse_to_stock
 from ds_zo.plugin.engine import ENGINE_SIGNATURE, PluginEngine, destroy_engine_of, has_live_engines
 from ds_zo.streaming.loading import read_all
+from ds_zo_autoload import AfterImport
 
 _installed = False
 _originals: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -89,7 +86,7 @@ class Patch:
         """
         self.owner, self.name, self.serves_engines = owner, name, serves_engines
         self._replace = replace
-        self._finder: _PatchOnImport | None = None
+        self._finder: AfterImport | None = None
 
     def __str__(self) -> str:
         owner = self.owner if isinstance(self.owner, str) else f"{self.owner.__module__}.{self.owner.__qualname__}"
@@ -100,7 +97,7 @@ class Patch:
         owner = self._loaded_owner()
         if owner is None:
             if self._finder not in sys.meta_path:
-                self._finder = _PatchOnImport(self)
+                self._finder = AfterImport(str(self.owner), self.apply)
                 sys.meta_path.insert(0, self._finder)
             return
         original = getattr(owner, self.name, None)
@@ -121,29 +118,6 @@ class Patch:
 
     def _loaded_owner(self) -> Any:
         return sys.modules.get(self.owner) if isinstance(self.owner, str) else self.owner
-
-
-class _PatchOnImport(MetaPathFinder):
-    """Lets the other finders find the module of `patch`, once, and applies `patch` after that module has run."""
-
-    def __init__(self, patch: Patch) -> None:
-        self._patch = patch
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self._patch.owner:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_patch(module: ModuleType) -> None:
-                execute(module)
-                if _installed:
-                    self._patch.apply()
-
-            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
-        return spec
 
 
 @functools.cache
@@ -228,6 +202,20 @@ def _replace_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]
     return load_checkpoint
 
 
+@functools.cache
+def _replace_export_envs(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """`export_envs` of the accelerator that adds the beginning of our variables' names.
+
+    DeepSpeed's launcher sends variables to other hosts if their names begin so. `DS_ZO_AUTOLOAD` must reach them.
+    """
+
+    @functools.wraps(original)
+    def export_envs(self: Any) -> list[str]:
+        return [*original(self), "DS_ZO_"] if _installed else original(self)
+
+    return export_envs
+
+
 _replace_deepspeed_init = functools.partial(hf_trainer.replace, is_installed)
 
 PATCHES = (
@@ -235,6 +223,7 @@ PATCHES = (
     Patch(DeepSpeedEngine, "load_checkpoint", _replace_load_checkpoint),
     Patch(DeepSpeedConfig, "__init__", _replace_config_init),
     Patch(GatheredParameters, "__init__", gathered_parameters.replace_init, serves_engines=True),
+    Patch(type(get_accelerator()), "export_envs", _replace_export_envs),
     # Trainer's module has a copy of the function; it is a copy of our replacement if that module is imported later.
     Patch("transformers.integrations.deepspeed", "deepspeed_init", _replace_deepspeed_init),
     Patch("transformers.trainer", "deepspeed_init", _replace_deepspeed_init),

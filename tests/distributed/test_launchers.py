@@ -1,23 +1,24 @@
 """`deepspeed --num_gpus 2` and `torchrun` start ranks that share a host store, and ranks that share a batch.
-(`accelerate launch` on two ranks is tested with the examples.)"""
+
+The script does not import ds_zo: `DS_ZO_AUTOLOAD=1` does. The examples are tested with `accelerate launch`.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import HELPERS, REPO, launcher_command, python_path
+from autoload_env import make_environment
+from conftest import HELPERS, REPO, python_path
 
 SCRIPT = """
 import sys
 import torch
 import deepspeed
-import ds_zo
 from zo_runs import Toy, one_step, zo_json
 
 for name in deepspeed.ops.__compatible_ops__:
@@ -42,14 +43,15 @@ torch.distributed.barrier()
 
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "deepspeed": lambda port: [
-        *launcher_command(),
-        *("--num_gpus", "2", "--master_port", str(port), "--no_local_rank"),
+        *("deepspeed.launcher.runner", "--num_gpus", "2"),
+        *("--master_port", str(port), "--no_local_rank"),
     ],
     "torchrun": lambda port: [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
+        *("torch.distributed.run", "--nproc_per_node", "2"),
         *("--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"),
     ],
 }
+"""Module and options of each launcher."""
 
 
 @pytest.mark.slow
@@ -59,8 +61,9 @@ def test_launcher(launcher: str, tmp_path: Path, free_port: int) -> None:
     script.write_text(SCRIPT)
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
-    env["PYTHONPATH"] = python_path(REPO, HELPERS)
-    command = [*LAUNCHERS[launcher](free_port), str(script), str(tmp_path)]
+    env |= {"PYTHONPATH": python_path(REPO, HELPERS), "DS_ZO_AUTOLOAD": "1"}
+    python = str(make_environment(tmp_path / "environment"))
+    command = [python, "-m", *LAUNCHERS[launcher](free_port), str(script), str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -1,0 +1,174 @@
+"""`ds-zo run`: a command whose Python processes get ds_zo, though no script imports it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from ds_zo.command_line import ENVIRONMENT
+from ds_zo.plugin.patches import PATCHES
+
+VARIABLE = "DS_ZO_AUTOLOAD"
+"""The environment variable that `ds_zo_autoload.pth` reads when Python starts."""
+
+_PROBE = """
+import sys
+sys.path[:] = [folder for folder in sys.path if folder]  # the current folder may have a json.py
+import json, re
+from importlib import metadata
+
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+installed = version("ds-zo")
+requires = {} if installed is None else {
+    line: version(re.match(r"[\\w.-]+", line)[0]) for line in metadata.requires("ds-zo") if "extra ==" not in line
+}
+print(json.dumps(["ds_zo_autoload" in sys.modules, sys.executable, installed, requires]))
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that was started with `DS_ZO_AUTOLOAD=1`."""
+
+    autoloads: bool
+    """Whether it executed `ds_zo_autoload.pth`."""
+    path: str
+    version: str | None
+    """Version of its ds-zo; None if ds-zo is not installed there."""
+    requires: dict[str, str | None]
+    """Installed version by requirement of that ds-zo, such as `torch>=2.11`; None if not installed."""
+
+    @classmethod
+    def start(cls, command: Sequence[str]) -> Interpreter:
+        env = {**ENVIRONMENT, VARIABLE: "1"}
+        done = subprocess.run([*command, "-c", _PROBE], env=env, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(
+                f"ds-zo run starts the Python of the command to check it, got exit status {done.returncode} and "
+                f"{last!r}: repair that Python, or name another ({shlex.join(command)})"
+            )
+        return cls(*json.loads(done.stdout.splitlines()[-1]))
+
+    def check(self) -> None:
+        """Raises if ds_zo would not be loaded."""
+        if not self.autoloads:
+            again = "" if self.version is None else " again"
+            raise ValueError(
+                "the Python of the command must have ds_zo_autoload.pth, which pip installs with ds-zo, got a Python "
+                f"without it: install ds-zo there{again}, by `{self.path} -m pip install`, or use a command of the "
+                f"environment that has ds-zo ({self.path})"
+            )
+
+    def support(self) -> Iterator[tuple[str, str]]:
+        """Name of each requirement of ds-zo, and how the installed version compares with the supported range."""
+        for line, version in self.requires.items():
+            requirement = Requirement(line)
+            if version is None:
+                verdict = f"NOT INSTALLED, supported: {requirement.specifier}"
+            elif requirement.specifier.contains(version, prereleases=True):
+                verdict = f"{version}, supported ({requirement.specifier})"
+            else:
+                verdict = f"{version}, NOT SUPPORTED: install {requirement.name}{requirement.specifier}"
+            yield requirement.name, verdict
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a command whose Python processes load ds_zo when they import DeepSpeed",
+        description="Sets DS_ZO_AUTOLOAD=1 and executes COMMAND. Every Python process below it, launchers and their "
+        "workers included, imports ds_zo right after DeepSpeed. Scripts need no `import ds_zo`.",
+        epilog="example: ds-zo run -- accelerate launch train.py --deepspeed ds_config.json",
+    )
+    parser.add_argument("--check", action="store_true", help="print what would happen, and execute nothing")
+    parser.add_argument("words", nargs="*", metavar="COMMAND", help="behind --, with its own options")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    words: list[str] = args.words
+    if not words and not args.check:
+        raise ValueError("ds-zo run needs a command, got none: write ds-zo run -- COMMAND ... (COMMAND)")
+    python = python_of(words[0]) if words else [sys.executable]
+    if args.check:
+        _check(words, python)
+        return
+    if python is None:
+        print(f"ds-zo run: {_unknown(words[0])}", file=sys.stderr)
+    else:
+        Interpreter.start(python).check()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(words[0], words, {**ENVIRONMENT, VARIABLE: "1"})
+
+
+def python_of(program: str) -> list[str] | None:
+    """The Python that executes `program`, with its options. None if the program's file does not name one."""
+    found = shutil.which(program, path=ENVIRONMENT.get("PATH"))
+    if found is None:
+        raise ValueError(f"ds-zo run needs a command that can be executed, got {program!r}: install it ({program})")
+    if _is_python(found):
+        return [found]
+    with open(found, "rb") as file:
+        first, second = (file.readline(4096).decode(errors="replace") for _ in range(2))
+    if not first.startswith("#!"):
+        return None
+    words = [word for word in shlex.split(first[2:]) if word != "-S"]
+    if words and Path(words[0]).name == "env":
+        words = words[1:]
+    elif words and Path(words[0]).name == "sh" and second.startswith("'''exec' "):
+        words = shlex.split(second)[1:2]  # pip writes this where the path is too long for the first line
+    return words if words and _is_python(words[0]) else None
+
+
+def _is_python(program: str) -> bool:
+    return re.fullmatch(r"python[\d.]*", Path(program).name) is not None
+
+
+def _unknown(program: str) -> str:
+    return (
+        f"{program} is not a Python script, so the Python that it starts is not checked. That Python must have ds-zo; "
+        "check it by ds-zo run --check -- PYTHON"
+    )
+
+
+def _check(words: Sequence[str], python: Sequence[str] | None) -> None:
+    rows: list[tuple[str, str]] = [("command", shlex.join(words) if words else "none: any script of this Python")]
+    interpreter = None
+    if python is None:
+        rows.append(("python", _unknown(words[0])))
+    else:
+        interpreter = Interpreter.start(python)
+        hook = "`import deepspeed` imports ds_zo too" if interpreter.autoloads else "NO ds_zo_autoload.pth"
+        rows += [("python", interpreter.path), ("autoload", hook)]
+        rows.append(("ds-zo", interpreter.version or "NOT INSTALLED"))
+        rows += interpreter.support()
+    rows += [("replaces" if i == 0 else "", str(patch)) for i, patch in enumerate(PATCHES)]
+    rows += [
+        ("other hosts", f"deepspeed and accelerate launch (pdsh, MPI, Slurm) send {VARIABLE}"),
+        ("", f"torchrun: start it by ds-zo run on every host, or set {VARIABLE}=1 there"),
+        ("", "each host needs ds-zo in the Python that runs there"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}")
+    if interpreter is not None:
+        interpreter.check()

@@ -1,0 +1,68 @@
+"""Imports ds_zo right after DeepSpeed, in every Python process that starts with `DS_ZO_AUTOLOAD=1` in its environment.
+
+pip installs `ds_zo_autoload.pth`, which setup.py writes, beside this module. Python executes that file when it starts,
+and the file calls `install` if the variable is set. A process that never imports DeepSpeed imports only this module, so
+this module imports nothing but `sys`. It is outside the package ds_zo, because importing that package imports torch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # type checkers take this for typing's own constant
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+
+class AfterImport:
+    """A finder for `sys.meta_path` that calls `action` once, after the module `name` has been executed.
+
+    The finders behind it find the module. `importlib.util.find_spec` does not execute a module, so nothing is called.
+    """
+
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
+        loader: Any = spec and spec.loader
+        if loader is None:
+            return spec
+
+        def execute_then_act(module: ModuleType) -> None:
+            del loader.exec_module  # the loader's own method is called from here on
+            loader.exec_module(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._action()
+
+        loader.exec_module = execute_then_act
+        return spec
+
+
+def _import_ds_zo() -> None:
+    try:
+        __import__("ds_zo")
+    except Exception as error:
+        # Not an ImportError: libraries take that for "DeepSpeed is not installed", and go on without it.
+        raise RuntimeError(
+            "DS_ZO_AUTOLOAD is set, so ds_zo is imported after DeepSpeed, but that import failed with "
+            f"{type(error).__name__}: {error}. Repair the installation of ds-zo, or unset DS_ZO_AUTOLOAD "
+            f"({sys.executable})"
+        ) from error
+
+
+_AFTER_DEEPSPEED = AfterImport("deepspeed", _import_ds_zo)
+
+
+def install() -> None:
+    """Has ds_zo imported after DeepSpeed in this process. Python calls it twice in some virtual environments."""
+    if _AFTER_DEEPSPEED not in sys.meta_path:
+        sys.meta_path.insert(0, _AFTER_DEEPSPEED)

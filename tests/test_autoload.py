@@ -1,0 +1,155 @@
+"""`DS_ZO_AUTOLOAD=1` and `ds-zo run`: ds_zo is imported after DeepSpeed, and by no process without DeepSpeed.
+
+Tests of the mechanism have packages of one line in place of DeepSpeed and ds_zo, whose import takes seconds.
+`tests/distributed/test_launchers.py` trains with the real ones; `launch/autoload.sh` installs by pip.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from autoload_env import REPO, make_environment
+
+from ds_zo.cli import main
+from ds_zo.commands.run import python_of
+from ds_zo.plugin.patches import PATCHES
+
+Python = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has ds-zo."""
+    return make_environment(tmp_path_factory.mktemp("with"))
+
+
+@pytest.fixture
+def python(environment: Path, tmp_path: Path) -> Python:
+    """Runs code in that environment with `DS_ZO_AUTOLOAD=1`, and returns what it prints."""
+    for name, source in {
+        "deepspeed/__init__.py": "from . import engine; print('deepspeed')",
+        "deepspeed/engine.py": "",
+        "ds_zo/__init__.py": "print('ds_zo begins'); from deepspeed import engine; print('ds_zo ends')",
+        "sitecustomize.py": "import sys; sys.flags_of_site = 'sitecustomize ran'",
+    }.items():
+        (tmp_path / "stubs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "stubs" / name).write_text(source + "\n")
+
+    def run(code: str, *, fails: bool = False, **variables: str) -> str:
+        env = {**os.environ, "PYTHONPATH": str(tmp_path / "stubs"), "DS_ZO_AUTOLOAD": "1", **variables}
+        command = [str(environment), "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode != 0) == fails, done.stderr
+        return done.stderr if fails else " ".join(done.stdout.split())
+
+    return run
+
+
+BOTH = "deepspeed ds_zo begins ds_zo ends"
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("import deepspeed", BOTH),
+        ("from deepspeed.engine import __name__", BOTH),
+        ("import deepspeed, ds_zo", BOTH),
+        ("import ds_zo, deepspeed", "ds_zo begins deepspeed ds_zo ends"),
+        ("import importlib.util as u; u.find_spec('deepspeed'); u.find_spec('deepspeed.engine')", BOTH),
+        ("import importlib.util as u; u.find_spec('deepspeed'); print('looked'); import deepspeed", f"looked {BOTH}"),
+        ("import deepspeed, importlib as i; i.reload(deepspeed)", f"{BOTH} deepspeed"),
+        ("import sys; print(sys.flags_of_site); import deepspeed", f"sitecustomize ran {BOTH}"),
+        ("import runpy; runpy.run_module('deepspeed.engine')", BOTH),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import deepspeed'])", BOTH),
+        ("import deepspeed, sys; print([f for f in sys.meta_path if 'ds_zo' in type(f).__module__])", f"{BOTH} []"),
+    ],
+)
+def test_ds_zo_is_imported_right_after_deepspeed(code: str, printed: str, python: Python) -> None:
+    assert python(code) == printed
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_without_the_variable_nothing_of_ours_is_imported(value: str, python: Python) -> None:
+    ours = "import deepspeed, sys; print([name for name in sys.modules if 'ds_zo' in name])"
+    assert python(ours, DS_ZO_AUTOLOAD=value) == "deepspeed []"
+
+
+def test_a_process_without_deepspeed_imports_one_module(python: Python) -> None:
+    names = "import sys; print(*sorted(sys.modules))"
+    assert set(python(names).split()) - set(python(names, DS_ZO_AUTOLOAD="0").split()) <= {
+        "ds_zo_autoload",
+        "__future__",
+    }
+
+
+def test_an_import_that_fails_is_not_taken_for_a_missing_deepspeed(python: Python, tmp_path: Path) -> None:
+    (tmp_path / "stubs" / "ds_zo" / "__init__.py").write_text("import a_library_that_is_missing\n")
+    error = python("try:\n    import deepspeed\nexcept ImportError:\n    pass", fails=True).splitlines()[-1]
+    assert "No module named 'a_library_that_is_missing'" in error and "unset DS_ZO_AUTOLOAD" in error
+
+
+def test_a_missing_deepspeed_stays_an_import_error(python: Python, tmp_path: Path) -> None:
+    (tmp_path / "stubs" / "deepspeed" / "__init__.py").write_text("raise ImportError('no CUDA')\n")
+    again = (
+        "for _ in range(2):\n    try:\n        import deepspeed\n    except ImportError as error:\n        print(error)"
+    )
+    assert python(again) == "no CUDA no CUDA"
+
+
+def executable(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_python_of_a_command(tmp_path: Path) -> None:
+    assert python_of(sys.executable) == [sys.executable]
+    assert python_of(executable(tmp_path / "a", "#!/opt/my/bin/python3.12 -s\n")) == ["/opt/my/bin/python3.12", "-s"]
+    assert python_of(executable(tmp_path / "b", "#!/usr/bin/env -S python3 -E\n")) == ["python3", "-E"]
+    long = "#!/bin/sh\n'''exec' \"/a folder/bin/python\" \"$0\" \"$@\"\n' '''\n"
+    assert python_of(executable(tmp_path / "c", long)) == ["/a folder/bin/python"]
+    assert python_of(executable(tmp_path / "d", "#!/bin/sh\nexec python train.py\n")) is None
+    assert python_of("sh") is None
+    with pytest.raises(ValueError, match="no-such-program"):
+        python_of("no-such-program")
+
+
+def test_run_refuses_a_python_without_the_pth_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without = str(make_environment(tmp_path / "without", autoload=False))
+    command = executable(tmp_path / "launcher", f"#!{without}\nprint('started')\n")
+    assert main(["run", "--", command]) == 1
+    assert main(["run", "--check", "--", command]) == 1
+    shown = capsys.readouterr()
+    errors = shown.err.splitlines()
+    assert len(errors) == 2 and errors[0] == errors[1] and "ds_zo_autoload.pth" in errors[0] and without in errors[0]
+    assert "NO ds_zo_autoload.pth" in shown.out and "started" not in shown.out
+    assert main(["run"]) == 1
+    assert "needs a command" in capsys.readouterr().err
+
+
+def test_check_says_what_would_happen(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--check", "--", str(environment), "train.py", "--", "--lr", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{environment} train.py -- --lr 1\n" in shown
+    assert "`import deepspeed` imports ds_zo too" in shown
+    for patch in PATCHES:
+        assert str(patch) in shown
+    assert main(["run", "--check", "--", "sh", "train.sh"]) == 0
+    assert "sh is not a Python script" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_run_executes_the_command_with_its_exit_status(environment: Path, tmp_path: Path) -> None:
+    """The command gets the environment that `ds-zo` was given, and the variable; nothing that DeepSpeed adds."""
+    seen = "import json, os, sys; print(json.dumps(dict(os.environ))); sys.exit(37)"
+    command = [str(environment), "-m", "ds_zo.cli", "run", "--", str(environment), "-c", seen]
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 37, done.stderr
+    assert json.loads(done.stdout) == {**env, "DS_ZO_AUTOLOAD": "1"}
