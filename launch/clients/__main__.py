@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients import llamafactory, trl
+from clients import llamafactory, swift, trl
 from clients.client import Client
 from clients.environment import REPO, Environment, make_environment
 from clients.page import PAGE, ROWS, page, read_rows, summary, write_rows
 from clients.training import try_training
 
-CLIENTS: dict[str, Client] = {"trl": trl.CLIENT, "llamafactory": llamafactory.CLIENT}
+CLIENTS: dict[str, Client] = {"trl": trl.CLIENT, "llamafactory": llamafactory.CLIENT, "swift": swift.CLIENT}
 
 
 def try_client(name: str, environment: Environment, folder: Path, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
