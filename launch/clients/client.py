@@ -62,7 +62,10 @@ def _config(optimizer: str, params: dict[str, Any], zero: dict[str, Any]) -> dic
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "zo": _config("ZO", {"zo_eps": 1e-3}, {"offload_param": {"device": "cpu"}}),
+    "zo": {
+        **_config("ZO", {"zo_eps": 1e-3}, {"offload_param": {"device": "cpu"}}),
+        "ds_zo": {"stream": {"writeback_interval": 2}},
+    },
     "adalomo": _config("AdaLOMO", {}, {"offload_param": {"device": "cpu"}}),
     "lsp": _config("LSP", {"subspace_dim": 32}, {"offload_optimizer": {"device": "cpu"}}),
 }
