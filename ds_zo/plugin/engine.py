@@ -53,6 +53,7 @@ from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show, show_details
 from ds_zo.plugin.checkpointing import CheckpointingEngine
+from ds_zo.plugin.rank_check import wait_for_all_ranks
 from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
 from ds_zo.plugin.throughput import EventTimer
 from ds_zo.plugin.zero_grad import ZeroGrads
@@ -105,6 +106,7 @@ class PluginEngine(CheckpointingEngine):
     """Outcome of the last step, until it is counted; None after that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        wait_for_all_ranks()
         bound = ENGINE_SIGNATURE.bind(self, *args, **kwargs).arguments
         model: nn.Module = bound["model"]
         self._places_parameters = self._backend_class.places_parameters(self.resolved)
