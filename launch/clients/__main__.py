@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,9 +33,14 @@ def try_client(name: str, environment: Environment, folder: Path, cases: list[tu
         try_case = try_training if client.trains else try_evaluation
         found = try_case(client, environment, folder / f"{task}_{backend}", task, backend)
         row = {"client": name, "version": client.version, "task": task, "backend": backend, **found}
-        rows.append({**row, "seconds": round(time.monotonic() - begin)})
+        rows.append({**row, "seconds": round(time.monotonic() - begin), "commit": _commit()})
         print(summary(rows[-1:]), flush=True)
     return rows
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "-C", str(REPO), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def main() -> None:
