@@ -153,3 +153,17 @@ def test_run_executes_the_command_with_its_exit_status(environment: Path, tmp_pa
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 37, done.stderr
     assert json.loads(done.stdout) == {**env, "DS_ZO_AUTOLOAD": "1"}
+
+
+def test_deepspeeds_launcher_sends_the_variable_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.launcher import runner
+
+    executable(tmp_path / "pdsh", '#!/bin/sh\nprintf "%s\\n" "$@" > sent\n')
+    (tmp_path / "hosts").write_text("first slots=1\nsecond slots=1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("DS_ZO_AUTOLOAD", "1")
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # main sets handlers that end this process
+    hosts = ["--hostfile", "hosts", "--master_addr", "first", "--no_ssh_check"]
+    runner.main([*hosts, "train.py"])
+    assert "export DS_ZO_AUTOLOAD=1; " in (tmp_path / "sent").read_text()

@@ -14,6 +14,7 @@ from ds_zo.config.optimizers import LOMOParams, LSPParams, ZOParams
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import known_keys
+from ds_zo.versions import removed_features
 
 _REFUSED = {
     "pipeline": "pipeline stages split the model before ds_zo gets it; remove the section",
@@ -140,7 +141,8 @@ def large_zo_lr(lr: float, *, at: str) -> str:
 
 
 def _check_refused_features(ds_config: dict[str, Any]) -> None:
-    for path, why in _REFUSED.items():
+    removed = "DeepSpeed 0.19.8 removed the feature, and ds_zo has it with no version; remove the key"
+    for path, why in (*_REFUSED.items(), *((path, removed) for path in removed_features())):
         found = _lookup(ds_config, path)
         if _is_on(found):
             raise ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)

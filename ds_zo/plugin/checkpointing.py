@@ -87,6 +87,24 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
         self._background.raise_error()
 
+    def _common_state(self) -> dict[str, Any]:
+        """The part of the state that all ranks have in common, under the names that DeepSpeed's checkpoints have."""
+        samples = self.training_dataloader is not None and self.curriculum_learning_enabled()
+        return {
+            "buffer_names": self._get_buffer_names(),
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "data_sampler": self.training_dataloader.data_sampler.state_dict() if samples else None,
+            "random_ltd": self.random_ltd_scheduler.state_dict() if self.random_ltd_enabled() else None,
+            "skipped_steps": self.skipped_steps,
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "dp_world_size": self.seq_dp_world_size,
+            "mp_world_size": self.mp_world_size,
+            "ds_config": self.config,
+            "ds_version": version("deepspeed"),
+        }
+
     def _save(
         self, save_dir: Path, tag: str, client: dict[str, Any], latest: bool, omit_frozen: bool, ranks: list[Any]
     ) -> None:
@@ -99,9 +117,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             recorder.raise_error()
             recorder.prepare(log_folder)
         log_id = None if recorder is None else recorder.id
-        common = super()._common_checkpoint_state({}, False, False)
         state = {
-            "common": {name: value for name, value in common.items() if name != "module"},
+            "common": self._common_state(),
             "micro_steps": self.micro_steps,
             "client": client,
             "ranks": ranks,

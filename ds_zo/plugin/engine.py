@@ -41,6 +41,7 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
+from ds_zo import versions
 from ds_zo.backends import Backend, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.fixed_embeddings import FixedEmbeddings
@@ -53,6 +54,7 @@ from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show, show_details
 from ds_zo.plugin.checkpointing import CheckpointingEngine
+from ds_zo.plugin.rank_check import wait_for_all_ranks
 from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
 from ds_zo.plugin.throughput import EventTimer
 from ds_zo.plugin.zero_grad import ZeroGrads
@@ -105,6 +107,7 @@ class PluginEngine(CheckpointingEngine):
     """Outcome of the last step, until it is counted; None after that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        wait_for_all_ranks()
         bound = ENGINE_SIGNATURE.bind(self, *args, **kwargs).arguments
         model: nn.Module = bound["model"]
         self._places_parameters = self._backend_class.places_parameters(self.resolved)
@@ -122,6 +125,7 @@ class PluginEngine(CheckpointingEngine):
         """`time.perf_counter()` at the first forward of this accumulation window; None before it, and without a
         monitor."""
         self._background = BackgroundWriter()
+        versions.add_engine_attributes(self)
         super().__init__(**bound)
         # DeepSpeed makes this scaler for fp16 autocast without ZeRO. It asserts on gradients, which our backends do not
         # produce.
@@ -351,7 +355,7 @@ class PluginEngine(CheckpointingEngine):
                 f"{getattr(loss, 'requires_grad', None)}: reduce it to one number, call the engine in train mode and "
                 "outside no_grad, and compute the loss from the one that the model returns, if it returns one"
             )
-        self._unmanaged_backward_count += not self.managed_gradient_accumulation()
+        self._unmanaged_backward_count += not versions.manages_accumulation(self)
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         if self.monitor.enabled:
             self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
@@ -419,7 +423,7 @@ class PluginEngine(CheckpointingEngine):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         num_samples_before = self.global_samples
-        if self.managed_gradient_accumulation():
+        if versions.manages_accumulation(self):
             self.global_samples += self.train_batch_size()
         else:
             micro_batch = self.train_batch_size() // self.gradient_accumulation_steps()

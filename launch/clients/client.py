@@ -56,13 +56,13 @@ class Client:
 
     def config(self, backend: str) -> dict[str, Any]:
         """The client's DeepSpeed JSON for a backend."""
-        config = CONFIGS[backend]
         if not self.own_optimizer:
-            return config
-        params = config["optimizer"]["params"]
-        section = {"backend": backend, "params": {name: params[name] for name in params if params[name] != "auto"}}
-        rest = {name: value for name, value in config.items() if name != "optimizer"}
-        return {**rest, "zero_optimization": {**config["zero_optimization"], "ds_zo": section}}
+            return CONFIGS[backend]
+        rest = dict(CONFIGS[backend])
+        params = rest.pop("optimizer")["params"]
+        own = {name: value for name, value in params.items() if value != "auto"}
+        section = {"backend": backend, "params": own, **rest.pop("ds_zo", {})}
+        return {**rest, "zero_optimization": {**rest["zero_optimization"], "ds_zo": section}}
 
 
 def _config(optimizer: str, params: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,10 @@ def _config(optimizer: str, params: dict[str, Any], zero: dict[str, Any]) -> dic
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "zo": _config("ZO", {"zo_eps": 1e-3}, {"offload_param": {"device": "cpu"}}),
+    "zo": {
+        **_config("ZO", {"zo_eps": 1e-3}, {"offload_param": {"device": "cpu"}}),
+        "ds_zo": {"stream": {"writeback_interval": 2}},
+    },
     "adalomo": _config("AdaLOMO", {}, {"offload_param": {"device": "cpu"}}),
     "lsp": _config("LSP", {"subspace_dim": 32}, {"offload_optimizer": {"device": "cpu"}}),
 }

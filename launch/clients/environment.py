@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clients.client import Client
 
@@ -65,8 +67,7 @@ class Environment:
                 status = None
             finally:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # the group is this command's own
-                    process.wait()
+                    _stop(process)
             file.seek(begin)
             printed = file.read()
         if status != 0:
@@ -75,8 +76,18 @@ class Environment:
         return printed
 
 
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the command's process group. A launcher needs time to end its workers, which have groups of their own."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def make_environment(client: Client, folder: Path) -> Environment:
-    """Makes the environment, unless the folder has one with the same pins."""
+    """Makes the environment, unless the folder has one with the same pins. ds_zo changes none of the client's."""
     wanted = "\n".join(client.requires) + "\n"
     stamp = folder / "installed.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -84,9 +95,16 @@ def make_environment(client: Client, folder: Path) -> Environment:
     print(f"==> installing {client.requires[0]} into {folder} (minutes)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *client.requires, "ninja", "--editable", str(REPO)], check=True)
+    subprocess.run([*install, *client.requires, "greenlet>=3.1", "ninja"], check=True)
+    subprocess.run([*install, "--no-deps", "--editable", str(REPO)], check=True)
     stamp.write_text(wanted, encoding="utf-8")
     return Environment(folder)
+
+
+def run_script(environment: Environment, name: str, *arguments: str, cwd: Path) -> Any:
+    """Runs a file of the folder `scripts`. Returns the JSON on the last line that it printed."""
+    script = str(Path(__file__).parent / "scripts" / name)
+    return json.loads(environment.run(["python", script, *arguments], cwd=cwd).splitlines()[-1])
 
 
 def _last_error(printed: str) -> str:

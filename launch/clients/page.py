@@ -7,12 +7,53 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.client import Client
+from clients.client import CONFIGS, NUM_STEPS, SAVE_STEPS, Client
 from clients.environment import REPO
+from clients.training import WITH_PLUGIN
 
 ROWS = REPO / "benchmarks" / "results" / "cpu_clients.jsonl"
 PAGE = REPO / "docs" / "clients.md"
-_STAGES = ("train", "resume", "export")
+STAGES = ("train", "resume", "export", "evaluate")
+
+HEAD = f"""\
+# LLaMA-Factory, TRL's CLI and other programs
+
+<!-- Written by `bash launch/clients.sh --page`, not by hand. -->
+
+A program that is not yours needs no `import ds_zo`. Install ds_zo into the program's environment, give the program a
+JSON of ds_zo as its DeepSpeed config, and put `ds-zo run --` before its command. `DS_ZO_AUTOLOAD=1` in the environment
+does the same.
+
+## The JSON
+
+All programs below but ms-swift take the same JSON. Trainer, which they all use, fills in each `"auto"` from the program's own
+settings. This is the JSON of ZO with streamed weights:
+
+<!-- fragment: ds_config.json -->
+```json
+{json.dumps(CONFIGS["zo"], indent=2)}
+```
+
+For AdaLOMO the optimizer is `{json.dumps(CONFIGS["adalomo"]["optimizer"])}` and the section `ds_zo` can go. For LSP
+it is `{json.dumps(CONFIGS["lsp"]["optimizer"])}`, with `offload_optimizer` in place of `offload_param`; a large model
+takes a `subspace_dim` of 512. [Choose a method](choose.md) has the learning rates to start from. Set the rate in the
+program's settings, as with AdamW. The rates below suit the tiny test only.
+
+## What was tested
+
+`bash launch/clients.sh` installs each program from its pinned release into an environment of its own, and runs it
+unmodified on the CPU with a tiny LLaMA in float32.
+
+- **train**: {NUM_STEPS} steps. The start-up table of ds_zo is in the log, every loss is finite, and the weights change.
+- **resume**: a second run continues from the checkpoint of step {SAVE_STEPS}. Its losses and its final weights are
+  those of the uninterrupted run, bit for bit.
+- **export**: `ds-zo export` of the last checkpoint gives the weights of the program's own final save, bit for bit.
+- **evaluate**: log-likelihoods of an exported model agree with plain PyTorch within 1e-4.
+
+"""
+TAIL = """
+The rows are in [cpu_clients.jsonl](../benchmarks/results/cpu_clients.jsonl).
+"""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -32,7 +73,7 @@ def _case(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table for the terminal."""
-    heads = ("client", "version", "task", "backend", *_STAGES, "seconds")
+    heads = ("client", "version", "task", "backend", *STAGES, "seconds")
     return _table(heads, [[str(row.get(head, "")) for head in heads] for row in rows])
 
 
@@ -41,4 +82,51 @@ def _table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def page(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]]) -> str:
-    return summary(rows) + "\n"
+    """The page. It has a row for each pair of client and task, and a section for each client."""
+    cells = []
+    for name, client in clients.items():
+        for task in client.commands:
+            ran = [row for row in rows if (row["client"], row["task"], row["version"]) == (name, task, client.version)]
+            cells.append([f"{client.title} {client.version}", task, *(_outcome(ran, stage) for stage in STAGES)])
+    parts = [HEAD, _table(("program", "task", *STAGES), cells), "\n\n", _versions(clients, rows), TAIL]
+    parts += [_section(name, client) for name, client in clients.items()]
+    return "".join(parts)
+
+
+def _outcome(rows: Sequence[Mapping[str, Any]], stage: str) -> str:
+    """The backends that passed, and those that did not."""
+    passed = [row["backend"] for row in rows if row.get(stage) == "passed"]
+    failed = [row["backend"] for row in rows if row.get(stage, "passed") != "passed"]
+    shown = [", ".join(passed), f"fails: {', '.join(failed)}" if failed else ""]
+    return "; ".join(filter(None, shown)) or ("" if rows else "not run")
+
+
+def _versions(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]]) -> str:
+    found = {row["client"]: row["versions"] for row in rows if "versions" in row and row["client"] in clients}
+    packages = ("python", "torch", "deepspeed", "transformers", "accelerate", "peft")
+    cells = [[clients[name].title, *(found[name].get(package, "") for package in packages)] for name in found]
+    return _table(("program", *packages), cells) + "\n" if cells else ""
+
+
+def _section(name: str, client: Client) -> str:
+    loads = WITH_PLUGIN if client.trains else ""
+    variables = "".join(f"{key}={value} " for key, value in client.environment.items())
+    lines = [f"{variables}{loads}{command}" for command in client.commands.values()]
+    if client.resume:
+        lines.append(f"{lines[0]} {client.resume}    # continues from step {SAVE_STEPS}")
+    if client.trains:
+        lines.append(f"ds-zo export out/checkpoint-{NUM_STEPS} exported --tokenizer model")
+    parts = [f"\n## {client.title}\n", client.about, _block("bash", f"needs: {client.title}", "\n".join(lines) + "\n")]
+    files = dict(client.files)
+    if client.own_optimizer:
+        files["ds_config.json"] = json.dumps(client.config("zo"), indent=2) + "\n"
+    for file, text in files.items():
+        language = "json" if file.endswith(".json") else "yaml"
+        parts.append(f"`{file}`:")
+        parts.append(_block(language, f"fragment: {name} {file}", text.replace("LEARNING_RATE", "1.0e-5")))
+    parts += [f"- {limit}" for limit in client.limits]
+    return "\n".join(filter(None, parts)) + "\n"
+
+
+def _block(language: str, mark: str, text: str) -> str:
+    return f"\n<!-- {mark} -->\n```{language}\n{text}```\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 from clients.client import NUM_STEPS, RATES, SAVE_STEPS, Client
 from clients.data import write_data, write_model
-from clients.environment import ClientFault, Environment
+from clients.environment import ClientFault, Environment, run_script
 
 WITH_PLUGIN = "ds-zo run -- "
 """Loads the plugin in the processes of the command that follows."""
@@ -28,6 +28,7 @@ def prepare(client: Client, folder: Path, backend: str) -> None:
     write_model(folder / "model")
     (folder / "ds_config.json").write_text(json.dumps(client.config(backend), indent=2), encoding="utf-8")
     for name, text in client.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.replace("LEARNING_RATE", str(RATES[backend])), encoding="utf-8")
 
 
@@ -74,9 +75,12 @@ def _train(
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     variables = {"MASTER_PORT": port, **client.environment}
-    words = [client.commands[task], client.resume if resume else "", client.cpu_only]
-    variables["PYTHONPATH"] = str(Path(__file__).with_name("stand_in"))  # until `ds-zo run` is there
-    printed = environment.run(" ".join(filter(None, words)), cwd=folder, variables=variables)
+    words = " ".join(filter(None, [client.commands[task], client.resume if resume else "", client.cpu_only]))
+    if resume:  # the two ways to load the plugin
+        variables["DS_ZO_AUTOLOAD"] = "1"
+    else:
+        words = WITH_PLUGIN + words
+    printed = environment.run(words, cwd=folder, variables=variables)
     if f"ds_zo: backend {backend} on cpu" not in printed:
         raise ClientFault(f"the log does not say `ds_zo: backend {backend}`: another engine trained")
     state = json.loads((folder / "out" / _LAST / "trainer_state.json").read_text(encoding="utf-8"))
@@ -90,15 +94,14 @@ def _train(
 
 def _compare_weights(client: Client, environment: Environment, first: Path, resumed: Path) -> dict[str, Any]:
     """The versions that ran, and an outcome for each stage whose weights are wrong."""
-    script = str(Path(__file__).with_name("weights.py"))
-    words = ["python", script, "model", client.saved, str(resumed / client.saved), "exported"]
-    found = json.loads(environment.run(words, cwd=first).splitlines()[-1])
-    faults = {"versions": found["versions"]}
+    folders = ("model", client.saved, str(resumed / client.saved), "exported")
+    found = run_script(environment, "weights.py", *folders, cwd=first)
+    outcomes = {"versions": run_script(environment, "versions.py", cwd=first)}
     if not found["finite"] or not found["moved"]:
-        faults["train"] = f"weights are finite: {found['finite']}; their largest change is {found['moved']}"
+        outcomes["train"] = f"weights are finite: {found['finite']}; their largest change is {found['moved']}"
     after_resume, exported = found["differences"]
     if after_resume != 0:
-        faults["resume"] = f"weights differ from those of the uninterrupted run by {after_resume}"
+        outcomes["resume"] = f"weights differ from those of the uninterrupted run by {after_resume}"
     if exported != 0:
-        faults["export"] = f"weights differ from the client's own save by {exported}"
-    return faults
+        outcomes["export"] = f"weights differ from the client's own save by {exported}"
+    return outcomes

@@ -19,6 +19,7 @@ SCRIPT = """
 import sys
 import torch
 import deepspeed
+assert "ds_zo" in sys.modules, "DS_ZO_AUTOLOAD=1 imports it"
 from zo_runs import Toy, one_step, zo_json
 
 for name in deepspeed.ops.__compatible_ops__:

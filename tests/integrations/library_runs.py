@@ -161,12 +161,13 @@ def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingA
         "logging_steps": 1,
         "report_to": [],
         "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
         "dataloader_pin_memory": False,
         "disable_tqdm": True,
         "save_strategy": "no",
         "use_cpu": not torch.cuda.is_available(),
     }
+    if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:  # transformers 4 shuffles by its seed alone
+        defaults["train_sampling_strategy"] = "sequential"
     params = config.get("optimizer", {}).get("params", {})
     if isinstance(params.get("lr"), float):
         defaults["learning_rate"] = params["lr"]

@@ -133,6 +133,7 @@ def printed(output: str, mark: str) -> list[Any]:
 
 STOCK_RUN = """
 import hashlib, json, sys
+from pathlib import Path
 if sys.argv[1] == "with":
     import ds_zo
 import deepspeed, torch
@@ -157,15 +158,23 @@ for zero in ({"stage": 0}, {"stage": 2, "offload_optimizer": offload}, {"stage":
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         for parameter in engine.module.parameters():
             digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    engine.save_checkpoint(sys.argv[3], tag=f"stage{zero['stage']}")
     print("RUN", json.dumps([type(engine).__name__, type(engine.optimizer).__name__, losses, digest.hexdigest()]))
+saved = sorted(path for path in Path(sys.argv[3]).rglob("*") if path.is_file())
+for path in saved:
+    name = str(path.relative_to(sys.argv[3]))
+    print("SAVED", json.dumps([name, hashlib.sha256(path.read_bytes()).hexdigest()]))
 """
 
 
 @pytest.mark.slow
-def test_stock_configs_give_the_same_bytes_with_and_without_the_import(run_python):
+def test_stock_configs_give_the_same_bytes_with_and_without_the_import(run_python, tmp_path):
     here = str(HELPERS)
-    runs = [printed(run_python(STOCK_RUN, import_, here, timeout_s=600), "RUN ") for import_ in ("with", "without")]
+    outputs = [run_python(STOCK_RUN, way, here, str(tmp_path / way), timeout_s=600) for way in ("with", "without")]
+    runs = [printed(output, "RUN ") for output in outputs]
     assert runs[0] == runs[1]
+    with_import, without = (dict(printed(output, "SAVED ")) for output in outputs)
+    assert with_import == without and len(without) > 6, "the checkpoints' files, byte for byte"
     assert [engine for engine, *_ in runs[0]] == ["DeepSpeedEngine"] * 3
     assert len({optimizer for _, optimizer, *_ in runs[0]}) == 3  # three different engines' worth of code was compared
 

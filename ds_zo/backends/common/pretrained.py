@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo import versions
 from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.checkpoint.snapshot import persistent_buffers
 
@@ -60,16 +61,16 @@ class PretrainedSaving:
     def _save_by_shard(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._save is not None
         # If the model's files have another layout than its parameters, transformers needs all weights to convert them.
-        if not args and kwargs.get("state_dict") is None and not _converts(self._module):
+        if not args and kwargs.get("state_dict") is None and not versions.converts_weights(self._module):
             kwargs["state_dict"] = self._placeholders()
-            kwargs["save_original_format"] = False
+            kwargs |= versions.saving_arguments()
             kwargs.setdefault("max_shard_size", _SHARD)
         return self._save(save_directory, *args, **kwargs)
 
     def _placeholders(self) -> dict[str, torch.Tensor]:
         """Placeholders of all weights, and the buffers, by the names of `state_dict`. A tied weight occurs once, under
         the name by which transformers loads it."""
-        tied = getattr(self._module, "all_tied_weights_keys", None) or {}
+        tied = versions.tied_names(self._module)
         names: dict[int, str] = {}
         parameters: dict[int, nn.Parameter] = {}
         for name, p in self._module.named_parameters(remove_duplicate=False):
@@ -93,13 +94,3 @@ def _is_plain_pretrained(module: nn.Module) -> bool:
         and not getattr(module, "_hf_peft_config_loaded", False)
         and getattr(module, "hf_quantizer", None) is None
     )
-
-
-def _converts(module: nn.Module) -> bool:
-    """Whether the model's files have another layout of weights than its parameters."""
-    conversions = getattr(module, "_weight_conversions", None)
-    if conversions is None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        conversions = get_model_conversion_mapping(module, add_legacy=False)
-    return bool(conversions)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import metadata
 
 import torch
 from transformers import AutoModelForCausalLM
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft")
-
 
 def _load(folder: str) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     return dict(model.state_dict())
 
 
@@ -27,16 +24,6 @@ def _largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     base, trained, *others = sys.argv[1:]
     weights = _load(trained)
@@ -44,7 +31,6 @@ def main() -> None:
         "finite": all(value.isfinite().all().item() for value in weights.values()),
         "moved": _largest_difference(_load(base), weights),
         "differences": [_largest_difference(_load(other), weights) for other in others],
-        "versions": _versions(),
     }
     print(json.dumps(result))
 

@@ -1,0 +1,54 @@
+"""Checks that every rank makes an engine of ours, before a collective of one rank waits for the others.
+
+A rank without ds_zo makes DeepSpeed's own engine from the same JSON, if the script has its own optimizer. The
+collectives of both engines do not match, and all ranks would wait until the process group's timeout, without a reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch.distributed.distributed_c10d import _get_default_store
+
+REPORT_AFTER_S = 60.0
+"""Seconds after which a warning names the ranks that are waited for. They may still be loading their model."""
+_LONGEST_PAUSE_S = 0.5
+_engine_indices = itertools.count()
+"""Index of the next engine. It is never set back, because a new process group may use the earlier one's store."""
+
+
+def wait_for_all_ranks() -> None:
+    """Returns when all ranks have called this as often as this rank. Raises after the process group's timeout."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    if store is None:  # MPI has none
+        return
+    prefix = f"ds_zo/engine {next(_engine_indices)}"
+    store.set(f"{prefix}/rank {rank}", "1")
+    store.add(f"{prefix}/ranks", 1)
+    began, pause_s, is_reported = time.monotonic(), 0.001, False
+    timeout_s = store.timeout.total_seconds()
+    while store.add(f"{prefix}/ranks", 0) < num_ranks:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s or (waited_s > REPORT_AFTER_S and not is_reported):
+            is_reported = True
+            here = [other for other in range(num_ranks) if store.check([f"{prefix}/rank {other}"])]
+            missing = ", ".join(str(other) for other in range(num_ranks) if other not in here)
+            if missing and waited_s > timeout_s:
+                raise RuntimeError(
+                    f"every rank must make its engine with ds_zo, got none in {waited_s:.0f} s on rank {missing}: "
+                    "install ds-zo there too, start every rank by ds-zo run or with DS_ZO_AUTOLOAD=1 or import ds_zo "
+                    f"in the script, and give all ranks one JSON (rank {missing})"
+                )
+            if missing and rank == here[0]:
+                logger.warning(
+                    f"ds_zo: waiting for the engine of rank {missing} for {waited_s:.0f} s. If that rank runs without "
+                    "ds_zo, stop the job and start every rank by ds-zo run or with DS_ZO_AUTOLOAD=1; if it still loads "
+                    f"its model, wait (ranks are given {timeout_s:.0f} s)"
+                )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,160 @@
+"""Versions of other packages: the supported ranges, the check at import, and every branch that depends on a version.
+
+Each branch names the oldest version without the difference. The branch goes when that version becomes the oldest
+supported one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import threading
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+Release = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The releases of a package that this package supports: from `first` up to, and without, `end`."""
+
+    first: str
+    end: str
+    fails_below: str
+    """Older releases than this one are known to fail, and are refused. Other releases outside the range are warned
+    of."""
+
+    def __str__(self) -> str:
+        return f">={self.first},<{self.end}"
+
+    def contains(self, version: str) -> bool:
+        return parse(self.first) <= parse(version) < parse(self.end)
+
+
+SUPPORTED = {
+    "python": Range("3.10", "3.14", fails_below="3.10"),
+    "torch": Range("2.11", "2.14", fails_below="2.4"),
+    "deepspeed": Range("0.18.6", "0.20", fails_below="0.18.3"),
+    "transformers": Range("4.57.1", "5.23", fails_below="4.56"),
+    "accelerate": Range("1.10", "1.16", fails_below="0.26"),
+    "peft": Range("0.18", "0.22", fails_below="0"),
+}
+"""The one table of supported versions. `pyproject.toml` and docs/versions.md say the same, and a test compares them."""
+
+
+def parse(version: str) -> Release:
+    """The numbers of a version, without suffixes such as "+cpu", "rc1" or ".dev0": (2, 13, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+@cache
+def installed(package: str) -> str | None:
+    """The installed version of a package; None without one. The package is not imported."""
+    if package == "python":
+        return platform.python_version()
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check(package: str, version: str) -> str | None:
+    """A warning about a version outside the supported range; None inside it. Raises if the version is known to fail."""
+    supported = SUPPORTED[package]
+    if supported.contains(version):
+        return None
+    remedy = f"pip install '{package}{supported}'" if package != "python" else f"use Python {supported}"
+    text = f"ds_zo supports {package} {supported}, got {package} {version}"
+    if parse(version) < parse(supported.fails_below):
+        raise ImportError(f"{text}, with which it fails: {remedy}")
+    return f"{text}, with which it is not tested: if something fails, {remedy}"
+
+
+def check_installed() -> None:
+    """Checks every installed package. The first process of a machine logs the warnings; all processes raise."""
+    warnings = [text for package in SUPPORTED if (v := installed(package)) and (text := check(package, v))]
+    if warnings and os.environ.get("LOCAL_RANK", "0") == "0":
+        from deepspeed.utils import logger
+
+        for text in warnings:
+            logger.warning(text)
+
+
+check_installed()
+
+
+def _before(package: str, version: str) -> bool:
+    """Whether the installed release of `package` is older than `version`."""
+    return parse(installed(package) or version) < parse(version)
+
+
+def add_engine_attributes(engine: Any) -> None:
+    """Sets attributes that the constructor of `DeepSpeedEngine` sets in newer versions. Call it before that
+    constructor."""
+    if _before("deepspeed", "0.19.6"):
+        engine._running_engine_backward_count = 0
+        engine._running_engine_backward_lock = threading.Lock()
+    if _before("deepspeed", "0.19.4"):
+        engine._unmanaged_backward_count = 0
+
+
+def manages_accumulation(engine: Any) -> bool:
+    """Whether the engine itself counts the micro-batches of an accumulation window, which is DeepSpeed's default."""
+    if _before("deepspeed", "0.19.4"):
+        return True
+    return bool(engine.managed_gradient_accumulation())
+
+
+def removed_features() -> tuple[str, ...]:
+    """Keys of features that DeepSpeed 0.19.8 refuses in every JSON and that the installed version still reads. Our
+    engines have none of these features."""
+    if not _before("deepspeed", "0.19.8"):
+        return ()
+    return (
+        "amp",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+        "zero_optimization.mics_shard_size",
+        "zero_optimization.zeropp_loco_param",
+    )
+
+
+def tied_names(model: Any) -> set[str]:
+    """Names of the parameters that a transformers model does not save, because it ties them to other parameters when it
+    loads them."""
+    if _before("transformers", "5.0"):
+        from transformers.modeling_utils import _get_tied_weight_keys
+
+        patterns = _get_tied_weight_keys(model)
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def converts_weights(model: Any) -> bool:
+    """Whether the files of a transformers model have another layout of weights than its parameters."""
+    if _before("transformers", "5.0"):
+        return bool(model._checkpoint_conversion_mapping)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return bool(conversions)
+
+
+def saving_arguments() -> dict[str, Any]:
+    """Arguments with which `save_pretrained` of transformers writes parameters under their own names."""
+    return {} if _before("transformers", "5.0") else {"save_original_format": False}
