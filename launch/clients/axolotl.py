@@ -6,7 +6,6 @@ from clients.client import Client
 
 CLIENT = Client(
     title="Axolotl",
-    # The extra axolotl[deepspeed] also asks for deepspeed-kernels, which has no release for aarch64.
     requires=("axolotl==0.19.0", "deepspeed==0.18.9", "torch==2.13.0"),
     commands={"sft": "axolotl train sft.yaml"},
     files={
@@ -17,6 +16,7 @@ datasets:
   - path: data/alpaca/train.jsonl
     ds_type: json
     type: alpaca
+seed: 0
 sequence_len: 256
 output_dir: out
 optimizer: adamw_torch
@@ -32,7 +32,16 @@ logging_steps: 1
 """
     },
     resume="--resume-from-checkpoint out/checkpoint-2",
-    environment={"AXOLOTL_DO_NOT_TRACK": "1"},
-    # For one process Axolotl asks DeepSpeed for NCCL, which a CPU build of torch lacks. For two it takes gloo.
-    cpu_only="--launcher torchrun -- --nproc_per_node 2 --standalone",
+    about="""\
+Install DeepSpeed beside Axolotl: `pip install axolotl==0.19.0 "deepspeed<0.19"`. Axolotl's extra `deepspeed` also wants
+`deepspeed-kernels`, which has no release for aarch64.""",
+    limits=(
+        "The test runs two processes. For one process Axolotl asks DeepSpeed for NCCL, which a CPU build of torch\n"
+        "  lacks.",
+        "Without `seed`, Axolotl shuffles the data in another order each time that it prepares them.",
+        "`optimizer` of Axolotl's file is not used: the JSON names the optimizer. `learning_rate`, `lr_scheduler` and\n"
+        "  `weight_decay` are.",
+    ),
+    # Axolotl places the model of each of several processes on a GPU, unless no memory of it may be used.
+    cpu_only="--gpu-memory-limit 0GiB --launcher torchrun -- --nproc_per_node 2 --standalone",
 )

@@ -42,7 +42,7 @@ class Client:
     saved: str = "out"
     """Folder of the final model."""
     own_optimizer: bool = False
-    """True: the client fails if the JSON names an optimizer. The JSON names the backend in its section ds_zo instead."""
+    """True: the client fails if the JSON names an optimizer, so its JSON names the backend in the section ds_zo."""
     trains: bool = True
     """False: the client evaluates an exported model."""
 

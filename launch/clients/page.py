@@ -26,8 +26,8 @@ does the same.
 
 ## The JSON
 
-All programs below but ms-swift take the same JSON. Trainer, which they all use, fills in each `"auto"` from the program's own
-settings. This is the JSON of ZO with streamed weights:
+All programs below but ms-swift take the same JSON. Trainer, which they all use, fills in each `"auto"` from the
+program's own settings. This is the JSON of ZO with streamed weights:
 
 <!-- fragment: ds_config.json -->
 ```json

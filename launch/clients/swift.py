@@ -41,8 +41,18 @@ report_to: none
 """
     },
     resume="--resume_from_checkpoint out/checkpoint-2",
-    # NPROC_PER_NODE has ms-swift start torchrun, without which DeepSpeed asks for mpi4py. USE_HF: no ModelScope.
-    environment={"NPROC_PER_NODE": "1", "USE_HF": "1", "MODELSCOPE_CACHE": "cache"},
+    environment={"NPROC_PER_NODE": "1"},
+    about="""\
+The JSON must not name an optimizer. ms-swift reads the parameter groups of the optimizer that Trainer makes. For such a
+JSON Trainer makes a placeholder without groups. With every `optimizer.type`, also DeepSpeed's own, ms-swift stops with
+`'DummyOptim' object has no attribute 'param_groups'`. Name the backend in the section `ds_zo` instead. Learning rate
+and weight decay then come from ms-swift's AdamW, whose states are not created.""",
+    limits=(
+        "`NPROC_PER_NODE` has ms-swift start torchrun. Without torchrun's variables DeepSpeed asks for `mpi4py`.",
+        "`model_type` and `template` are needed because ms-swift does not know the tiny model.",
+        "`fp16: false` is needed with `torch_dtype: float32`, for which ms-swift turns fp16 on.",
+        "ms-swift writes no final model beside its checkpoints. The test takes the weights in `out/checkpoint-4`.",
+    ),
     saved="out/checkpoint-4",
     own_optimizer=True,
 )
