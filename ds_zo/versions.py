@@ -24,7 +24,7 @@ class Range:
 
     first: str
     end: str
-    fails_below: str
+    fails_below: str | None = None
     """Older releases than this one are known to fail, and are refused. Other releases outside the range are warned
     of."""
 
@@ -37,11 +37,11 @@ class Range:
 
 SUPPORTED = {
     "python": Range("3.10", "3.14", fails_below="3.10"),
-    "torch": Range("2.11", "2.14", fails_below="2.4"),
+    "torch": Range("2.10", "2.14"),
     "deepspeed": Range("0.18.6", "0.20", fails_below="0.18.3"),
     "transformers": Range("4.57.1", "5.23", fails_below="4.56"),
-    "accelerate": Range("1.10", "1.16", fails_below="0.26"),
-    "peft": Range("0.18", "0.22", fails_below="0"),
+    "accelerate": Range("1.10", "1.16"),
+    "peft": Range("0.18", "0.22"),
 }
 """The one table of supported versions. `pyproject.toml` and docs/versions.md say the same, and a test compares them."""
 
@@ -70,7 +70,7 @@ def check(package: str, version: str) -> str | None:
         return None
     remedy = f"pip install '{package}{supported}'" if package != "python" else f"use Python {supported}"
     text = f"ds_zo supports {package} {supported}, got {package} {version}"
-    if parse(version) < parse(supported.fails_below):
+    if supported.fails_below is not None and parse(version) < parse(supported.fails_below):
         raise ImportError(f"{text}, with which it fails: {remedy}")
     return f"{text}, with which it is not tested: if something fails, {remedy}"
 
@@ -153,6 +153,15 @@ def converts_weights(model: Any) -> bool:
 
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     return bool(conversions)
+
+
+def dtype_without_request(config: Any) -> Any:
+    """The dtype in which `from_pretrained` loads a model if the caller names none."""
+    if _before("transformers", "5.0"):
+        import torch
+
+        return torch.get_default_dtype()
+    return config.dtype
 
 
 def saving_arguments() -> dict[str, Any]:
