@@ -87,7 +87,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def make_environment(client: Client, folder: Path) -> Environment:
-    """Makes the environment, unless the folder has one with the same pins. ds_zo changes none of the client's."""
+    """Makes the environment, unless the folder has one with the same pins."""
     wanted = "\n".join(client.requires) + "\n"
     stamp = folder / "installed.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -95,8 +95,8 @@ def make_environment(client: Client, folder: Path) -> Environment:
     print(f"==> installing {client.requires[0]} into {folder} (minutes)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *client.requires, "greenlet>=3.1", "ninja"], check=True)
-    subprocess.run([*install, "--no-deps", "--editable", str(REPO)], check=True)
+    plugin = ["ninja", "--editable", str(REPO)] if client.trains else []
+    subprocess.run([*install, *client.requires, *plugin], check=True)
     stamp.write_text(wanted, encoding="utf-8")
     return Environment(folder)
 
