@@ -39,7 +39,7 @@ CLIENT = Client(
         "dpo.yaml": "dataset_name: data/dpo\n" + _ARGUMENTS,
     },
     resume="--resume_from_checkpoint out/checkpoint-2",
-    cpu_only="--use_cpu true",
+    cpu_only="--use_cpu true --main_process_port 0",
     about="`trl` starts `accelerate launch`. With `--use_deepspeed`, that sets up the ranks for DeepSpeed.",
     limits=(
         "LOMO and AdaLOMO need `gradient_accumulation_steps: 1`, which is TRL's default.",
