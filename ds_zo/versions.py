@@ -10,6 +10,8 @@ import os
 import platform
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -162,6 +164,35 @@ def dtype_without_request(config: Any) -> Any:
 
         return torch.get_default_dtype()
     return config.dtype
+
+
+def no_init_weights() -> AbstractContextManager[None]:
+    """Context in which transformers makes models without initialising their weights."""
+    if _before("transformers", "5.0"):
+        from transformers.modeling_utils import no_init_weights as context
+    else:
+        from transformers.initialization import no_init_weights as context
+    found: AbstractContextManager[None] = context()
+    return found
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Context in which `torch.autocast` does nothing on the meta device, where it fails. Rotary embeddings of
+    transformers 4 call it there."""
+    import torch
+
+    original = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
+
+    if _before("transformers", "5.0"):
+        torch.autocast = autocast  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 def saving_arguments() -> dict[str, Any]:
