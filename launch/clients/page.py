@@ -40,8 +40,8 @@ JSONS = """
 ## The JSON
 
 All programs below take the same JSONs. Trainer, which they all use, fills in each `"auto"` from the program's own
-settings. Set the learning rate there, as with AdamW: [Choose a method](choose.md) has the rates to start from. Rates and
-sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
+settings. Set the learning rate there, as with AdamW: [Choose a method](choose.md) has the rates to start from. Rates
+and sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
 `writeback_interval`.
 
 """
