@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients import llamafactory, lm_eval, trl
+from clients import axolotl, llamafactory, lm_eval, swift, trl
 from clients.client import Client
 from clients.environment import REPO, Environment, make_environment
 from clients.evaluation import try_evaluation
@@ -20,6 +20,8 @@ from clients.training import try_training
 CLIENTS: dict[str, Client] = {
     "trl": trl.CLIENT,
     "llamafactory": llamafactory.CLIENT,
+    "axolotl": axolotl.CLIENT,
+    "swift": swift.CLIENT,
     "lm_eval": lm_eval.CLIENT,
 }
 

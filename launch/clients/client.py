@@ -16,7 +16,7 @@ class Client:
 
     A command runs in a folder with `model` (a tiny LLaMA and its tokenizer), `data`, `ds_config.json` and `files`. It
     makes NUM_STEPS steps in float32 on the CPU, logs the loss of each step, saves every SAVE_STEPS steps to
-    `out/checkpoint-N` and the final model to `out`.
+    `out/checkpoint-N` and the final model to `saved`.
     """
 
     title: str
@@ -39,6 +39,10 @@ class Client:
     """Sentences of the page before the command."""
     limits: tuple[str, ...] = ()
     """Sentences of the page on what does not work."""
+    saved: str = "out"
+    """Folder of the final model."""
+    own_optimizer: bool = False
+    """True: the client fails if the JSON names an optimizer, so its JSON names the backend in the section ds_zo."""
     trains: bool = True
     """False: the client evaluates an exported model."""
 
@@ -49,6 +53,16 @@ class Client:
     def cases(self) -> list[tuple[str, str]]:
         """Pairs of task and backend."""
         return [(task, backend) for task in self.commands for backend in self.backends.get(task, ALL)]
+
+    def config(self, backend: str) -> dict[str, Any]:
+        """The client's DeepSpeed JSON for a backend."""
+        if not self.own_optimizer:
+            return CONFIGS[backend]
+        rest = dict(CONFIGS[backend])
+        params = rest.pop("optimizer")["params"]
+        own = {name: value for name, value in params.items() if value != "auto"}
+        section = {"backend": backend, "params": own, **rest.pop("ds_zo", {})}
+        return {**rest, "zero_optimization": {**rest["zero_optimization"], "ds_zo": section}}
 
 
 def _config(optimizer: str, params: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:

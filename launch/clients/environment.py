@@ -19,12 +19,14 @@ from clients.client import Client
 REPO = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 900
 _OFFLINE = {
+    "AXOLOTL_DO_NOT_TRACK": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "USE_HF": "1",  # ms-swift asks ModelScope otherwise
     "WANDB_MODE": "disabled",
 }
 
@@ -48,7 +50,13 @@ class Environment:
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        env = {**inherited, **_OFFLINE, "HF_HOME": str(cwd / "cache"), **(variables or {})}
+        env = {
+            **inherited,
+            **_OFFLINE,
+            "HF_HOME": str(cwd / "cache"),
+            "MODELSCOPE_CACHE": str(cwd / "cache"),
+            **(variables or {}),
+        }
         if self.python_path is not None:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(self.python_path)]))
         env["PATH"] = f"{self.folder / 'bin'}{os.pathsep}{env['PATH']}"

@@ -39,7 +39,7 @@ unmodified on the CPU with a tiny LLaMA in float32.
 JSONS = """
 ## The JSON
 
-All programs below take the same JSONs. Trainer, which they all use, fills in each `"auto"` from the program's own
+All programs but ms-swift take these JSONs. Trainer, which they all use, fills in each `"auto"` from the program's own
 settings. Set the learning rate there, as with AdamW: [Choose a method](choose.md) has the rates to start from. Rates
 and sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
 `writeback_interval`.
@@ -113,7 +113,10 @@ def _section(name: str, client: Client) -> str:
     if client.trains:
         lines.append(f"ds-zo export out/checkpoint-{NUM_STEPS} exported --tokenizer model")
     parts = [f"\n## {client.title}\n", client.about, _block("bash", f"needs: {client.title}", "\n".join(lines) + "\n")]
-    for file, text in client.files.items():
+    files = dict(client.files)
+    if client.own_optimizer:
+        files["ds_config.json"] = _lines(client.config("zo"))
+    for file, text in files.items():
         language = "json" if file.endswith(".json") else "yaml"
         parts.append(f"`{file}`:")
         parts.append(_block(language, f"fragment: {name} {file}", text.replace("LEARNING_RATE", "1.0e-5")))

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from clients.client import CONFIGS, NUM_STEPS, RATES, SAVE_STEPS, Client
+from clients.client import NUM_STEPS, RATES, SAVE_STEPS, Client
 from clients.data import write_data, write_model
 from clients.environment import ClientFault, Environment, run_script
 
@@ -26,7 +26,7 @@ def prepare(client: Client, folder: Path, backend: str) -> None:
     folder.mkdir(parents=True)
     write_data(folder / "data")
     write_model(folder / "model")
-    (folder / "ds_config.json").write_text(json.dumps(CONFIGS[backend], indent=2), encoding="utf-8")
+    (folder / "ds_config.json").write_text(json.dumps(client.config(backend), indent=2), encoding="utf-8")
     for name, text in client.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.replace("LEARNING_RATE", str(RATES[backend])), encoding="utf-8")
@@ -56,7 +56,7 @@ def try_training(client: Client, environment: Environment, folder: Path, task: s
         stage = "export"
         environment.run(f"ds-zo export out/{_LAST} exported --tokenizer model", cwd=first)
         outcomes["export"] = "passed"
-        outcomes.update(_compare_weights(environment, first, resumed))
+        outcomes.update(_compare_weights(client, environment, first, resumed))
     except ClientFault as fault:
         outcomes[stage] = str(fault)
     return outcomes
@@ -75,7 +75,7 @@ def _train(
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     variables = {"MASTER_PORT": port, **client.environment}
-    words = " ".join(filter(None, [client.commands[task], client.cpu_only, client.resume if resume else ""]))
+    words = " ".join(filter(None, [client.commands[task], client.resume if resume else "", client.cpu_only]))
     if resume:  # the two ways to load the plugin
         variables["DS_ZO_AUTOLOAD"] = "1"
     else:
@@ -92,9 +92,9 @@ def _train(
     return losses
 
 
-def _compare_weights(environment: Environment, first: Path, resumed: Path) -> dict[str, Any]:
+def _compare_weights(client: Client, environment: Environment, first: Path, resumed: Path) -> dict[str, Any]:
     """The versions that ran, and an outcome for each stage whose weights are wrong."""
-    folders = ("model", "out", str(resumed / "out"), "exported")
+    folders = ("model", client.saved, str(resumed / client.saved), "exported")
     found = run_script(environment, "weights.py", *folders, cwd=first)
     outcomes = {"versions": run_script(environment, "versions.py", cwd=first)}
     if not found["finite"] or not found["moved"]:

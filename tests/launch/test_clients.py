@@ -33,6 +33,7 @@ def test_an_environment_is_pinned(name: str) -> None:
     assert [line for line in CLIENTS[name].requires if "==" not in line] == []
 
 
+@pytest.mark.parametrize("name", CLIENTS)
 @pytest.mark.parametrize("backend", CONFIGS)
-def test_a_json_names_its_backend(backend: str) -> None:
-    assert backend_of(CONFIGS[backend]) == backend
+def test_a_json_names_its_backend(name: str, backend: str) -> None:
+    assert backend_of(CLIENTS[name].config(backend)) == backend
