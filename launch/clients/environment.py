@@ -40,8 +40,6 @@ class Environment:
     """A folder that `python -m venv` made."""
 
     folder: Path
-    python_path: Path | None = None
-    """Where ds_zo is imported from, unless it is installed."""
 
     def run(self, command: str | Sequence[str], *, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
         """Runs a command without a GPU and without the network. Returns what it printed, which is also in `log.txt`.
@@ -57,10 +55,8 @@ class Environment:
             "MODELSCOPE_CACHE": str(cwd / "cache"),
             **(variables or {}),
         }
-        if self.python_path is not None:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(self.python_path)]))
         env["PATH"] = f"{self.folder / 'bin'}{os.pathsep}{env['PATH']}"
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(self.folder / "torch_extensions"))
+        env["TORCH_EXTENSIONS_DIR"] = str(self.folder / "torch_extensions")
         log = cwd / "log.txt"
         with log.open("a+", encoding="utf-8") as file:
             file.write(f"$ {shlex.join(words)}\n")
