@@ -10,6 +10,8 @@ import os
 import platform
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -24,7 +26,7 @@ class Range:
 
     first: str
     end: str
-    fails_below: str
+    fails_below: str | None = None
     """Older releases than this one are known to fail, and are refused. Other releases outside the range are warned
     of."""
 
@@ -37,11 +39,11 @@ class Range:
 
 SUPPORTED = {
     "python": Range("3.10", "3.14", fails_below="3.10"),
-    "torch": Range("2.11", "2.14", fails_below="2.4"),
+    "torch": Range("2.10", "2.14"),
     "deepspeed": Range("0.18.6", "0.20", fails_below="0.18.3"),
     "transformers": Range("4.57.1", "5.23", fails_below="4.56"),
-    "accelerate": Range("1.10", "1.16", fails_below="0.26"),
-    "peft": Range("0.18", "0.22", fails_below="0"),
+    "accelerate": Range("1.10", "1.16"),
+    "peft": Range("0.18", "0.22"),
 }
 """The one table of supported versions. `pyproject.toml` and docs/versions.md say the same, and a test compares them."""
 
@@ -70,7 +72,7 @@ def check(package: str, version: str) -> str | None:
         return None
     remedy = f"pip install '{package}{supported}'" if package != "python" else f"use Python {supported}"
     text = f"ds_zo supports {package} {supported}, got {package} {version}"
-    if parse(version) < parse(supported.fails_below):
+    if supported.fails_below is not None and parse(version) < parse(supported.fails_below):
         raise ImportError(f"{text}, with which it fails: {remedy}")
     return f"{text}, with which it is not tested: if something fails, {remedy}"
 
@@ -153,6 +155,44 @@ def converts_weights(model: Any) -> bool:
 
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     return bool(conversions)
+
+
+def dtype_without_request(config: Any) -> Any:
+    """The dtype in which `from_pretrained` loads a model if the caller names none."""
+    if _before("transformers", "5.0"):
+        import torch
+
+        return torch.get_default_dtype()
+    return config.dtype
+
+
+def no_init_weights() -> AbstractContextManager[None]:
+    """Context in which transformers makes models without initialising their weights."""
+    if _before("transformers", "5.0"):
+        from transformers.modeling_utils import no_init_weights as context
+    else:
+        from transformers.initialization import no_init_weights as context
+    found: AbstractContextManager[None] = context()
+    return found
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Context in which `torch.autocast` does nothing on the meta device, where it fails. Rotary embeddings of
+    transformers 4 call it there."""
+    import torch
+
+    original = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
+
+    if _before("transformers", "5.0"):
+        torch.autocast = autocast  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 def saving_arguments() -> dict[str, Any]:

@@ -10,6 +10,7 @@ about ten minutes on two CPU cores. The folder's README.md is rewritten with the
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import platform
 import random
@@ -62,6 +63,12 @@ def train_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="right", model_max_length=512
     )
+
+
+def name_fast_class(config: Path) -> None:
+    """Names the tokenizer's class as transformers 4 and 5 both know it. transformers 5 writes a name of its own."""
+    found = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], *, length: int) -> torch.Tensor:
@@ -154,6 +161,7 @@ def main() -> None:
         if args.save_every and (step + 1) % args.save_every == 0:
             model.save_pretrained(args.output)
             tokenizer.save_pretrained(args.output)
+            name_fast_class(args.output / "tokenizer_config.json")
     elapsed = time.perf_counter() - start
 
     model.to(torch.bfloat16).save_pretrained(args.output)

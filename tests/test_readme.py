@@ -206,6 +206,8 @@ RUN_BY = {
     "ds-zo export": "tests/test_readme.py",
     "ds-zo replay": "tests/test_readme.py",
     "ds-zo plan": "tests/test_readme.py",
+    "ds-zo run -- accelerate launch": "launch/check_autoload.py",
+    "ds-zo run --check": "tests/test_autoload.py",
 }
 """The test that runs a command, by the command's beginning."""
 TAKES_LONG = ("python launch/compare.py --preset results", "python launch/compare.py --report-only")

@@ -24,6 +24,7 @@ from ds_zo.bench.workload import batches_of
 from ds_zo.planner.models import DTYPES
 from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import expand_segments
+from ds_zo.versions import no_init_weights
 
 EXTRA_STEPS = ((0.2, 4), (3.0, 2), (math.inf, 1))
 """(seconds of a step at most, number of steps whose parts are timed). As many more steps are profiled."""
@@ -233,7 +234,6 @@ def _partitioned(lazy: nn.Module, config: Row, spec: EntrantSpec) -> nn.Module:
     Buffers are copied too: `zero.Init` would make them in `dtype`."""
     import deepspeed
     from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
 
     deepspeed.init_distributed()
     dtype = DTYPES[spec.dtype]

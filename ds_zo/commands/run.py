@@ -93,6 +93,7 @@ class Interpreter:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
+        usage="ds-zo run [-h] [--check] [-- COMMAND ...]",
         help="run a command whose Python processes load ds_zo when they import DeepSpeed",
         description="Sets DS_ZO_AUTOLOAD=1 and executes COMMAND. Every Python process below it, launchers and their "
         "workers included, imports ds_zo right after DeepSpeed. Scripts need no `import ds_zo`.",

@@ -12,7 +12,7 @@ from ds_zo.config.optimizers import (
     ZOParams,
 )
 from ds_zo.config.registry import BACKENDS, BackendEntry, register_backend
-from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
+from ds_zo.config.resolve import backend_of, resolve, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import LossScale
@@ -35,5 +35,6 @@ __all__ = [
     "backend_of",
     "register_backend",
     "resolve",
+    "resolve_for_evaluation",
     "with_section_on_top",
 ]

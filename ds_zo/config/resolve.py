@@ -100,6 +100,26 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
     )
 
 
+def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
+    """Checks the JSON of an engine that has no optimizer and only evaluates, such as the reference model of DPO.
+
+    Only `stream` of the `ds_zo` section has an effect. ZO evaluates streamed blocks, because it knows all formats of
+    `wire_dtype`. LOMO evaluates blocks on devices, because it shards them at stage 3.
+    """
+    ds_config = with_section_on_top(ds_config)
+    section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
+    if section.params is not None:
+        _select(ds_config, client_optimizer=False)  # refuses params without a backend
+    place = read_stock(ds_config, world_size=None).zero.offload_param
+    if place is not None and place.device == "cpu":
+        used = {"backend": "zo", "stream": section.stream.model_dump(exclude_unset=True)}
+    else:
+        only_zo = {"master", "writeback_interval", "fuse_update"}
+        used = {"backend": "lomo", "stream": section.stream.model_dump(exclude_unset=True, exclude=only_zo)}
+        used["params"] = {"accumulation": "sequential"}  # else accumulation steps would be refused
+    return replace(resolve({**ds_config, "ds_zo": used}), trains=False, ignored=())
+
+
 def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str | None:
     optimizer = ds_config.get(key)
     name = optimizer.get("type") if isinstance(optimizer, dict) else None

@@ -58,6 +58,9 @@ class Resolved:
     params_at: str = "optimizer.params"
     """Place of the optimizer's keys in the JSON: `ds_zo.params` where there is no optimizer block."""
 
+    trains: bool = True
+    """False for an engine that has no optimizer: it evaluates, and refuses to train."""
+
     @property
     def entry(self) -> BackendEntry:
         """What the backend can do."""

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ds_zo.planner import repeated_blocks
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.timeline import Cost, Gradient, LiveBytes, PassPhase, PassSection, Trace, add_up
+from ds_zo.versions import autocast_on_meta
 
 
 def trace_pass(
@@ -67,6 +68,7 @@ def _run(
 ) -> _Tracer:
     tracer = _Tracer(rates, vocab_size=vocab_size, known=[*module.parameters(), *module.buffers()])
     with ExitStack() as stack:
+        stack.enter_context(autocast_on_meta())
         calls = repeated_blocks.BlockCalls() if replaced else None
         for i, block in enumerate(blocks):
             enter, leave = partial(tracer.enter_block, i, calls), partial(tracer.leave_block, i, calls)

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import deepspeed.comm as dist
@@ -54,6 +54,7 @@ from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show, show_details
 from ds_zo.plugin.checkpointing import CheckpointingEngine
+from ds_zo.plugin.gathered_parameters import Zero3Attributes
 from ds_zo.plugin.rank_check import wait_for_all_ranks
 from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
 from ds_zo.plugin.throughput import EventTimer
@@ -141,6 +142,8 @@ class PluginEngine(CheckpointingEngine):
         )
         self._zero_grads = ZeroGrads(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         self._fixed_embeddings = FixedEmbeddings(self.module)
+        if self.resolved.zero_stage == 3:
+            self._zero3_attributes = Zero3Attributes(self.optimizer, self.module)
         self._log_start(model_facts)
         _live_engines.add(self)
 
@@ -207,7 +210,7 @@ class PluginEngine(CheckpointingEngine):
         if foreign:
             text = f"ds_zo: {foreign} of {len(given)} parameters are not the model's and are not trained: {remedy}"
             log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
-        if not any(p.requires_grad for p in given):
+        if self.resolved.trains and not any(p.requires_grad for p in given):
             text = "ds_zo: no parameter requires a gradient, so none is trained: call requires_grad_(True) on some"
             log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
 
@@ -239,6 +242,10 @@ class PluginEngine(CheckpointingEngine):
     def _log_start(self, model: ModelFacts) -> None:
         """Shows the start-up table, then warnings. Settings in full and the backend's details are shown at DEBUG."""
         config = self.resolved
+        if not config.trains:
+            place = "streamed from host memory" if config.stream else "kept on the device"
+            show(f"ds_zo: no optimizer is given, so this engine only evaluates; its blocks are {place}")
+            return
         groups = self.optimizer.param_groups
         # The groups of an optimizer that the script made have values that the JSON does not.
         rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}
@@ -309,6 +316,7 @@ class PluginEngine(CheckpointingEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         interrupts.release()
         if self.module.training and torch.is_grad_enabled():
+            self._check_trains("a training forward")
             self._check_live()
         if self.monitor.enabled and self._window_began is None and self.module.training:
             self._window_began = time.perf_counter()
@@ -317,7 +325,9 @@ class PluginEngine(CheckpointingEngine):
             inputs, kwargs = replaced
         modes = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
         try:
-            with autocast_if_enabled(self):
+            # ZO would perturb the weights in eval mode too, if the module has never been in train mode.
+            no_graph = nullcontext() if self.resolved.trains else torch.no_grad()
+            with autocast_if_enabled(self), no_graph:
                 outputs = self.backend.forward(*inputs, **kwargs)
         except BaseException:  # Ctrl-C inside a context manager's __exit__ would leave torch's modes as they are inside
             torch._C._set_grad_enabled(modes[0])
@@ -338,6 +348,14 @@ class PluginEngine(CheckpointingEngine):
                 f"{steps}: call engine.backward(loss)"
             )
 
+    def _check_trains(self, what: str) -> None:
+        if not self.resolved.trains:
+            raise RuntimeError(
+                f"{what} needs an optimizer, got a JSON with a ds_zo section and without one: name a backend in "
+                "optimizer.type, or in ds_zo.backend and pass an optimizer to deepspeed.initialize; to evaluate, call "
+                "engine.eval() first (optimizer)"
+            )
+
     def _check_live(self) -> None:
         if self not in _live_engines:
             raise RuntimeError(
@@ -347,6 +365,7 @@ class PluginEngine(CheckpointingEngine):
             )
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        self._check_trains("engine.backward")
         self._check_live()
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -405,6 +424,7 @@ class PluginEngine(CheckpointingEngine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         with interrupts.deferred():
             interrupts.release()
+            self._check_trains("engine.step")
             # First, because DeepSpeed then sets "not applied" for this call, which the last outcome must not overwrite.
             self._count_outcome()
             super().step(lr_kwargs)
@@ -576,7 +596,7 @@ class PluginEngine(CheckpointingEngine):
             if backend is not None:
                 backend.close()
         finally:
-            for name in ("_zero_grads", "_fixed_embeddings"):
+            for name in ("_zero_grads", "_fixed_embeddings", "_zero3_attributes"):
                 if name in self.__dict__:
                     self.__dict__[name].close()
             super().destroy()

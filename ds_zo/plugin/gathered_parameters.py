@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
@@ -79,6 +79,46 @@ class EngineParameters(GatheredParameters):
             if id(parameter) in self._ds_zo_own:
                 state.bind_stored(parameter)
         return super().__exit__(*exception)
+
+
+class Zero3Attributes:
+    """Attributes of ZeRO-3 that TRL reads where the JSON says stage 3, for an engine of ours.
+
+    Before TRL generates inside `GatheredParameters`, it removes the hooks of `optimizer.parameter_offload`, and it
+    registers them afterwards: there are none. Its fused losses gather parameters whose `ds_status` is not AVAILABLE:
+    our engines show a weight wherever it is read.
+    """
+
+    def __init__(self, optimizer: Any, module: nn.Module) -> None:
+        self._optimizer, self._parameters = optimizer, list(module.parameters())
+        optimizer.parameter_offload = _NoHooks()
+        for parameter in self._parameters:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Removes the attributes."""
+        for owner, name in ((self._optimizer, "parameter_offload"), *((p, "ds_status") for p in self._parameters)):
+            vars(owner).pop(name, None)
+        self._parameters = []
+
+
+class _NoHooks:
+    """Has what TRL uses of DeepSpeed's `DeepSpeedZeRoOffload`."""
+
+    def __init__(self) -> None:
+        self.module = _NoParameters()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Registers nothing."""
+
+
+class _NoParameters(nn.Module):
+    """A module without parameters. It has the method that ZeRO-3 adds to modules."""
+
+    def ds_external_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return ()
 
 
 def _state_of(parameter: Any) -> ModuleState | None:

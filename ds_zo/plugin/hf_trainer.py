@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from ds_zo.config import backend_of
+from ds_zo.config import backend_of, with_section_on_top
 
 
 @cache
@@ -25,7 +25,7 @@ def replace(is_installed: Callable[[], bool], original: Callable[..., Any]) -> C
     @wraps(original)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
         config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
-        if not is_installed() or backend_of(config.config) is None:
+        if not is_installed() or not _is_ours(config.config, inference=inference):
             return original(trainer, num_training_steps, inference)
         if inference:
             _make_engine_to_evaluate(trainer, config)
@@ -35,6 +35,11 @@ def replace(is_installed: Callable[[], bool], original: Callable[..., Any]) -> C
         return original(trainer, num_training_steps)
 
     return deepspeed_init
+
+
+def _is_ours(ds_config: dict[str, Any], *, inference: bool) -> bool:
+    """Whether the JSON names one of our backends, or is one of an evaluation and has a `ds_zo` section."""
+    return backend_of(ds_config) is not None or (inference and bool(with_section_on_top(ds_config).get("ds_zo")))
 
 
 def _make_engine_to_evaluate(trainer: Any, config: Any) -> None:

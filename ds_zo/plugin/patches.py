@@ -30,7 +30,7 @@ from torch import nn
 from ds_zo.backends import backend_class
 from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
 from ds_zo.checkpoint.snapshot import persistent_buffers
-from ds_zo.config import ConfigError, Resolved, backend_of, resolve, with_section_on_top
+from ds_zo.config import ConfigError, Resolved, backend_of, resolve, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.errors import shown, suggestion
 from ds_zo.config.registry import entries
 from ds_zo.plugin import gathered_parameters, hf_trainer
@@ -122,37 +122,42 @@ class Patch:
 
 @functools.cache
 def _replace_new(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DeepSpeedEngine.__new__` that returns a `PluginEngine` where the JSON names one of our backends."""
+    """`DeepSpeedEngine.__new__` that returns a `PluginEngine` where the JSON names one of our backends.
+
+    It also does so where the JSON has a `ds_zo` section and no optimizer is given. TRL and Trainer remove the optimizer
+    from the JSON of a model that they only evaluate.
+    """
 
     def new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
         config = _ds_config(args, kwargs) if _installed else None
+        model = _argument("model", args, kwargs)
+        has_own_optimizer = _argument("optimizer", args, kwargs) is not None
         backend = backend_of(config) if config is not None else None
-        if config is None or backend is None:
-            if config is not None and config.get("ds_zo"):
-                resolve(config)  # raises: DeepSpeed's own engine would ignore the section
-            if config is not None and _argument("optimizer", args, kwargs) is None:
+        if config is None or (backend is None and not config.get("ds_zo")):
+            if config is not None and not has_own_optimizer:
                 _check_optimizer_type(cls, config)
-            model = _argument("model", args, kwargs)
             destroy_engine_of(model)
             if config is not None and model is not None:
                 read_all(model)
             return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
-        if not issubclass(PluginEngine, cls):
+        trains = has_own_optimizer or bool(config.get("optimizer"))
+        if not issubclass(PluginEngine, cls) and (backend is not None or not trains):
             raise ConfigError(
-                f"backend {backend} replaces DeepSpeedEngine, and this model or JSON asks for {cls.__name__}: pass a "
-                "plain nn.Module and leave hybrid_engine out",
-                at="optimizer.type" if "optimizer" in config else "ds_zo.backend",
+                f"{f'backend {backend}' if backend else 'a ds_zo section'} replaces DeepSpeedEngine, and this model or "
+                f"JSON asks for {cls.__name__}: pass a plain nn.Module and leave hybrid_engine out",
+                at="optimizer.type" if "optimizer" in config else "ds_zo.backend" if backend else "ds_zo",
             )
         engine = object.__new__(PluginEngine)
         engine.__dict__["_process"] = os.getpid()
         # The JSON is checked here, not in __init__: when it is refused, no engine is half made and no weight has moved.
-        engine.__dict__["resolved"] = resolve(config, client_optimizer=_argument("optimizer", args, kwargs) is not None)
-        engine.__dict__["_backend_class"] = backend_class(engine.resolved.backend)
-        _check_dtype(engine.resolved)
-        model = _argument("model", args, kwargs)
+        resolved = resolve(config, client_optimizer=has_own_optimizer) if trains else resolve_for_evaluation(config)
+        engine.__dict__["resolved"] = resolved
+        engine.__dict__["_backend_class"] = backend_class(resolved.backend)
+        _check_dtype(resolved)
         destroy_engine_of(model)
         _check_whole(model)
-        _check_savable(model)
+        if trains:
+            _check_savable(model)
         return engine
 
     return new

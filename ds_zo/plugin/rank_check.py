@@ -6,8 +6,9 @@ collectives of both engines do not match, and all ranks would wait until the pro
 
 from __future__ import annotations
 
-import itertools
 import time
+import weakref
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils import logger
@@ -16,18 +17,25 @@ from torch.distributed.distributed_c10d import _get_default_store
 REPORT_AFTER_S = 60.0
 """Seconds after which a warning names the ranks that are waited for. They may still be loading their model."""
 _LONGEST_PAUSE_S = 0.5
-_engine_indices = itertools.count()
-"""Index of the next engine. It is never set back, because a new process group may use the earlier one's store."""
+_num_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Engines made so far, by default process group. A group that is made anew, as after a failure, counts from 0."""
 
 
 def wait_for_all_ranks() -> None:
-    """Returns when all ranks have called this as often as this rank. Raises after the process group's timeout."""
+    """Returns when all ranks of the default process group have called this as often as this rank.
+
+    Raises after that group's timeout.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    store: Any = _get_default_store()
     if store is None:  # MPI has none
         return
-    prefix = f"ds_zo/engine {next(_engine_indices)}"
+    group = dist.group.WORLD
+    assert group is not None
+    index = _num_engines[group] = _num_engines.get(group, 0) + 1
+    prefix = f"ds_zo/engine {index}"
     store.set(f"{prefix}/rank {rank}", "1")
     store.add(f"{prefix}/ranks", 1)
     began, pause_s, is_reported = time.monotonic(), 0.001, False

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ds_zo.streaming.units import PlacedParameter
+from ds_zo.versions import dtype_without_request
 
 _SOURCE = "_ds_zo_source"
 Source = Callable[[str], torch.Tensor]
@@ -108,7 +109,7 @@ def load_pretrained(
             config = AutoConfig.from_pretrained(name_or_path)
             make = getattr(auto_class, "from_config", None) or auto_class._from_config
             with init_empty_weights(include_buffers=False):
-                model: nn.Module = make(config, dtype=dtype or config.dtype or torch.float32)
+                model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
             model.tie_weights()  # type: ignore[operator]
             if {name for name, _ in model.named_parameters()} <= source.names():
                 model.eval()

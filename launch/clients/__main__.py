@@ -64,8 +64,7 @@ def main() -> None:
         sys.exit(f"error: a client is one of {', '.join(CLIENTS)}, got {unknown[0]}: name one of them")
     rows = []
     if args.ci:
-        here = Environment(Path(sys.prefix), python_path=REPO)
-        rows = try_client("trl", here, args.folder.resolve() / "ci", [("sft", "zo")])
+        rows = try_client("trl", Environment(Path(sys.prefix)), args.folder.resolve() / "ci", [("sft", "zo")])
     elif not args.page:
         for name in names:
             folder = args.folder.resolve() / name

@@ -34,7 +34,7 @@ class Client:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the client needs, and that a user sets too."""
     cpu_only: str = ""
-    """Words after the command that only this machine without a GPU needs; the page leaves them out."""
+    """Words after the command that the test on a CPU needs, and a user with a GPU does not; the page omits them."""
     about: str = ""
     """Sentences of the page before the command."""
     limits: tuple[str, ...] = ()

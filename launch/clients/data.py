@@ -39,8 +39,4 @@ def write_data(folder: Path) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Copies the embedded LLaMA, with a tokenizer class that transformers 4 has too."""
     shutil.copytree(EMBEDDED, folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")

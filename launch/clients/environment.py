@@ -40,8 +40,6 @@ class Environment:
     """A folder that `python -m venv` made."""
 
     folder: Path
-    python_path: Path | None = None
-    """Where ds_zo is imported from, unless it is installed."""
 
     def run(self, command: str | Sequence[str], *, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
         """Runs a command without a GPU and without the network. Returns what it printed, which is also in `log.txt`.
@@ -57,10 +55,8 @@ class Environment:
             "MODELSCOPE_CACHE": str(cwd / "cache"),
             **(variables or {}),
         }
-        if self.python_path is not None:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(self.python_path)]))
         env["PATH"] = f"{self.folder / 'bin'}{os.pathsep}{env['PATH']}"
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(self.folder / "torch_extensions"))
+        env["TORCH_EXTENSIONS_DIR"] = str(self.folder / "torch_extensions")
         log = cwd / "log.txt"
         with log.open("a+", encoding="utf-8") as file:
             file.write(f"$ {shlex.join(words)}\n")
@@ -95,7 +91,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def make_environment(client: Client, folder: Path) -> Environment:
-    """Makes the environment, unless the folder has one with the same pins. ds_zo changes none of the client's."""
+    """Makes the environment, unless the folder has one with the same pins."""
     wanted = "\n".join(client.requires) + "\n"
     stamp = folder / "installed.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -103,8 +99,8 @@ def make_environment(client: Client, folder: Path) -> Environment:
     print(f"==> installing {client.requires[0]} into {folder} (minutes)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *client.requires, "greenlet>=3.1", "ninja"], check=True)
-    subprocess.run([*install, "--no-deps", "--editable", str(REPO)], check=True)
+    plugin = ["ninja", "--editable", str(REPO)] if client.trains else []
+    subprocess.run([*install, *client.requires, *plugin], check=True)
     stamp.write_text(wanted, encoding="utf-8")
     return Environment(folder)
 

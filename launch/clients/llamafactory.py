@@ -43,4 +43,10 @@ report_to: none
     resume="resume_from_checkpoint=out/checkpoint-2",
     environment={"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"},
     cpu_only="use_cpu=true",
+    about="LLaMA-Factory accepts a DeepSpeed config only under `torchrun`, which `FORCE_TORCHRUN=1` makes it start.",
+    limits=(
+        "LOMO and AdaLOMO need `gradient_accumulation_steps: 1`, which is LLaMA-Factory's default.",
+        "Tested with torch 2.10.0: LLaMA-Factory needs torchvision, and PyPI's later builds for aarch64 need CUDA.",
+        "`finetuning_type: full` was tested, LoRA was not.",
+    ),
 )

@@ -22,22 +22,7 @@ HEAD = f"""\
 
 A program that is not yours needs no `import ds_zo`. Install ds_zo into the program's environment, give the program a
 JSON of ds_zo as its DeepSpeed config, and put `ds-zo run --` before its command. `DS_ZO_AUTOLOAD=1` in the environment
-does the same.
-
-## The JSON
-
-All programs below but ms-swift take the same JSON. Trainer, which they all use, fills in each `"auto"` from the
-program's own settings. This is the JSON of ZO with streamed weights:
-
-<!-- fragment: ds_config.json -->
-```json
-{json.dumps(CONFIGS["zo"], indent=2)}
-```
-
-For AdaLOMO the optimizer is `{json.dumps(CONFIGS["adalomo"]["optimizer"])}` and the section `ds_zo` can go. For LSP
-it is `{json.dumps(CONFIGS["lsp"]["optimizer"])}`, with `offload_optimizer` in place of `offload_param`; a large model
-takes a `subspace_dim` of 512. [Choose a method](choose.md) has the learning rates to start from. Set the rate in the
-program's settings, as with AdamW. The rates below suit the tiny test only.
+does the same: see [Without an import line](run_without_import.md).
 
 ## What was tested
 
@@ -49,6 +34,15 @@ unmodified on the CPU with a tiny LLaMA in float32.
   those of the uninterrupted run, bit for bit.
 - **export**: `ds-zo export` of the last checkpoint gives the weights of the program's own final save, bit for bit.
 - **evaluate**: log-likelihoods of an exported model agree with plain PyTorch within 1e-4.
+
+"""
+JSONS = """
+## The JSON
+
+All programs but ms-swift take these JSONs. Trainer, which they all use, fills in each `"auto"` from the program's own
+settings. Set the learning rate there, as with AdamW: [Choose a method](choose.md) has the rates to start from. Rates
+and sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
+`writeback_interval`.
 
 """
 TAIL = """
@@ -88,7 +82,9 @@ def page(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]]) -> st
         for task in client.commands:
             ran = [row for row in rows if (row["client"], row["task"], row["version"]) == (name, task, client.version)]
             cells.append([f"{client.title} {client.version}", task, *(_outcome(ran, stage) for stage in STAGES)])
-    parts = [HEAD, _table(("program", "task", *STAGES), cells), "\n\n", _versions(clients, rows), TAIL]
+    parts = [HEAD, _table(("program", "task", *STAGES), cells), "\n\n", _versions(clients, rows), TAIL, JSONS]
+    for backend, config in CONFIGS.items():
+        parts += [f"`ds_config.json` of {backend}:\n", _block("json", "fragment: ds_config.json", _lines(config)), "\n"]
     parts += [_section(name, client) for name, client in clients.items()]
     return "".join(parts)
 
@@ -113,19 +109,24 @@ def _section(name: str, client: Client) -> str:
     variables = "".join(f"{key}={value} " for key, value in client.environment.items())
     lines = [f"{variables}{loads}{command}" for command in client.commands.values()]
     if client.resume:
-        lines.append(f"{lines[0]} {client.resume}    # continues from step {SAVE_STEPS}")
+        lines.append(f"# Continue from step {SAVE_STEPS}:\n{lines[0]} {client.resume}")
     if client.trains:
         lines.append(f"ds-zo export out/checkpoint-{NUM_STEPS} exported --tokenizer model")
     parts = [f"\n## {client.title}\n", client.about, _block("bash", f"needs: {client.title}", "\n".join(lines) + "\n")]
     files = dict(client.files)
     if client.own_optimizer:
-        files["ds_config.json"] = json.dumps(client.config("zo"), indent=2) + "\n"
+        files["ds_config.json"] = _lines(client.config("zo"))
     for file, text in files.items():
         language = "json" if file.endswith(".json") else "yaml"
         parts.append(f"`{file}`:")
         parts.append(_block(language, f"fragment: {name} {file}", text.replace("LEARNING_RATE", "1.0e-5")))
     parts += [f"- {limit}" for limit in client.limits]
     return "\n".join(filter(None, parts)) + "\n"
+
+
+def _lines(config: Mapping[str, Any]) -> str:
+    """A JSON with a line for each key of its top level."""
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in config.items()) + "\n}\n"
 
 
 def _block(language: str, mark: str, text: str) -> str:

@@ -39,5 +39,11 @@ CLIENT = Client(
         "dpo.yaml": "dataset_name: data/dpo\n" + _ARGUMENTS,
     },
     resume="--resume_from_checkpoint out/checkpoint-2",
-    cpu_only="--use_cpu true",
+    cpu_only="--use_cpu true --main_process_port 0",
+    about="`trl` starts `accelerate launch`. With `--use_deepspeed`, that sets up the ranks for DeepSpeed.",
+    limits=(
+        "LOMO and AdaLOMO need `gradient_accumulation_steps: 1`, which is TRL's default.",
+        "ZO's update is exact for a loss that is linear in the log-probabilities, such as that of `trl sft` with "
+        "`loss_type: nll`. For other losses, those of `trl dpo` among them, it is exact to first order in `zo_eps`.",
+    ),
 )
