@@ -31,7 +31,6 @@ save_steps: 2
 logging_steps: 1
 """
     },
-    backends={"sft": ("zo", "adalomo")},
     resume="--resume-from-checkpoint out/checkpoint-2",
     about="""\
 Install DeepSpeed beside Axolotl: `pip install axolotl==0.19.0 "deepspeed<0.19"`. Axolotl's extra `deepspeed` also wants
@@ -39,7 +38,6 @@ Install DeepSpeed beside Axolotl: `pip install axolotl==0.19.0 "deepspeed<0.19"`
     limits=(
         "The test runs two processes. For one process Axolotl asks DeepSpeed for NCCL, which a CPU build of torch\n"
         "  lacks.",
-        "ZO and AdaLOMO were tested, LSP was not.",
         "Without `seed`, Axolotl shuffles the data in another order each time that it prepares them.",
         "`optimizer` of Axolotl's file is not used: the JSON names the optimizer. `learning_rate`, `lr_scheduler` and\n"
         "  `weight_decay` are.",
