@@ -1,0 +1,133 @@
+"""Rows of what ran, and the page docs/clients.md made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clients.client import CONFIGS, NUM_STEPS, SAVE_STEPS, Client
+from clients.environment import REPO
+from clients.training import WITH_PLUGIN
+
+ROWS = REPO / "benchmarks" / "results" / "cpu_clients.jsonl"
+PAGE = REPO / "docs" / "clients.md"
+STAGES = ("train", "resume", "export", "evaluate")
+
+HEAD = f"""\
+# LLaMA-Factory, TRL's CLI and other programs
+
+<!-- Written by `bash launch/clients.sh --page`, not by hand. -->
+
+A program that is not yours needs no `import ds_zo`. Install ds_zo into the program's environment, give the program a
+JSON of ds_zo as its DeepSpeed config, and put `ds-zo run --` before its command. `DS_ZO_AUTOLOAD=1` in the environment
+does the same: see [Without an import line](run_without_import.md).
+
+## What was tested
+
+`bash launch/clients.sh` installs each program from its pinned release into an environment of its own, and runs it
+unmodified on the CPU with a tiny LLaMA in float32.
+
+- **train**: {NUM_STEPS} steps. The start-up table of ds_zo is in the log, every loss is finite, and the weights change.
+- **resume**: a second run continues from the checkpoint of step {SAVE_STEPS}. Its losses and its final weights are
+  those of the uninterrupted run, bit for bit.
+- **export**: `ds-zo export` of the last checkpoint gives the weights of the program's own final save, bit for bit.
+- **evaluate**: log-likelihoods of an exported model agree with plain PyTorch within 1e-4.
+
+"""
+JSONS = """
+## The JSON
+
+All programs but ms-swift take these JSONs. Trainer, which they all use, fills in each `"auto"` from the program's own
+settings. Set the learning rate there, as with AdamW: [Choose a method](choose.md) has the rates to start from. Rates
+and sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
+`writeback_interval`.
+
+"""
+TAIL = """
+The rows are in [cpu_clients.jsonl](../benchmarks/results/cpu_clients.jsonl).
+"""
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows in place of older rows of the same cases."""
+    kept = {_case(row): row for row in [*read_rows(path), *rows]}
+    lines = [json.dumps(kept[case]) + "\n" for case in sorted(kept)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _case(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["client"], row["task"], row["backend"]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for the terminal."""
+    heads = ("client", "version", "task", "backend", *STAGES, "seconds")
+    return _table(heads, [[str(row.get(head, "")) for head in heads] for row in rows])
+
+
+def _table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells))
+
+
+def page(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page. It has a row for each pair of client and task, and a section for each client."""
+    cells = []
+    for name, client in clients.items():
+        for task in client.commands:
+            ran = [row for row in rows if (row["client"], row["task"], row["version"]) == (name, task, client.version)]
+            cells.append([f"{client.title} {client.version}", task, *(_outcome(ran, stage) for stage in STAGES)])
+    parts = [HEAD, _table(("program", "task", *STAGES), cells), "\n\n", _versions(clients, rows), TAIL, JSONS]
+    for backend, config in CONFIGS.items():
+        parts += [f"`ds_config.json` of {backend}:\n", _block("json", "fragment: ds_config.json", _lines(config)), "\n"]
+    parts += [_section(name, client) for name, client in clients.items()]
+    return "".join(parts)
+
+
+def _outcome(rows: Sequence[Mapping[str, Any]], stage: str) -> str:
+    """The backends that passed, and those that did not."""
+    passed = [row["backend"] for row in rows if row.get(stage) == "passed"]
+    failed = [row["backend"] for row in rows if row.get(stage, "passed") != "passed"]
+    shown = [", ".join(passed), f"fails: {', '.join(failed)}" if failed else ""]
+    return "; ".join(filter(None, shown)) or ("" if rows else "not run")
+
+
+def _versions(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]]) -> str:
+    found = {row["client"]: row["versions"] for row in rows if "versions" in row and row["client"] in clients}
+    packages = ("python", "torch", "deepspeed", "transformers", "accelerate", "peft")
+    cells = [[clients[name].title, *(found[name].get(package, "") for package in packages)] for name in found]
+    return _table(("program", *packages), cells) + "\n" if cells else ""
+
+
+def _section(name: str, client: Client) -> str:
+    loads = WITH_PLUGIN if client.trains else ""
+    variables = "".join(f"{key}={value} " for key, value in client.environment.items())
+    lines = [f"{variables}{loads}{command}" for command in client.commands.values()]
+    if client.resume:
+        lines.append(f"# Continue from step {SAVE_STEPS}:\n{lines[0]} {client.resume}")
+    if client.trains:
+        lines.append(f"ds-zo export out/checkpoint-{NUM_STEPS} exported --tokenizer model")
+    parts = [f"\n## {client.title}\n", client.about, _block("bash", f"needs: {client.title}", "\n".join(lines) + "\n")]
+    files = dict(client.files)
+    if client.own_optimizer:
+        files["ds_config.json"] = _lines(client.config("zo"))
+    for file, text in files.items():
+        language = "json" if file.endswith(".json") else "yaml"
+        parts.append(f"`{file}`:")
+        parts.append(_block(language, f"fragment: {name} {file}", text.replace("LEARNING_RATE", "1.0e-5")))
+    parts += [f"- {limit}" for limit in client.limits]
+    return "\n".join(filter(None, parts)) + "\n"
+
+
+def _lines(config: Mapping[str, Any]) -> str:
+    """A JSON with a line for each key of its top level."""
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in config.items()) + "\n}\n"
+
+
+def _block(language: str, mark: str, text: str) -> str:
+    return f"\n<!-- {mark} -->\n```{language}\n{text}```\n"

@@ -1,0 +1,39 @@
+"""docs/clients.md says what `launch/clients.sh` recorded. CI runs one client by `launch/clients.sh --ci`."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from conftest import REPO
+
+sys.path.insert(0, str(REPO / "launch"))
+from clients.__main__ import CLIENTS
+from clients.client import CONFIGS
+from clients.page import PAGE, ROWS, STAGES, page, read_rows
+
+from ds_zo.config import backend_of
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(CLIENTS, read_rows(ROWS))
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_every_case_of_a_client_has_passed(name: str) -> None:
+    client = CLIENTS[name]
+    rows = {(row["task"], row["backend"]): row for row in read_rows(ROWS) if row["client"] == name}
+    for case in client.cases():
+        assert rows[case]["version"] == client.version
+        assert {rows[case][stage] for stage in STAGES if stage in rows[case]} == {"passed"}, case
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_an_environment_is_pinned(name: str) -> None:
+    assert [line for line in CLIENTS[name].requires if "==" not in line] == []
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("backend", CONFIGS)
+def test_a_json_names_its_backend(name: str, backend: str) -> None:
+    assert backend_of(CLIENTS[name].config(backend)) == backend
