@@ -36,8 +36,13 @@ class AfterImport:
         if loader is None:
             return spec
 
+        inner = vars(loader).get("exec_module")  # of another finder that waits for the same module
+
         def execute_then_act(module: ModuleType) -> None:
-            del loader.exec_module  # the loader's own method is called from here on
+            if inner is None:
+                del loader.exec_module  # the loader's own method is called from here on
+            else:
+                loader.exec_module = inner
             loader.exec_module(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ds_zo import (
-    command_line,  # noqa: F401  first: it decides where DeepSpeed's logger writes
-    versions,  # noqa: F401  second: it refuses versions with which the imports below fail
-)
+from ds_zo import command_line  # noqa: F401  first: it decides where DeepSpeed's logger writes
+from ds_zo.versions import check_installed
+
+check_installed()  # here: it refuses versions with which the imports below fail
+
+# ruff: noqa: E402
 from ds_zo.checkpoint import newest_complete
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import ConfigError, register_backend

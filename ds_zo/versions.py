@@ -87,9 +87,6 @@ def check_installed() -> None:
             logger.warning(text)
 
 
-check_installed()
-
-
 def _before(package: str, version: str) -> bool:
     """Whether the installed release of `package` is older than `version`."""
     return parse(installed(package) or version) < parse(version)
@@ -112,25 +109,29 @@ def manages_accumulation(engine: Any) -> bool:
     return bool(engine.managed_gradient_accumulation())
 
 
-def removed_features() -> tuple[str, ...]:
-    """Keys of features that DeepSpeed 0.19.8 refuses in every JSON and that the installed version still reads. Our
-    engines have none of these features."""
-    if not _before("deepspeed", "0.19.8"):
-        return ()
-    return (
-        "amp",
-        "curriculum_learning",
-        "eigenvalue",
-        "elasticity",
-        "graph_harvesting",
-        "nebula",
-        "progressive_layer_drop",
-        "quantize_training",
-        "sparse_attention",
-        "sparse_gradients",
-        "zero_optimization.mics_shard_size",
-        "zero_optimization.zeropp_loco_param",
-    )
+REMOVED_FEATURES = (
+    "amp",
+    "compression_training",
+    "curriculum_learning",
+    "eigenvalue",
+    "elasticity",
+    "graph_harvesting",
+    "nebula",
+    "progressive_layer_drop",
+    "quantize_training",
+    "sparse_attention",
+    "sparse_gradients",
+    "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.mics_shard_size",
+    "zero_optimization.zeropp_loco_param",
+)
+"""Keys of features that DeepSpeed 0.19.8 has removed. Our engines have none of these features."""
+
+
+def refuses_removed_features() -> bool:
+    """Whether DeepSpeed refuses the keys of removed features, even if they are switched off. Older versions read
+    them."""
+    return not _before("deepspeed", "0.19.8")
 
 
 def tied_names(model: Any) -> set[str]:

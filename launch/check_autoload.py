@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import venv
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
+LIMIT_S = 600.0
+"""Longest duration of one command."""
 SOURCES = ("pyproject.toml", "setup.py", "ds_zo_autoload.py", "README.md", "LICENSE")
 
 TRAIN = """
@@ -152,14 +155,13 @@ def check_hosts(python: Path, folder: Path) -> None:
         (tools / name).write_text(text, encoding="utf-8")
         (tools / name).chmod(0o755)
     (folder / "hosts").write_text("here slots=1\nthere slots=1\n", encoding="utf-8")
-    port = str(free_port())
     launchers = {
-        "deepspeed": ["deepspeed", "--hostfile", "hosts", "--no_local_rank", "--master_port", port],
+        "deepspeed": ["deepspeed", "--hostfile", "hosts", "--no_local_rank", "--master_port", str(free_port())],
         "accelerate launch": [
             *(str(python), "-m", "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_hostfile", "hosts"),
             *("--num_machines", "2", "--machine_rank", "0", "--num_processes", "2"),
             *("--deepspeed_multinode_launcher", "pdsh", "--main_process_ip", "127.0.0.1"),
-            *("--main_process_port", port),
+            *("--main_process_port", str(free_port())),
             *("--mixed_precision", "no", "--dynamo_backend", "no"),
         ],
     }
@@ -185,9 +187,15 @@ def run(command: list[str], *, cwd: Path | None = None, **variables: str) -> str
     set_elsewhere = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_elsewhere}
     env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
-    expect(done.returncode == 0, f"{command} ended with status {done.returncode}:\n{output[-6000:]}")
+    process = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks of a launcher too
+        output, _ = process.communicate()
+    expect(process.returncode == 0, f"{command} ended with status {process.returncode}:\n{output[-6000:]}")
     return output
 
 

@@ -31,5 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from ds_zo.training.arguments import parse_args
 from ds_zo.training.job import run_or_exit
 
-if __name__ == "__main__":
+
+def main() -> None:
     run_or_exit(parse_args(description=__doc__))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,16 +12,18 @@ version="$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' ds_zo/__init__.py)"
 cited="$(sed -n 's/^version: //p' CITATION.cff)"
 [ "$cited" = "$version" ] ||
     fail "one version number: ds_zo.__version__ is $version, but CITATION.cff has $cited; write $version there"
-for tag in $(git tag --points-at HEAD 'v*'); do
+tags="$(git tag --points-at HEAD 'v*')"
+for tag in $tags; do
     [ "$tag" = "v$version" ] ||
         fail "a tag names ds_zo.__version__, $version, but this commit has $tag; move the tag or set __version__"
     grep -q "^## \[$version\]" CHANGELOG.md ||
         fail "a tagged commit has its section in CHANGELOG.md, but '## [$version]' is not there; rename [Unreleased]"
 done
-say "version $version, as in CITATION.cff and in the tags of this commit ($(git tag --points-at HEAD 'v*' | wc -l))"
+say "version $version, as in CITATION.cff and in the tags of this commit (${tags:-none})"
 [ "${1:-}" != --versions ] || exit 0
 
-work="$(mktemp -d)"
+mkdir -p "$repo/runs"
+work="$(mktemp -d -p "$repo/runs")"  # not in /tmp, which may be memory
 trap 'rm -rf "$work"' EXIT
 python="$(find_python)"
 export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -32,7 +34,7 @@ unset PYTHONPATH
 
 say "building the sdist, and the wheel from it"
 mkdir "$work/source" "$work/empty"
-git ls-files --cached --others --exclude-standard -z | tar --create --null --files-from - | tar --extract -C "$work/source"
+git ls-files --cached --others --exclude-standard -z | tar --create --file - --null --files-from - | tar --extract --file - -C "$work/source"
 "$python" -m venv "$work/tools"
 "$work/tools/bin/pip" install --quiet --constraint constraints.txt build mypy
 "$work/tools/bin/python" -m build --outdir "$work/dist" "$work/source" >"$work/build.log" 2>&1 ||
@@ -48,7 +50,7 @@ before="$(cd "$work/env" && find . -path '*ds_zo*' | sort)"
 
 say "ds-zo train: the embedded job"
 cd "$work/empty"
-"$work/env/bin/ds-zo" train >"$work/train.log" 2>&1 || { tail -n 20 "$work/train.log"; fail "ds-zo train failed"; }
+timeout 900 "$work/env/bin/ds-zo" train >"$work/train.log" 2>&1 || { tail -n 20 "$work/train.log"; fail "ds-zo train failed"; }
 grep '^test ' "$work/train.log"
 "$work/env/bin/python" - <<'PYTHON' || fail "ds-zo train must raise the accuracy by a tenth, and save the model"
 import json
@@ -61,7 +63,7 @@ PYTHON
 
 say "deepspeed --module ds_zo.training: two ranks"
 port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
-PATH="$work/env/bin:$PATH" deepspeed --num_accelerators 2 --master_port "$port" --module ds_zo.training --method lomo \
+PATH="$work/env/bin:$PATH" timeout 600 deepspeed --num_accelerators 2 --master_port "$port" --module ds_zo.training --method lomo \
     --steps 2 --num-eval 8 >"$work/ranks.log" 2>&1 || { tail -n 20 "$work/ranks.log"; fail "two ranks failed"; }
 grep -q '"batch_size": 32' runs/lomo-code_or_text/summary.json || fail "two ranks make batches of 2 x 16 sequences"
 

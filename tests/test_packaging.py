@@ -45,7 +45,7 @@ def in_lib_sh(commands: str, *, repo: Path = REPO, **env: str) -> subprocess.Com
 def clone_scripts(folder: Path) -> Path:
     (folder / "launch").mkdir(parents=True)
     shutil.copy(REPO / "launch" / "lib.sh", folder / "launch")
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(REPO / name, folder)
     return folder
 

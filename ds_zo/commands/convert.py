@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.commands.arguments import unprinted
-from ds_zo.config import BACKENDS, LOMOParams, backend_of, with_section_on_top
-from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos
+from ds_zo.config import BACKENDS, LOMOParams, backend_of, resolve_for_evaluation, with_section_on_top
+from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
 from ds_zo.config.errors import ConfigError, shown
 
 _EXAMPLES = """examples:
@@ -86,7 +86,11 @@ def _check(ds_config: dict[str, Any]) -> None:
     backend = backend_of(ds_config)
     if backend is None:
         if with_section_on_top(ds_config).get("ds_zo"):
-            check(ds_config)  # raises: DeepSpeed's own engine would ignore the section
+            if ds_config.get("optimizer"):
+                check(ds_config)  # raises: DeepSpeed's own engine would ignore the section
+            resolve_for_evaluation(without_auto(ds_config))
+            print("evaluation only: the JSON has a ds_zo section and no backend, so its engine refuses to train")
+            return
         check_stock(ds_config)
         named = shown(ds_config["optimizer"].get("type")) if ds_config.get("optimizer") else "none"
         print(f"stock: DeepSpeed's own engine takes this JSON, and ds_zo does nothing (optimizer.type {named})")
@@ -102,6 +106,8 @@ def _check(ds_config: dict[str, Any]) -> None:
         print(f"no effect: {key}")
     for warning in resolved.warnings:
         print(f"warning: {warning}")
+    if not ds_config.get("optimizer"):
+        print("note: the script must pass an optimizer to deepspeed.initialize; without one the engine only evaluates")
     autos = autos_of(ds_config)
     if autos:
         print(f'note: Trainer or Accelerate must replace "auto" in {", ".join(autos)}; plain DeepSpeed does not')

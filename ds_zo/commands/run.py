@@ -132,9 +132,9 @@ def python_of(program: str) -> list[str] | None:
         first, second = (file.readline(4096).decode(errors="replace") for _ in range(2))
     if not first.startswith("#!"):
         return None
-    words = [word for word in shlex.split(first[2:]) if word != "-S"]
+    words = shlex.split(first[2:])
     if words and Path(words[0]).name == "env":
-        words = words[1:]
+        words = [word for word in words[1:] if word != "-S"]
     elif words and Path(words[0]).name == "sh" and second.startswith("'''exec' "):
         words = shlex.split(second)[1:2]  # pip writes this where the path is too long for the first line
     return words if words and _is_python(words[0]) else None

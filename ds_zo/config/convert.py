@@ -19,9 +19,10 @@ from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
 from ds_zo.config.registry import entries, entry_of
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
+from ds_zo.config.rules import REFUSED, check_removed_features, check_top_level, is_on, lookup
 from ds_zo.config.starting_rates import StartingRate, starting_rate
 from ds_zo.config.stock import block, read_stock
+from ds_zo.versions import REMOVED_FEATURES
 
 _NO_ZERO = "a setting of ZeRO itself, which {type} does not run"
 _ZERO_REASONS = {
@@ -34,17 +35,13 @@ _REDUCTION = "it belongs to DeepSpeed's own reduction of gradients, which {type}
 _UNUSED = {
     "zero_allow_untested_optimizer": "no optimizer is wrapped by ZeRO here",
     "aio": "it configures NVMe, which no backend of ds_zo uses",
-    "amp": "Apex wraps DeepSpeed's own optimizer; bf16 and torch_autocast work",
     "autotuning": "it searches settings of ZeRO",
     "communication_data_type": _REDUCTION,
     "data_types": _REDUCTION,
     "disable_allgather": _REDUCTION,
-    "eigenvalue": "it belongs to DeepSpeed's own update, which {type} replaces",
     "gradient_allreduce_op": _REDUCTION,
     "gradient_predivide_factor": _REDUCTION,
     "prescale_gradients": _REDUCTION,
-    "quantize_training": "it belongs to DeepSpeed's own update, which {type} replaces",
-    "sparse_gradients": _REDUCTION,
 }
 """Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
 _FILLED = ("lr", "weight_decay", "betas", "eps")
@@ -162,6 +159,7 @@ def check_stock(ds_config: dict[str, Any]) -> None:
     """Raises for the first error in a JSON that names no backend of ours, as if each "auto" had been replaced."""
     plain = without_auto(with_section_on_top(ds_config))
     check_top_level(plain)
+    check_removed_features(plain)
     optimizer = block(plain, "optimizer")
     kind = optimizer.get("type")
     is_known = isinstance(kind, str) and (kind.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind))
@@ -188,6 +186,8 @@ def _remove_refused(draft: Draft) -> None:
     for path, text in REFUSED.items():
         if is_on(draft.get(path)):
             draft.remove(path, text.partition(";")[0])
+    for path in REMOVED_FEATURES:
+        draft.remove(path, "DeepSpeed 0.19.8 removed the feature, and {type} does not have it")
     for key, why in _UNUSED.items():
         draft.remove(key, why)
     if draft.entry.zeroth_order and is_on(draft.get("flops_profiler")):

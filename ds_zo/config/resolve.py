@@ -117,7 +117,9 @@ def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
         only_zo = {"master", "writeback_interval", "fuse_update"}
         used = {"backend": "lomo", "stream": section.stream.model_dump(exclude_unset=True, exclude=only_zo)}
         used["params"] = {"accumulation": "sequential"}  # else accumulation steps would be refused
-    return replace(resolve({**ds_config, "ds_zo": used}), trains=False, ignored=())
+    # The profiler and the scheduler are for training: ZO, which only evaluates here, would refuse the former.
+    kept = {key: value for key, value in ds_config.items() if key not in ("flops_profiler", "scheduler")}
+    return replace(resolve({**kept, "ds_zo": used}), trains=False, ignored=())
 
 
 def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str | None:

@@ -14,7 +14,7 @@ from ds_zo.config.optimizers import LOMOParams, LSPParams, ZOParams
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import known_keys
-from ds_zo.versions import removed_features
+from ds_zo.versions import REMOVED_FEATURES, refuses_removed_features
 
 REFUSED = {
     "pipeline": "pipeline stages split the model before ds_zo gets it; remove the section",
@@ -65,6 +65,7 @@ def check_top_level(ds_config: dict[str, Any]) -> None:
 def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     """Raises for the first combination that cannot work."""
     _check_refused_features(ds_config)
+    check_removed_features(ds_config)
     _check_placement(ds_config, config)
     _check_dtypes(config)
     _check_streaming(config)
@@ -143,11 +144,22 @@ def large_zo_lr(lr: float, *, at: str) -> str:
 
 
 def _check_refused_features(ds_config: dict[str, Any]) -> None:
-    removed = "DeepSpeed 0.19.8 removed the feature, and ds_zo has it with no version; remove the key"
-    for path, why in (*REFUSED.items(), *((path, removed) for path in removed_features())):
+    for path, why in REFUSED.items():
         found = lookup(ds_config, path)
         if is_on(found):
             raise ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)
+    for path in REMOVED_FEATURES:
+        if is_on(lookup(ds_config, path)):
+            text = f"{path} is a feature that ds_zo does not have, got {shown(lookup(ds_config, path))}; remove the key"
+            raise ConfigError(text, at=path)
+
+
+def check_removed_features(ds_config: dict[str, Any]) -> None:
+    """Refuses keys that the installed DeepSpeed refuses, even if the feature is switched off."""
+    for path in REMOVED_FEATURES if refuses_removed_features() else ():
+        found = lookup(ds_config, path)
+        if found is not None:
+            raise ConfigError(f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key", at=path)
 
 
 def _check_placement(ds_config: dict[str, Any], config: Resolved) -> None:

@@ -189,7 +189,7 @@ class PluginEngine(CheckpointingEngine):
                     at=f"{type(self.optimizer).__name__}.param_groups[{index}]['lr']",
                 )
         self._check_parameters()
-        if self.resolved.params_at == "ds_zo.params" and self.client_lr_scheduler is None:
+        if self.resolved.trains and self.resolved.params_at == "ds_zo.params" and self.client_lr_scheduler is None:
             lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
             for text in scheduler_warning(self._config._param_dict, lr, at="the script's own"):
                 log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)

@@ -62,20 +62,32 @@ def main() -> None:
     names = args.clients or list(CLIENTS)
     if unknown := sorted(set(names) - CLIENTS.keys()):
         sys.exit(f"error: a client is one of {', '.join(CLIENTS)}, got {unknown[0]}: name one of them")
-    rows = []
+    if args.ci and (args.clients or args.only):
+        parser.error("--ci is one case, `trl sft` with ZO: leave CLIENT and --only out")
+    rows, failed = [], []
     if args.ci:
         rows = try_client("trl", Environment(Path(sys.prefix)), args.folder.resolve() / "ci", [("sft", "zo")])
     elif not args.page:
         for name in names:
             folder = args.folder.resolve() / name
-            environment = make_environment(CLIENTS[name], folder / "venv")
             cases = [case for case in CLIENTS[name].cases() if args.only in (None, ":".join(case))]
+            if not cases:
+                continue
+            try:
+                environment = make_environment(CLIENTS[name], folder / "venv")
+            except subprocess.CalledProcessError:
+                failed.append(name)
+                continue
             rows += try_client(name, environment, folder, cases)
+            if args.record:
+                write_rows(ROWS, rows)
+        if not rows and not failed:
+            sys.exit(f"error: --only must name a case of {', '.join(names)}, got {args.only}: such as sft:zo")
         print(summary(rows))
-    if args.record:
-        write_rows(ROWS, rows)
     if args.record or args.page:
         PAGE.write_text(page(CLIENTS, read_rows(ROWS)), encoding="utf-8")
+    if failed:
+        sys.exit(f"error: pip could not install {', '.join(failed)}, see above")
     if any(row[stage] != "passed" for row in rows for stage in STAGES if stage in row):
         sys.exit("error: a client failed, see above")
 
