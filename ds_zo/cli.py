@@ -16,7 +16,11 @@ COMMANDS = (train, run, convert, plan, report, config, export, replay, bench)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="ds-zo", description="DeepSpeed update paths chosen in the JSON.")
+    parser = argparse.ArgumentParser(
+        prog="ds-zo",
+        description="Fine-tunes models with little GPU memory through DeepSpeed, and plans, converts and checks "
+        "such runs.",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:

@@ -30,17 +30,22 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("config", type=Path, metavar="FILE", help="a DeepSpeed JSON, stock or of ds_zo")
     job = parser.add_mutually_exclusive_group(required=True)
-    job.add_argument("--to", choices=BACKENDS, help="the backend that is to train")
+    job.add_argument("--to", choices=BACKENDS, help="backend to convert to")
     job.add_argument("--check", action="store_true", help="only say whether FILE is valid, and for which backend")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here (default: standard output)")
     parser.add_argument("--model", help="plan memory and speed: a folder, a name on the Hub, or random:opt-6.7b")
     parser.add_argument(
-        "--device-memory-gb", type=float, metavar="GB", help="of the GPU: decides whether blocks stream"
+        "--device-memory-gb",
+        type=float,
+        metavar="GB",
+        help="memory of the GPU; decides whether blocks stream from the host",
     )
-    parser.add_argument("--host-memory-gb", type=float, metavar="GB", help="of the machine (default: unlimited)")
-    parser.add_argument("--batch", type=int, help="sequences of a GPU in the plan (default: FILE's, or 1)")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence in the plan (default: %(default)s)")
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="of this machine, from ds-zo report --json")
+    parser.add_argument("--host-memory-gb", type=float, metavar="GB", help="memory of the host (default: unlimited)")
+    parser.add_argument("--batch", type=int, help="sequences per GPU in the plan (default: FILE's, or 1)")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence in the plan (default: %(default)s)")
+    parser.add_argument(
+        "--rates", type=Path, metavar="FILE", help="speeds of this machine, written by ds-zo report --json"
+    )
     parser.set_defaults(run=run)
 
 

@@ -73,8 +73,8 @@ class Interpreter:
             again = "" if self.version is None else " again"
             raise ValueError(
                 "the Python of the command must have ds_zo_autoload.pth, which pip installs with ds-zo, got a Python "
-                f"without it: install ds-zo there{again}, by `{self.path} -m pip install`, or use a command of the "
-                f"environment that has ds-zo ({self.path})"
+                f"without it: install ds-zo there{again} (pip install of the clone or the wheel, with that Python), or "
+                f"start a command of the environment that has ds-zo ({self.path})"
             )
 
     def support(self) -> Iterator[tuple[str, str]]:
@@ -100,7 +100,7 @@ def add(commands: Any) -> None:
         epilog="example: ds-zo run -- accelerate launch train.py --deepspeed ds_config.json",
     )
     parser.add_argument("--check", action="store_true", help="print what would happen, and execute nothing")
-    parser.add_argument("words", nargs="*", metavar="COMMAND", help="behind --, with its own options")
+    parser.add_argument("words", nargs="*", metavar="COMMAND", help="the command with its own options, after --")
     parser.set_defaults(run=run)
 
 
@@ -164,8 +164,9 @@ def _check(words: Sequence[str], python: Sequence[str] | None) -> None:
         rows += interpreter.support()
     rows += [("replaces" if i == 0 else "", str(patch)) for i, patch in enumerate(PATCHES)]
     rows += [
-        ("other hosts", f"deepspeed and accelerate launch (pdsh, MPI, Slurm) send {VARIABLE}"),
-        ("", f"torchrun: start it by ds-zo run on every host, or set {VARIABLE}=1 there"),
+        ("other hosts", f"deepspeed --hostfile, accelerate launch with pdsh, and srun send {VARIABLE}"),
+        ("", "torchrun, accelerate launch with standard, deepspeed --no_ssh: use ds-zo run on every host,"),
+        ("", f"or set {VARIABLE}=1 there"),
         ("", "each host needs ds-zo in the Python that runs there"),
     ]
     width = max(len(name) for name, _ in rows)

@@ -380,9 +380,10 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
     if source == entry.name:
         return (old, "as the JSON has it") if old is not None else (start.lr, start.basis)
     is_adam = source is None and (draft.is_client or "adam" in str(_type_before(draft)).lower())
-    lr, why = start.lr, start.basis
+    lr, why, basis = start.lr, start.source, start.basis
     if entry.params is LSPParams and is_adam and old:
-        lr, why = float(old), "AdamW's own: the updates of a matrix are as large"
+        lr = float(old)
+        why = basis = "AdamW's rate: LSP's updates of a matrix are as large as AdamW's"
     if draft.is_client:
         keep = " (AdamW's own is right too)" if entry.params is LSPParams else ""
         draft.note(
@@ -391,10 +392,10 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
     elif written == "auto":
         draft.note(f"set the script's learning rate to {lr:g}: Trainer and Accelerate write it in place of {at} auto")
     else:
-        draft.set(at, lr, f"to start from: {why}")
+        draft.set(at, lr, f"a rate to start from: {why}")
     _scale_schedule(draft, old=old, lr=lr)
     _scale_weight_decay(draft, old=old if old is not None or written == "auto" else _DEFAULT_LR, lr=lr)
-    return lr, why
+    return lr, basis
 
 
 def _type_before(draft: Draft) -> Any:

@@ -33,15 +33,17 @@ class StartingRate:
 
 
 STARTING_RATES = (
-    StartingRate("zo", "ZO", "SmolLM2-135M", 1e9, 1e-5, "best of three tried"),
-    StartingRate("zo", "ZO", "up to 7B", 10e9, 1e-6, "ten times MeZO's of OPT-13B"),
-    StartingRate("zo", "ZO", "13B and larger", math.inf, 1e-7, "MeZO's of OPT-13B"),
-    StartingRate("lomo", "LOMO, clipped", "SmolLM2-135M", 1e9, 0.1, "best of three tried", True),
-    StartingRate("lomo", "LOMO, clipped", "7B", math.inf, 0.03, "LOMO's authors', of LLaMA-7B", True),
-    StartingRate("lomo", "LOMO, not clipped", "7B and larger", math.inf, 0.01, "a third of the clipped one", False),
-    StartingRate("adalomo", "AdaLOMO", "7B", math.inf, 5e-4, "AdaLomo's authors', of LLaMA-7B"),
-    StartingRate("lsp", "LSP", "SmolLM2-135M", 1e9, 1e-4, "the only one tried"),
-    StartingRate("lsp", "LSP", "7B", math.inf, 2e-5, "AdamW's of LLaMA-7B"),
+    StartingRate("zo", "ZO", "SmolLM2-135M", 1e9, 1e-5, "the best of three rates tried"),
+    StartingRate("zo", "ZO", "up to 7B", 10e9, 1e-6, "ten times MeZO's rate for OPT-13B"),
+    StartingRate("zo", "ZO", "13B and larger", math.inf, 1e-7, "MeZO's rate for OPT-13B"),
+    StartingRate("lomo", "LOMO, clipped", "SmolLM2-135M", 1e9, 0.1, "the best of three rates tried", True),
+    StartingRate("lomo", "LOMO, clipped", "7B", math.inf, 0.03, "the LOMO authors' rate for LLaMA-7B", True),
+    StartingRate(
+        "lomo", "LOMO, not clipped", "7B and larger", math.inf, 0.01, "a third of the rate with clipping", False
+    ),
+    StartingRate("adalomo", "AdaLOMO", "7B", math.inf, 5e-4, "the AdaLomo authors' rate for LLaMA-7B"),
+    StartingRate("lsp", "LSP", "SmolLM2-135M", 1e9, 1e-4, "the only rate tried"),
+    StartingRate("lsp", "LSP", "7B", math.inf, 2e-5, "AdamW's rate for LLaMA-7B"),
 )
 _USUAL_NUMEL = 7e9
 

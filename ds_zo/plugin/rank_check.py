@@ -49,14 +49,14 @@ def wait_for_all_ranks() -> None:
             if missing and waited_s > timeout_s:
                 raise RuntimeError(
                     f"every rank must make its engine with ds_zo, got none in {waited_s:.0f} s on rank {missing}: "
-                    "install ds-zo there too, start every rank by ds-zo run or with DS_ZO_AUTOLOAD=1 or import ds_zo "
-                    f"in the script, and give all ranks one JSON (rank {missing})"
+                    "install ds-zo on its host; load it on every rank (ds-zo run, DS_ZO_AUTOLOAD=1 or import ds_zo); "
+                    f"use the same JSON on all ranks (rank {missing})"
                 )
             if missing and rank == here[0]:
                 logger.warning(
-                    f"ds_zo: waiting for the engine of rank {missing} for {waited_s:.0f} s. If that rank runs without "
-                    "ds_zo, stop the job and start every rank by ds-zo run or with DS_ZO_AUTOLOAD=1; if it still loads "
-                    f"its model, wait (ranks are given {timeout_s:.0f} s)"
+                    f"ds_zo: rank {missing} has not made its engine after {waited_s:.0f} s. It may still be loading "
+                    f"its model: the job stops after {timeout_s:.0f} s. If it runs without ds_zo, stop the job, and "
+                    "start every rank with ds-zo run or DS_ZO_AUTOLOAD=1"
                 )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -77,7 +77,9 @@ def _add_what(what: argparse._ArgumentGroup) -> None:
         help="folder with train.jsonl, dev.jsonl and test.jsonl, or a suite's own train.jsonl and validation.jsonl",
     )
     what.add_argument("--data", type=Path, metavar="FILE", help="one .jsonl or text file, cut into train, dev and test")
-    what.add_argument("--hub", action="store_true", help="the task's public copy, through the package datasets")
+    what.add_argument(
+        "--hub", action="store_true", help="download the task's public data set (needs the package datasets)"
+    )
     for split, number in (("train", NUM_TRAIN), ("dev", NUM_DEV), ("test", NUM_TEST)):
         what.add_argument(
             f"--num-{split}",
@@ -93,7 +95,10 @@ def _add_what(what: argparse._ArgumentGroup) -> None:
         help="lm: words after a prompt; classifier: a new head on the model, and regression for STS-B",
     )
     what.add_argument(
-        "--padding-side", choices=["right", "left"], default="right", help="of batches (default: %(default)s)"
+        "--padding-side",
+        choices=["right", "left"],
+        default="right",
+        help="side on which batches are padded (default: %(default)s)",
     )
     what.add_argument(
         "--pad-multiple",
@@ -142,7 +147,9 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
         help="sequences of a GPU in a micro-batch, instead of the JSON's train_micro_batch_size_per_gpu",
     )
     how.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), help="of DeepSpeed's logger; debug: all settings"
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="level of DeepSpeed's logger; debug shows all settings",
     )
     how.add_argument(
         "--dtype",
@@ -158,14 +165,16 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
         "with offload_param do so without this flag)",
     )
     how.add_argument("--tf32", action="store_true", help="float32 models multiply matrices in TF32 on a GPU")
-    how.add_argument("--seed", type=int, default=0, help="of the data order and of torch (default: %(default)s)")
+    how.add_argument("--seed", type=int, default=0, help="seed of the data order and of torch (default: %(default)s)")
     how.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank (needs peft)")
-    how.add_argument("--lora-alpha", type=float, default=16.0, metavar="A", help="their scale (default: %(default)s)")
+    how.add_argument(
+        "--lora-alpha", type=float, default=16.0, metavar="A", help="scale of the adapters (default: %(default)s)"
+    )
     how.add_argument(
         "--lora-targets",
         default="q_proj,v_proj",
         metavar="NAMES",
-        help="modules that get one, or all-linear (default: %(default)s)",
+        help="modules that get an adapter, or all-linear (default: %(default)s)",
     )
     how.add_argument("--train-base", action="store_true", help="with LoRA: train the base weights beside the adapters")
 

@@ -43,10 +43,10 @@ report_to: none
     resume="--resume_from_checkpoint out/checkpoint-2",
     environment={"NPROC_PER_NODE": "1"},
     about="""\
-The JSON must not name an optimizer. ms-swift reads the parameter groups of the optimizer that Trainer makes. For such a
-JSON Trainer makes a placeholder without groups. With every `optimizer.type`, also DeepSpeed's own, ms-swift stops with
-`'DummyOptim' object has no attribute 'param_groups'`. Name the backend in the section `ds_zo` instead. Learning rate
-and weight decay then come from ms-swift's AdamW, whose states are not created.""",
+The JSON must not have an `optimizer` block. With one, even for DeepSpeed's own types, Trainer makes a placeholder
+instead of an optimizer. ms-swift reads its parameter groups and stops with `'DummyOptim' object has no attribute
+'param_groups'`. Name the backend in the `ds_zo` section instead. Learning rate and weight decay then come from
+ms-swift's AdamW, whose states are not created.""",
     limits=(
         "`NPROC_PER_NODE` has ms-swift start torchrun. Without torchrun's variables DeepSpeed asks for `mpi4py`.",
         "`model_type` and `template` are needed because ms-swift does not know the tiny model.",

@@ -29,7 +29,7 @@ try:
 except Exception as error:
     print("RAISED", error)
 """
-REPORT = "ds_zo: waiting for the engine of rank 1 for "
+REPORT = "ds_zo: rank 1 has not made its engine after "
 
 
 def test_a_rank_without_ds_zo_is_named(run_ranks: Callable[..., list[str]]) -> None:
