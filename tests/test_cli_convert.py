@@ -91,12 +91,33 @@ def test_check_names_the_backend_and_what_has_no_effect(tmp_path: Path, capsys: 
 ZO = {"type": "ZO", "params": {"zo_eps": 1e-3}}
 
 
+def test_a_section_without_an_optimizer_is_for_evaluation(tmp_path: Path, capsys: Captured) -> None:
+    section = {"zero_optimization": {"ds_zo": {"stream": {"device_slots": 3}}}}
+    assert main(["convert", written(tmp_path, section), "--check"]) == 0
+    assert capsys.readouterr().out.startswith("evaluation only")
+    assert main(["convert", written(tmp_path, {"ds_zo": {"backend": "lomo"}}), "--check"]) == 0
+    assert "the script must pass an optimizer" in capsys.readouterr().out
+
+
+def test_keys_that_deepspeed_has_removed_are_removed(tmp_path: Path, capsys: Captured) -> None:
+    stock = {"optimizer": {"type": "AdamW"}, "elasticity": {"enabled": False}, "amp": {"enabled": False}}
+    assert main(["convert", written(tmp_path, stock), "--to", "lomo"]) == 0
+    found = capsys.readouterr()
+    assert "elasticity" not in found.out and "amp" not in found.out
+    assert found.err.count("DeepSpeed 0.19.8 removed the feature") == 2
+
+
 @pytest.mark.parametrize(
     ("config", "words", "said"),
     [
         ({"optimizer": ZO, "ds_zo": {"stream": {"device_slots": 1}}}, ["--check"], "(ds_zo.stream.device_slots)"),
         ({"optimizer": ZO, "ds_zo": {"rounding": "auto"}}, ["--check"], "leave the key out"),
-        ({"zero_optimization": {"ds_zo": {"rounding": "nearest"}}}, ["--check"], "no ds_zo.backend"),
+        (
+            {"optimizer": {"type": "AdamW"}, "zero_optimization": {"ds_zo": {"rounding": "nearest"}}},
+            ["--check"],
+            "no ds_zo.backend",
+        ),
+        ({"optimizer": ZO, "elasticity": {"enabled": False}}, ["--check"], "(elasticity)"),
         ({"optimizer": {"type": "LSP"}, "fp16": {"enabled": True}}, ["--check"], "use bf16"),
         ({"optimizer": {"type": "LOMMO", "params": {}}}, ["--check"], 'did you mean "LOMO"?'),
         ({"zero_optimization": {"stage": 4}}, ["--check"], "(zero_optimization.stage)"),

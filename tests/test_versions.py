@@ -63,7 +63,7 @@ def test_a_version_that_fails_is_refused(package: str, version: str) -> None:
 def test_features_that_deepspeed_removed_are_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda package: "0.18.6")
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "ZO"}, key: {"enabled": True}}
-    with pytest.raises(ConfigError, match=f"{key} does not work with this backend"):
+    with pytest.raises(ConfigError, match=f"{key} is a feature that ds_zo does not have"):
         resolve(config)
     resolve({**config, key: {"enabled": False}})
 

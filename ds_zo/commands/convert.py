@@ -12,6 +12,7 @@ from ds_zo.commands.arguments import unprinted
 from ds_zo.config import BACKENDS, LOMOParams, backend_of, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
 from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.rules import check_removed_features
 
 _EXAMPLES = """examples:
   ds-zo convert ds_config.json --to adalomo --out adalomo.json
@@ -96,6 +97,7 @@ def _check(ds_config: dict[str, Any]) -> None:
             resolve_for_evaluation(without_auto(ds_config))
             print("evaluation only: the JSON has a ds_zo section and no backend, so its engine refuses to train")
             return
+        check_removed_features(ds_config)
         check_stock(ds_config)
         named = shown(ds_config["optimizer"].get("type")) if ds_config.get("optimizer") else "none"
         print(f"stock: DeepSpeed's own engine takes this JSON, and ds_zo does nothing (optimizer.type {named})")

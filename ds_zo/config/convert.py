@@ -19,7 +19,7 @@ from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
 from ds_zo.config.registry import entries, entry_of
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import REFUSED, check_removed_features, check_top_level, is_on, lookup
+from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
 from ds_zo.config.starting_rates import StartingRate, starting_rate
 from ds_zo.config.stock import block, read_stock
 from ds_zo.versions import REMOVED_FEATURES
@@ -159,7 +159,6 @@ def check_stock(ds_config: dict[str, Any]) -> None:
     """Raises for the first error in a JSON that names no backend of ours, as if each "auto" had been replaced."""
     plain = without_auto(with_section_on_top(ds_config))
     check_top_level(plain)
-    check_removed_features(plain)
     optimizer = block(plain, "optimizer")
     kind = optimizer.get("type")
     is_known = isinstance(kind, str) and (kind.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind))
