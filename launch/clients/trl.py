@@ -43,7 +43,7 @@ CLIENT = Client(
     about="`trl` starts `accelerate launch`. With `--use_deepspeed`, that sets up the ranks for DeepSpeed.",
     limits=(
         "LOMO and AdaLOMO need `gradient_accumulation_steps: 1`, which is TRL's default.",
-        "ZO's update is exact for a loss that is linear in the measured outputs, such as that of `trl sft` with "
-        "`loss_type: nll`. For other losses, such as that of `trl dpo`, it is exact to first order in `zo_eps`.",
+        "ZO's update is exact for a loss that is linear in the measured outputs, such as that of `trl sft` with\n"
+        "  `loss_type: nll`. For other losses, such as that of `trl dpo`, it is exact to first order in `zo_eps`.",
     ),
 )
