@@ -34,6 +34,7 @@ from ds_zo.bench.shapes import config_of_model, materialise, random_model
 from ds_zo.config import LSPParams
 from ds_zo.planner.shapes import RANDOM, config_of
 from ds_zo.projectors import SparseProjector, apply_, choose_dims, compress, fit, relative_bias
+from ds_zo.projectors.fit import LR
 from ds_zo.records.environment import commit, versions
 from ds_zo.records.rows import Row, append_row, read_objects
 from ds_zo.reference.galore import biases_by_rank, rank_within
@@ -202,16 +203,14 @@ class Pair:
         self.cosine = float(torch.nn.functional.cosine_similarity(G_fit.flatten(), G_test.flatten(), dim=0))
         self.lost_fit, self.lost_test = (lost.tolist() for lost in biases_by_rank(G_fit, G_test))
 
-    def row(
-        self, dim: int, nonzeros: int, *, fit_steps: int, fit_lr: float, timeout_s: float = float("inf"), seed: int = 0
-    ) -> Row:
+    def row(self, dim: int, nonzeros: int, *, fit_steps: int, fit_lr: float = LR, seed: int = 0) -> Row:
         """LSP's biases at d and r, and GaLore's at equal memory: [Note: equal memory]."""
         shape = self.G_fit.shape
         P, Q = (
             SparseProjector.draw(size, dim, nonzeros, seed=seed, stream=side, device=self.G_fit.device)
             for side, size in enumerate(shape)
         )
-        report = fit(self.G_fit, P, Q, steps=fit_steps, lr=fit_lr, timeout_s=timeout_s)
+        report = fit(self.G_fit, P, Q, steps=fit_steps, lr=fit_lr)
         on_device, on_host = P.num_bytes + Q.num_bytes, _MOMENT_BYTES * dim * dim
         row: Row = {
             "d": dim,
@@ -291,8 +290,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dims", type=_numbers, default=DIMS)
     parser.add_argument("--nonzeros", type=_numbers, default=NONZEROS)
     parser.add_argument("--fit-steps", type=int, default=LSPParams().fit_steps)
-    parser.add_argument("--fit-lr", type=float, default=LSPParams().fit_lr)
-    parser.add_argument("--fit-timeout", type=float, default=float("inf"), metavar="S", help="of one fit")
+    parser.add_argument("--fit-lr", type=float, default=LR)
     parser.add_argument(
         "--max-seconds", type=float, default=float("inf"), metavar="S", help="begin no fit after so long"
     )
@@ -376,7 +374,7 @@ def main(arguments: list[str] | None = None) -> None:
         if name not in pairs:
             pairs[name] = Pair(*gradients[name])
         pair = pairs[name]
-        found = pair.row(dim, r, fit_steps=args.fit_steps, fit_lr=args.fit_lr, timeout_s=args.fit_timeout)
+        found = pair.row(dim, r, fit_steps=args.fit_steps, fit_lr=args.fit_lr)
         matrix = {"matrix": name, "shape": list(shapes[name]), "cosine_of_gradients": round(pair.cosine, 4)}
         append_row(args.out, {"study": "bias", **about, **fitting, **matrix, **found, **run})
         print(

@@ -127,7 +127,6 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("LSP", param("eps", 0.0), ["> 0"], "optimizer.params.eps"),
     ("LSP", param("subspace_dim", 0), [">= 1"], "optimizer.params.subspace_dim"),
     ("LSP", param("bias_threshold", 1.5), ["<= 1"], "optimizer.params.bias_threshold"),
-    ("LSP", param("fit_timeout_s", -1), ["> 0"], "optimizer.params.fit_timeout_s"),
     ("AdaLOMO", param("decay_rate", 0.8), ["<= 0"], "optimizer.params.decay_rate"),
     ("AdaLOMO", param("adalomo_eps", [1e-30, -1]), [">= 0"], "optimizer.params.adalomo_eps.1"),
     ("LOMO", param("clip_grad_value", -1.0), ["> 0"], "optimizer.params.clip_grad_value"),
@@ -210,6 +209,9 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
         "zero_optimization.offload_optimizer.device",
     ),
     ("LSP", param("update_rms", "adamw"), ["not a key", '"adamw"', "remove it"], "optimizer.params.update_rms"),
+    ("LSP", param("fit_lr", 0.1), ["not a key", "0.1", "remove it"], "optimizer.params.fit_lr"),
+    ("LSP", param("fit_beta", 0.0), ["not a key", "remove it"], "optimizer.params.fit_beta"),
+    ("LSP", param("fit_timeout_s", 60), ["not a key", "60", "fit_steps"], "optimizer.params.fit_timeout_s"),
     # combinations with stock keys
     ("ZO", {"bf16.enabled": True, "fp16.enabled": True}, ["one dtype", "set one of them to false"], "bf16.enabled"),
     (

@@ -164,6 +164,15 @@ class AdaLOMOParams(LOMOParams):
     """Largest root mean square of a normalised update."""
 
 
+_RETIRED_LSP_KEYS = {
+    "update_rms": ("updates always have AdamW's size", "remove it, and set lr to AdamW's learning rate"),
+    "fit_lr": ("one learning rate serves the fits of all matrices", "remove it"),
+    "fit_beta": ("the norms of projectors do not change what LSP trains", "remove it"),
+    "fit_timeout_s": ("a fit that ends by the clock gives other weights each time", "remove it, or lower fit_steps"),
+}
+"""By key: why LSP has no such setting, and what to do."""
+
+
 class LSPParams(OptimizerParams):
     """LSP: Adam in the subspace of learned sparse projectors."""
 
@@ -196,15 +205,6 @@ class LSPParams(OptimizerParams):
     fit_steps: int = Field(60, ge=0, le=1_000_000)
     """Largest number of steps of one fit, over all of `calibration_batches`."""
 
-    fit_timeout_s: float = Field(60.0, gt=0)
-    """Longest time of one fit, in seconds."""
-
-    fit_lr: float = Field(0.3, gt=0, le=100)
-    """Learning rate of a fit, as a fraction of the size of the projectors' values."""
-
-    fit_beta: float = Field(0.0, ge=0)
-    """Weight of the projectors' norms in the objective of a fit."""
-
     payload_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype in which projected gradients and updates are copied between GPU and host. With bf16 and int8 the rounding
     error of a copy is added to the next one."""
@@ -228,13 +228,11 @@ class LSPParams(OptimizerParams):
 
     @model_validator(mode="before")
     @classmethod
-    def _updates_have_one_size(cls, params: Any) -> Any:
-        if isinstance(params, dict) and "update_rms" in params:
-            text = (
-                "update_rms is not a key, because updates always have AdamW's size, got "
-                f"{shown(params['update_rms'])}; remove it, and set lr to AdamW's learning rate"
-            )
-            raise rule_error(text, field="update_rms")
+    def _retired_keys_are_refused(cls, params: Any) -> Any:
+        for key, (reason, remedy) in _RETIRED_LSP_KEYS.items():
+            if isinstance(params, dict) and key in params:
+                text = f"{key} is not a key, because {reason}, got {shown(params[key])}; {remedy}"
+                raise rule_error(text, field=key)
         return params
 
     @model_validator(mode="after")

@@ -13,13 +13,15 @@ from ds_zo.projectors.recording import FitGraphRecorder
 from ds_zo.projectors.sparse import SparseProjector
 
 CHECK_EVERY = 5
-"""Steps of a fit between checks of its bias and of the time. Each check waits for the device."""
+"""Steps of a fit between checks of its bias. Each check waits for the device."""
 SLAB_COLUMNS = 256
 """Columns of a projector that `overlap` holds as a dense matrix at a time."""
 TEMPORARY_NUMEL = 1 << 22
 """Elements of temporary matrices that exist at a time."""
 DENSE_FRACTION = 16
 """A matrix product computes an entry about this many times as fast as elementwise operations compute a dot product."""
+LR = 0.3
+"""Learning rate of a fit, relative to the root mean square of the projectors' values."""
 BETAS, EPS = (0.9, 0.99), 1e-12
 """Of Adam on the projectors' values."""
 NUM_FLATTENINGS = 6
@@ -38,7 +40,7 @@ class FitReport:
     bias_after: float
     steps: int
     seconds: float
-    reason: Literal["threshold", "steps", "timeout", "degenerate"]
+    reason: Literal["threshold", "steps", "degenerate"]
     """Why the fit ended. `degenerate`: the gradient is zero or not finite, and no value was changed."""
 
 
@@ -49,22 +51,19 @@ def fit(
     Q: SparseProjector,
     *,
     steps: int,
-    lr: float,
-    beta: float = 0.0,
+    lr: float = LR,
     threshold: float = 0.0,
-    timeout_s: float = float("inf"),
     recorder: FitGraphRecorder | None = None,
 ) -> FitReport:
     """Changes the values of P and Q (not their positions) to minimise, by Adam,
 
-        ||P P^T G Q Q^T - G||_F / ||G||_F  +  beta (||P||_F + ||Q||_F)
+        ||P P^T G Q Q^T - G||_F / ||G||_F,
 
-    until the first term, the bias, is at most `threshold`. P and Q end with the best values seen, so the bias never
-    rises. The division by ||G|| gives beta the same meaning for every matrix. The fit starts at the best common scale
-    of the given values. Drawn values are too large by (1 + m/d)(1 + n/d), which would cost Adam many steps. `lr` is
-    relative to the root mean square of the values at that scale. That depends on d and on the non-zeros of a row by a
-    factor of four and more. So one learning rate serves all of them. With a `recorder`, a GPU replays one CUDA graph
-    for each step.
+    the bias, until it is at most `threshold`. P and Q end with the best values seen, so the bias never rises. The fit
+    starts at the best common scale of the given values. Drawn values are too large by (1 + m/d)(1 + n/d), which would
+    cost Adam many steps. `lr` is relative to the root mean square of the values at that scale. That depends on d and on
+    the non-zeros of a row by a factor of four and more. So one learning rate serves all of them. With a `recorder`, a
+    GPU replays one CUDA graph for each step.
     """
     begin = time.perf_counter()
     norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
@@ -75,12 +74,10 @@ def fit(
     if before <= threshold or steps == 0:
         reason: Literal["threshold", "steps"] = "threshold" if before <= threshold else "steps"
         return FitReport(before, before, 0, time.perf_counter() - begin, reason)
-    projector_fit = _ProjectorFit(G_mn, P, Q, norm=norm, lr=lr, beta=beta, bias=before)
+    projector_fit = _ProjectorFit(G_mn, P, Q, norm=norm, lr=lr, bias=before)
     if max(P.num_rows * Q.dim, Q.num_rows * P.dim) > MAX_RECORDED_NUMEL:
         recorder = None
-    num_steps, reason_ended = projector_fit.run(
-        steps, threshold=threshold, deadline=begin + timeout_s, recorder=recorder
-    )
+    num_steps, reason_ended = projector_fit.run(steps, threshold=threshold, recorder=recorder)
     projector_fit.keep_best_()
     after = float(relative_bias(G_mn, P, Q))
     return FitReport(before, after, num_steps, time.perf_counter() - begin, reason_ended)
@@ -167,12 +164,11 @@ class _ProjectorFit:
         *,
         norm: torch.Tensor,
         lr: float,
-        beta: float,
         bias: float,
     ) -> None:
         self.G_mn, self.G_nm = G_mn.contiguous(), G_mn.t().contiguous()
         self.projectors = P, Q
-        self.norm, self.lr, self.beta = norm, lr, beta
+        self.norm, self.lr = norm, lr
         self.rates: list[torch.Tensor] = []
         """Learning rates of P and Q, as scalars on the device."""
         self.best_bias = torch.tensor(bias, device=P.device)
@@ -184,8 +180,8 @@ class _ProjectorFit:
         """BETAS to the power of the number of steps, for Adam's bias correction."""
 
     def run(
-        self, steps: int, *, threshold: float, deadline: float, recorder: FitGraphRecorder | None = None
-    ) -> tuple[int, Literal["threshold", "steps", "timeout"]]:
+        self, steps: int, *, threshold: float, recorder: FitGraphRecorder | None = None
+    ) -> tuple[int, Literal["threshold", "steps"]]:
         """Returns the number of steps taken and why the fit ended. The bias after the last step is evaluated too."""
         self._rescale_()
         self.rates = [self.lr * p.values.square().mean().sqrt() for p in self.projectors]
@@ -194,11 +190,8 @@ class _ProjectorFit:
             if step == 1 and recorder is not None:
                 take_step = recorder.record(take_step, self.G_mn.device)
             take_step()
-            if step % CHECK_EVERY == 0:
-                if float(self.best_bias) <= threshold:
-                    return step, "threshold"
-                if time.perf_counter() > deadline:
-                    return step, "timeout"
+            if step % CHECK_EVERY == 0 and float(self.best_bias) <= threshold:
+                return step, "threshold"
         self._evaluate()
         return steps, "threshold" if float(self.best_bias) <= threshold else "steps"
 
@@ -241,10 +234,8 @@ class _ProjectorFit:
         bias = ((E_dd * S_dd).sum() - S_dd.square().sum() + 1.0).clamp_(min=1e-12).sqrt_()
         self._keep_if_best(bias)
         return [
-            _at_positions(P, (PSK_md.sub_(Y_md), S_dd), (Y_md, E_dd)).div_(bias)
-            + self.beta * P.values / _norm(P.values),
-            _at_positions(Q, (QSK_nd.sub_(Z_nd), S_t_dd), (Z_nd, E_dd.t())).div_(bias)
-            + self.beta * Q.values / _norm(Q.values),
+            _at_positions(P, (PSK_md.sub_(Y_md), S_dd), (Y_md, E_dd)).div_(bias),
+            _at_positions(Q, (QSK_nd.sub_(Z_nd), S_t_dd), (Z_nd, E_dd.t())).div_(bias),
         ]
 
     def _keep_if_best(self, bias: torch.Tensor) -> None:
@@ -262,10 +253,6 @@ class _ProjectorFit:
             square.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
             denominator = (square / of_square).sqrt_().add_(EPS)
             projector.set_values_(projector.values - rate / of_mean * mean / denominator)
-
-
-def _norm(values: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(values).clamp(min=1e-30)
 
 
 def _transposed(P: SparseProjector, Y_mk: torch.Tensor) -> torch.Tensor:

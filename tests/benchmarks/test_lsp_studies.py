@@ -189,13 +189,6 @@ def test_a_random_model_reads_a_tokenizers_tokens() -> None:
     assert model.get_parameter("model.embed_tokens.weight").shape == (1024, 64)  # there is room for them
 
 
-def test_a_fit_out_of_time_has_its_row() -> None:
-    pair = lsp_studies.Pair(_matrix(48, 32), _matrix(48, 32, seed=1))
-    row = pair.row(16, 4, fit_steps=60, fit_lr=0.3, timeout_s=0.0)
-    assert (row["fit_steps"], row["fit_ended"]) == (0, "timeout")
-    assert 0 < row["bias_fit"] <= 1 and row["bias_test"] > 0
-
-
 def test_lora_of_the_curves_takes_the_memory_of_the_projectors() -> None:
     shape, r = (1536, 576), LSP_CURVES.methods["lsp-256"].config["optimizer"]["params"]["nonzeros_per_row"]
     projectors = sum(SparseProjector.draw(size, 256, r, seed=0, stream=0).num_bytes for size in shape)

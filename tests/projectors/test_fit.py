@@ -19,8 +19,6 @@ from ds_zo.projectors import (
 )
 from ds_zo.projectors.fit import NUM_FLATTENINGS, _ProjectorFit
 
-BETA = 0.01
-
 
 @pytest.mark.parametrize("nonzeros", [2, 8])
 def test_gradient_equals_autograd(nonzeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,15 +27,14 @@ def test_gradient_equals_autograd(nonzeros: int, monkeypatch: pytest.MonkeyPatch
     G = matrix(24, 40).double()
     P, Q = pair(24, 40, 64 if nonzeros == 2 else 12, nonzeros)
     p, q = (x.dense().double().requires_grad_() for x in (P, Q))
-    objective = (p @ p.t() @ G @ q @ q.t() - G).norm() / G.norm() + BETA * (p.norm() + q.norm())
+    objective = (p @ p.t() @ G @ q @ q.t() - G).norm() / G.norm()
     objective.backward()
-    projector_fit = _ProjectorFit(G.float(), P, Q, norm=G.norm().float(), lr=0.1, beta=BETA, bias=1e9)
+    projector_fit = _ProjectorFit(G.float(), P, Q, norm=G.norm().float(), lr=0.1, bias=1e9)
     for found, dense, projector in zip(projector_fit._evaluate(), (p, q), (P, Q), strict=True):
         assert dense.grad is not None
         expected = dense.grad.gather(1, projector.indices.long()).float()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    bias = float((objective - BETA * (p.norm() + q.norm())).detach())
-    assert float(projector_fit.best_bias) == pytest.approx(bias, rel=1e-5)
+    assert float(projector_fit.best_bias) == pytest.approx(float(objective.detach()), rel=1e-5)
 
 
 def test_fit_lowers_the_bias_on_a_held_out_gradient_too() -> None:
@@ -77,7 +74,7 @@ def test_fit_keeps_the_best_when_it_diverges() -> None:
     assert report.bias_after < 1.0 < report.bias_before
 
 
-def test_fit_stops_at_the_threshold_and_at_the_clock() -> None:
+def test_fit_stops_at_the_threshold() -> None:
     G = gradient(64, 64, batch=1)
     P, Q = pair(64, 64, 24, 4)
     report = fit(G, P, Q, steps=1000, lr=0.2, threshold=0.7)
@@ -85,18 +82,6 @@ def test_fit_stops_at_the_threshold_and_at_the_clock() -> None:
     values = P.values.clone()
     assert fit(G, P, Q, steps=1000, lr=0.2, threshold=0.7).steps == 0
     assert torch.equal(P.values, values)
-    late = fit(G, P, Q, steps=10**6, lr=0.2, timeout_s=0.2)
-    assert late.reason == "timeout" and late.seconds < 5 and late.bias_after <= report.bias_after
-
-
-def test_regularisation_shrinks_the_projectors() -> None:
-    G = gradient(64, 64, batch=1)
-    norms = []
-    for beta in (0.0, 0.02):
-        P, Q = pair(64, 64, 24, 4)
-        fit(G, P, Q, steps=40, lr=0.2, beta=beta)
-        norms.append(float(P.values.norm() + Q.values.norm()))
-    assert norms[1] < 0.95 * norms[0]
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])

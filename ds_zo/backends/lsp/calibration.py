@@ -161,17 +161,14 @@ class Calibration:
             P,
             Q,
             steps=-(-settings.fit_steps // settings.calibration_batches),
-            lr=settings.fit_lr,
-            beta=settings.fit_beta,
             threshold=settings.bias_threshold,
-            timeout_s=settings.fit_timeout_s,
             recorder=self._recorder,
         )
         self.fit_s += report.seconds
         logger.debug(f"ds_zo: {matrix.name} {report}")
         if report.reason == "degenerate":
             return
-        if self._ranks is not None:  # fits may end at different times, and so with different values
+        if self._ranks is not None:  # GPUs of two kinds may fit with different bits
             for projector in (P, Q):
                 values = projector.values.clone()
                 self._ranks.broadcast_from_first_(values)
