@@ -11,6 +11,7 @@ so new rows need no edit by hand.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import statistics
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from benchmarks.accuracy import at_chosen_rates, by_seed
+from benchmarks.accuracy import at_chosen_rates
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
 from benchmarks.grids import read_grid
@@ -38,9 +39,16 @@ LOMO_RUN = "20261115T093417Z"
 LOMO_STREAMED_RUN = "20261115T093718Z"
 LSP_RUN = "20261115T150212Z"
 LSP_LATER_RUN = "20261115T211400Z"
-ACCURACY, LEARNED = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl"
+ACCURACY, LEARNED, GAP = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl", "h200_lsp_gap.jsonl"
 EQUAL_Z, LSP_TIME = "h200_equal_z.jsonl", "h200_lsp_time.jsonl"
-SMOLLM = "SmolLM2-135M"
+SMOLLM, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
+LSP_SETTINGS = {
+    "learned, embedding projected": "lsp-512-learned",
+    "random, embedding projected": "lsp-512-random",
+    "learned, embedding whole": "lsp-512-dense",
+    "random, embedding whole": "lsp-512-dense-random",
+}
+"""By name on a page: the method of grid `lsp-gap`."""
 TASKS = {"sst2": "SST-2", "rte": "RTE", "copa": "COPA", "boolq": "BoolQ", "alpaca": "Alpaca"}
 
 
@@ -301,24 +309,87 @@ def lsp_memory() -> str:
 
 def lsp_learned() -> str:
     """LSP's distance to AdamW with the same seeds, learned projectors beside random ones."""
-    adamw = _scores(at_chosen_rates(_accuracy_rows(), read_grid("accuracy"))["adamw"])
-    good = [row for row in rows_in(LEARNED) if row["status"] == "ok" and SMOLLM in str(row["model"])]
-    names = {
-        "learned, embedding projected": "lsp-512-learned",
-        "random, embedding projected": "lsp-512-random",
-        "learned, embedding whole": "lsp-512-dense",
-        "random, embedding whole": "lsp-512-dense-random",
-    }
-    body = []
-    for title, method in names.items():
-        mine = _scores([row for row in good if row["method"] == method])
-        body.append([title, *(_distance(mine.get(task, {}), adamw[task], task) for task in TASKS)])
+    body = [[title, *(_percent(_distances(method, task)) for task in TASKS)] for title, method in LSP_SETTINGS.items()]
     heads = ["projectors (d = 512)", *TASKS.values()]
     conditions = (
-        f"{SMOLLM}, 120 steps of 16 texts, learning rate 1e-4, the one chosen for AdamW. Points above (+) or below (-) "
-        "AdamW with the same seeds, for Alpaca percent of its perplexity; the number of seeds is in brackets:"
+        f"{SMOLLM}, 120 steps of 16 texts, learning rate 1e-4, the one chosen for AdamW. Percent of AdamW's score on "
+        "test, above (+) or below (-) it with the same seeds: accuracy, for Alpaca the loss with its sign turned. "
+        "Mean, standard error, and the number of seeds in brackets:"
     )
-    return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY)])
+    return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
+
+
+def lsp_left_out() -> str:
+    """For each task: the setting that is best on dev of the four others, and its distance on test."""
+    body = []
+    for task in TASKS:
+        others = [other for other in TASKS if other != task]
+        title, method = max(
+            LSP_SETTINGS.items(),
+            key=lambda item: statistics.mean(statistics.mean(_distances(item[1], o, on="dev")) for o in others),
+        )
+        found = _distances(method, task)
+        holds = statistics.mean(found) >= -max(2.0, _standard_error(found))
+        body.append([TASKS[task], title, _percent(found), "yes" if holds else "no"])
+    heads = ["task left out", "chosen on dev of the four others", "percent of AdamW's score", "within 2% or its error"]
+    return "\n\n".join([table(heads, body), source(LEARNED, ACCURACY, GAP)])
+
+
+def lsp_random() -> str:
+    """Test perplexity on Alpaca by learned and by random projectors of equal size."""
+    body = []
+    for model, lr, dim in ((SMOLLM, 1e-4, 128), (SMOLLM, 1e-4, 512), (QWEN, 1e-5, 512), (QWEN, 3e-6, 512)):
+        sides = [
+            {
+                row["seed"]: row["after"]
+                for row in _lsp_rows(method, model)
+                if row["task"] == "alpaca" and row["lr"] == lr
+            }
+            for method in (f"lsp-{dim}-dense-random", f"lsp-{dim}-dense", "adamw")
+        ]
+        seeds = sorted(sides[0].keys() & sides[1].keys())
+        cells = [
+            f"{statistics.mean(side[seed] for seed in seeds):.3f}" if seeds and set(seeds) <= side.keys() else ""
+            for side in sides
+        ]
+        body.append([model, f"{lr:.0e}".replace("e-0", "e-"), str(dim), *cells, str(len(seeds))])
+    heads = ["model", "learning rate", "d", "random", "learned", "AdamW", "seeds"]
+    conditions = "Perplexity on test of Alpaca after 120 steps of 16 texts, r = 4, the embedding whole, the same seeds:"
+    return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
+
+
+def _lsp_rows(method: str, model: str) -> list[Row]:
+    """The good rows of a method. AdamW's are in three files, of which one has its chosen rate."""
+    if method == "adamw" and model == SMOLLM:
+        chosen = at_chosen_rates(_accuracy_rows(), read_grid("accuracy"))["adamw"]
+        rows = [*chosen, *(row for row in rows_in(GAP) if row["lr"] == chosen[0]["lr"])]
+    else:
+        rows = rows_in(LEARNED)
+    return [row for row in rows if row["status"] == "ok" and row["method"] == method and model in str(row["model"])]
+
+
+def _distances(method: str, task: str, *, on: str = "after") -> list[float]:
+    """Percent of AdamW's score by which the method is better, by seed."""
+    mine, other = (
+        {
+            row["seed"]: -math.log(row[on]) if task == "alpaca" else row[on]
+            for row in _lsp_rows(name, SMOLLM)
+            if row["task"] == task
+        }
+        for name in (method, "adamw")
+    )
+    return [100 * (mine[seed] - other[seed]) / abs(other[seed]) for seed in sorted(mine.keys() & other.keys())]
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _percent(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    error = f" ± {_standard_error(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):+.1f}{error} ({len(values)})"
 
 
 def lsp_time() -> str:
@@ -334,23 +405,6 @@ def lsp_time() -> str:
         f"dev, {other['dev']:.2f}, after {ours_s:.0f} s, the fit counted. ZeRO-Offload took {theirs_s:.0f} s: a ratio "
         f"of {ours_s / theirs_s:.2f}. {source(LSP_TIME)}"
     )
-
-
-def _scores(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Test scores by task and seed."""
-    return {
-        task: {seed: row["after"] for seed, row in by_seed([r for r in rows if r["task"] == task]).items()}
-        for task in {row["task"] for row in rows}
-    }
-
-
-def _distance(mine: Mapping[int, float], other: Mapping[int, float], task: str) -> str:
-    seeds = sorted(set(mine) & set(other))
-    if not seeds:
-        return ""
-    ours, theirs = (statistics.mean(scores[seed] for seed in seeds) for scores in (mine, other))
-    apart = f"{100 * (ours / theirs - 1):+.1f}%" if task == "alpaca" else f"{100 * (ours - theirs):+.1f}"
-    return f"{apart} ({len(seeds)})"
 
 
 # Quality of all methods
@@ -531,6 +585,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "lsp-speed": lsp_speed,
     "lsp-memory": lsp_memory,
     "lsp-learned": lsp_learned,
+    "lsp-left-out": lsp_left_out,
+    "lsp-random": lsp_random,
     "lsp-time": lsp_time,
     "quality": all_quality,
     "checkpoints": checkpoints,
