@@ -52,6 +52,7 @@ say "ds-zo train: the embedded job"
 cd "$work/empty"
 timeout 900 "$work/env/bin/ds-zo" train >"$work/train.log" 2>&1 || { tail -n 20 "$work/train.log"; fail "ds-zo train failed"; }
 grep '^test ' "$work/train.log"
+[ ! -e "$TORCH_EXTENSIONS_DIR" ] || fail "ds-zo train on one process must compile nothing, got: $(ls "$TORCH_EXTENSIONS_DIR")"
 "$work/env/bin/python" - <<'PYTHON' || fail "ds-zo train must raise the accuracy by a tenth, and save the model"
 import json
 from pathlib import Path
