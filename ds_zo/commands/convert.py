@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> None:
     lines = [f"{args.config} -> {args.to}", *map(str, found.changes), *(f"note: {note}" for note in found.notes)]
     by_size = "" if args.model else "; --model M chooses by the model's size"
     lines.append(f"learning rate to start from: {found.lr:g} ({found.lr_source}{by_size})")
+    text = json.dumps(found.config, indent=2)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")  # first: if it fails, its error is the only line
     for line in (*lines, *plan_lines):
         print(line, file=sys.stderr)
-    text = json.dumps(found.config, indent=2)
     if args.out is None:
         print(text)
-    else:
-        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
         args.model,
         device_memory_gb=args.device_memory_gb,
         host_memory_gb=args.host_memory_gb,
-        batch=args.batch or (micro if isinstance(micro, int) else 1),
+        batch=args.batch if args.batch is not None else micro if isinstance(micro, int) else 1,
         seq=args.seq,
         dtype=_dtype(config),
         backends=[args.to],
