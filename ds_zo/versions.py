@@ -65,16 +65,21 @@ def installed(package: str) -> str | None:
         return None
 
 
+def remedy(package: str) -> str:
+    """What a user does to get a supported version."""
+    supported = SUPPORTED[package]
+    return f"use Python {supported}" if package == "python" else f"pip install '{package}{supported}'"
+
+
 def check(package: str, version: str) -> str | None:
     """A warning about a version outside the supported range; None inside it. Raises if the version is known to fail."""
     supported = SUPPORTED[package]
     if supported.contains(version):
         return None
-    remedy = f"pip install '{package}{supported}'" if package != "python" else f"use Python {supported}"
     text = f"ds_zo supports {package} {supported}, got {package} {version}"
     if supported.fails_below is not None and parse(version) < parse(supported.fails_below):
-        raise ImportError(f"{text}, with which it fails: {remedy}")
-    return f"{text}, with which it is not tested: if something fails, {remedy}"
+        raise ImportError(f"{text}, with which it fails: {remedy(package)}")
+    return f"{text}, with which it is not tested: if something fails, {remedy(package)}"
 
 
 def check_installed() -> None:

@@ -5,7 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 use_environment ""
-build_extensions ShareMemCommBuilder  # between CPU processes; a GPU machine has none
 share_environment
 
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"  # the embedded job needs no network; HF_HUB_OFFLINE=0 for --model NAME

@@ -1,7 +1,7 @@
 """`DS_ZO_AUTOLOAD=1` and `ds-zo run`: ds_zo is imported after DeepSpeed, and by no process without DeepSpeed.
 
 Tests of the mechanism have packages of one line in place of DeepSpeed and ds_zo, whose import takes seconds.
-`tests/distributed/test_launchers.py` trains with the real ones; `launch/autoload.sh` installs by pip.
+`tests/distributed/test_launchers.py` trains with the real ones; `launch/check_autoload.py` installs by pip.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autoload_env import REPO, make_environment
 from ds_zo.cli import main
 from ds_zo.commands.run import python_of
 from ds_zo.plugin.patches import PATCHES
+from ds_zo.versions import SUPPORTED
 
 Python = Callable[..., str]
 
@@ -138,8 +139,8 @@ def test_check_says_what_would_happen(environment: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert f"{environment} train.py -- --lr 1\n" in shown
     assert "`import deepspeed` imports ds_zo too" in shown
-    for patch in PATCHES:
-        assert str(patch) in shown
+    for text in (*map(str, PATCHES), *(f"supported: {supported}\n" for supported in SUPPORTED.values())):
+        assert text in shown
     assert main(["run", "--check", "--", "sh", "train.sh"]) == 0
     assert "sh is not a Python script" in capsys.readouterr().out
 

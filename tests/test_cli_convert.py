@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import re
+import shlex
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -13,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ds_zo
-from ds_zo.cli import main
+from ds_zo.cli import COMMANDS, main
 from ds_zo.config import backend_of, resolve
 
 REPO = Path(__file__).parents[1]
@@ -127,13 +130,16 @@ def test_keys_that_deepspeed_has_removed_are_removed(tmp_path: Path, capsys: Cap
         ({"zero_optimization": {"stagee": 2}}, ["--to", "zo"], "(zero_optimization.stagee)"),
         ({}, ["--to", "zo", "--device-memory-gb", "24"], "name it (--model)"),
         ({}, ["--to", "zo", "--model", "random:opt-7b"], "unknown shape"),
+        ({}, ["--to", "zo", "--model", "random:opt-tiny", "--batch", "0"], "batch must be >= 1"),
+        ({}, ["--to", "zo", "--out", "no/such/folder/zo.json"], "error: [Errno 2]"),
     ],
 )
 def test_wrong_input_is_one_line(config: Any, words: list[str], said: str, tmp_path: Path, capsys: Captured) -> None:
     assert main(["convert", written(tmp_path, config), *words]) == 1
     found = capsys.readouterr()
     assert found.out == "" and said in found.err
-    assert len([line for line in found.err.splitlines() if line.startswith("error: ")]) == 1
+    lines = [line for line in found.err.splitlines() if not line.startswith("[")]  # DeepSpeed's log begins so
+    assert len(lines) == 1 and lines[0].startswith("error: ")
 
 
 def test_the_input_is_not_overwritten(tmp_path: Path, capsys: Captured) -> None:
@@ -166,12 +172,16 @@ def test_a_converted_json_trains(tmp_path: Path) -> None:
     assert not torch.equal(before, model.lm_head.weight)
 
 
-def help_of(words: Sequence[str], capsys: Captured) -> str:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: ModuleType, capsys: Captured) -> None:
+    """Of every command. The parser accepts the examples, as far as they are complete commands."""
+    name = command.__name__.rpartition(".")[2]
     with pytest.raises(SystemExit) as ended:
-        main([*words, "--help"])
+        main([name, "--help"])
     assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_has_an_example(capsys: Captured) -> None:
-    assert "ds-zo convert ds_config.json --to" in help_of(["convert"], capsys)
+    examples = re.findall(rf"^ +(ds-zo {name}\b.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert examples
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    for example in examples:
+        parser.parse_args(shlex.split(re.split("[|>]", example)[0])[1:])

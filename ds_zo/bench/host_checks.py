@@ -8,18 +8,16 @@ import resource
 import shutil
 import tempfile
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from ds_zo import versions
 from ds_zo.records.environment import host_free_bytes, host_total_bytes, may_lock_memory
 
 Status = Literal["ok", "warn"]
 
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft")
-"""Packages whose version is compared with the range that ds_zo supports. Triton has a check of its own."""
 _ROOT = Path("/")
 """Folder below which files of the kernel are read; tests replace it."""
 _LITTLE_MEMORY = 16e9
@@ -52,6 +50,11 @@ class Check:
     found: str
     status: Status = "ok"
     remedy: str = ""
+
+    @classmethod
+    def of(cls, name: str, found: str, *, warn: bool, remedy: str) -> Check:
+        """The result of a check with two outcomes. A check that does not warn has no remedy."""
+        return cls(name, found, "warn", remedy) if warn else cls(name, found)
 
 
 def kernel_file(path: str) -> str:
@@ -88,22 +91,18 @@ def container() -> Check:
     if limit >= total:
         return Check("container", f"{where}, no memory limit" if is_container else where)
     found = f"{where}, {_gb(limit)} of the machine's {_gb(total)}"
-    if limit < _LITTLE_MEMORY:
-        remedy = (
-            "streamed weights count against the limit, and a process above it is killed: raise it above the host "
-            "memory of ds-zo plan (docker run --memory)"
-        )
-        return Check("container", found, "warn", remedy)
-    return Check("container", found)
+    remedy = (
+        "streamed weights count against the limit, and a process above it is killed: raise it above the host memory of "
+        "ds-zo plan (docker run --memory)"
+    )
+    return Check.of("container", found, warn=limit < _LITTLE_MEMORY, remedy=remedy)
 
 
 def host_memory() -> Check:
     free = host_free_bytes()
     found = f"{_gb(free)} free of {_gb(host_total_bytes())}"
-    if free < _LITTLE_MEMORY:
-        remedy = "streamed weights live here: plan with --host-memory-gb before training"
-        return Check("host memory", found, "warn", remedy)
-    return Check("host memory", found)
+    remedy = "streamed weights live here: plan with --host-memory-gb before training"
+    return Check.of("host memory", found, warn=free < _LITTLE_MEMORY, remedy=remedy)
 
 
 def locked_memory() -> Check:
@@ -111,14 +110,12 @@ def locked_memory() -> Check:
     if soft == resource.RLIM_INFINITY:
         return Check("locked memory", "unlimited")
     found = f"limit {soft / 1e9:.3g} GB (ulimit -l)"
-    if soft < _LITTLE_LOCKED and not may_lock_memory():
-        # CUDA pins through its driver, which most kernels do not count against the limit: the check `pinning` decides.
-        remedy = (
-            "copies are several times slower where memory is not pinned (see the check pinning): ulimit -l unlimited, "
-            "docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity of a service"
-        )
-        return Check("locked memory", found, "warn", remedy)
-    return Check("locked memory", found)
+    # CUDA pins through its driver, which most kernels do not count against the limit: the check `pinning` decides.
+    remedy = (
+        "copies are several times slower where memory is not pinned (see the check pinning): ulimit -l unlimited, "
+        "docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity of a service"
+    )
+    return Check.of("locked memory", found, warn=soft < _LITTLE_LOCKED and not may_lock_memory(), remedy=remedy)
 
 
 def shared_memory() -> Check:
@@ -135,10 +132,8 @@ def swap() -> Check:
     if not total:
         return Check("swap", "none")
     found = f"{_gb(used)} used of {_gb(total)}"
-    if used > _MUCH_SWAPPED:
-        remedy = "host memory is short, and weights that are not pinned may be moved to disk: end other processes"
-        return Check("swap", found, "warn", remedy)
-    return Check("swap", found)
+    remedy = "host memory is short, and weights that are not pinned may be moved to disk: end other processes"
+    return Check.of("swap", found, warn=used > _MUCH_SWAPPED, remedy=remedy)
 
 
 def checkpoint_disk(folder: Path, *, model_nbytes: int | None = None) -> Check:
@@ -217,29 +212,12 @@ def cpu() -> Check:
 
 
 def package(name: str) -> Check:
-    """The installed version of a package, and whether it is in the range that ds_zo's own metadata names."""
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
+    """The installed version of a package of `versions.SUPPORTED`, and whether it is in the range there."""
+    version, supported = versions.installed(name), versions.SUPPORTED[name]
+    if version is None:
         return Check(name, "not installed")
-    supported = supported_range(name)
-    if supported and not SpecifierSet(supported).contains(version, prereleases=True):
-        remedy = f'it is not tested with ds_zo: pip install "{name}{supported}"'
-        return Check(name, f"{version}, supported: {supported}", "warn", remedy)
-    return Check(name, f"{version}, supported: {supported}" if supported else version)
-
-
-def supported_range(name: str) -> str:
-    """The versions of a package that ds_zo supports, such as ">=2.11"; empty where ds_zo was not installed by pip."""
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = map(Requirement, metadata.requires("ds-zo") or [])
-    except metadata.PackageNotFoundError:
-        return ""
-    return next((str(found.specifier) for found in requirements if found.name == name), "")
+    remedy = f"it is not tested with ds_zo: {versions.remedy(name)}"
+    return Check.of(name, f"{version}, supported: {supported}", warn=not supported.contains(version), remedy=remedy)
 
 
 def _meminfo(key: str) -> int:

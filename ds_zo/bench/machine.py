@@ -24,6 +24,7 @@ from ds_zo.bench.profile_layers import LayerTimes, profile_layers
 from ds_zo.planner.models import load_config, load_model
 from ds_zo.planner.table import grid
 from ds_zo.records.environment import environment, extensions_folder, host_total_bytes
+from ds_zo.versions import SUPPORTED
 
 
 @dataclass
@@ -80,7 +81,7 @@ def inspect_machine(
         "GPU": _cuda,
         "driver": _driver,
         "Triton": _triton,
-        **{name: partial(host_checks.package, name) for name in host_checks.PACKAGES},
+        **{name: partial(host_checks.package, name) for name in SUPPORTED},
         "locked memory": host_checks.locked_memory,
         **on_gpu,
         "container": host_checks.container,
@@ -179,8 +180,7 @@ def _triton() -> Check:
     try:
         import triton
 
-        supported = host_checks.supported_range("triton")
-        return Check("Triton", f"{triton.__version__}, supported: {supported}" if supported else triton.__version__)
+        return Check("Triton", triton.__version__)
     except ImportError:
         return Check("Triton", "missing", "warn", remedy)
     except Exception as error:  # Triton looks for a driver and a compiler when it is imported
@@ -207,10 +207,8 @@ def _link(rates: dict[str, Any]) -> Check:
     rates |= found
     up, down, both = (found[f"link_{way}_gbps"] for way in ("up", "down", "both"))
     text = f"{up:.1f} GB/s up, {down:.1f} down, {both:.1f} both ways"
-    if min(up, down) < 10:
-        remedy = "the card may sit in a narrow or old slot, or behind a virtualised IOMMU: see nvidia-smi -q -d PCIE"
-        return Check("link", text, "warn", remedy)
-    return Check("link", text)
+    remedy = "the card may sit in a narrow or old slot, or behind a virtualised IOMMU: see nvidia-smi -q -d PCIE"
+    return Check.of("link", text, warn=min(up, down) < 10, remedy=remedy)
 
 
 # The host
@@ -220,13 +218,11 @@ def _model(name: str, nbytes: int) -> Check:
     """Whether the host, or the container's limit, holds the weights."""
     total = host_total_bytes()
     found = f"{name}: {nbytes / 1e9:.1f} GB of weights in bf16, {total / 1e9:.1f} GB of host memory"
-    if nbytes > total:
-        remedy = (
-            "streamed weights do not fit host memory or the container's limit: raise it, or store them in fewer bits "
-            "(ZO's wire_dtype)"
-        )
-        return Check("model", found, "warn", remedy)
-    return Check("model", found)
+    remedy = (
+        "streamed weights do not fit host memory or the container's limit: raise it, or store them in fewer bits (ZO's "
+        "wire_dtype)"
+    )
+    return Check.of("model", found, warn=nbytes > total, remedy=remedy)
 
 
 def _compiler() -> Check:

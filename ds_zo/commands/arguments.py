@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+def add_command(commands: Any, name: str, *, help: str, examples: tuple[str, ...], about: str = "") -> Any:
+    """Adds the parser of a command. Its --help begins with `about`, or else with `help`, and ends with the examples."""
+    return commands.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(about or f"{help[0].upper()}{help[1:]}.", 100),
+        epilog="\n  ".join(("examples:", *examples)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that describe the machine of a plan."""
+    for what, default in (("device", "of each GPU"), ("host", "of the machine")):
+        text = f"memory {default} (default: unlimited)"
+        parser.add_argument(f"--{what}-memory-gb", type=float, metavar="GB", help=text)
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (default: %(default)s)")
+    text = "speeds of this machine, written by ds-zo report --json"
+    parser.add_argument("--rates", type=Path, metavar="FILE", help=text)
 
 
 def unprinted(work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:

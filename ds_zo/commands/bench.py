@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ds_zo.commands.arguments import add_command
+
 
 def add(commands: Any) -> None:
     from ds_zo.bench.compare import add_arguments
 
-    bench = commands.add_parser("bench", help="compare stock DeepSpeed and ds_zo: rows, table, page")
+    bench = add_command(
+        commands,
+        "bench",
+        help="compare stock DeepSpeed and ds_zo: rows, table, page",
+        examples=("ds-zo bench --list", "ds-zo bench --model random:opt-6.7b --device-memory-gb 24"),
+    )
     add_arguments(bench)
     bench.set_defaults(run=run)
 

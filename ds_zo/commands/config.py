@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ds_zo.commands.arguments import add_command
 from ds_zo.config.docs import key_tables
 
 
 def add(commands: Any) -> None:
-    config = commands.add_parser("config", help="print the tables of JSON keys: type, default, meaning")
+    text = "print the tables of JSON keys: type, default, meaning"
+    config = add_command(commands, "config", help=text, examples=("ds-zo config | less",))
     config.set_defaults(run=run)
 
 

@@ -8,26 +8,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_zo.commands.arguments import unprinted
+from ds_zo.commands.arguments import add_command, add_machine, unprinted
 from ds_zo.config import BACKENDS, LOMOParams, backend_of, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
 from ds_zo.config.errors import ConfigError, shown
 from ds_zo.config.rules import check_removed_features
 
-_EXAMPLES = """examples:
-  ds-zo convert ds_config.json --to adalomo --out adalomo.json
-  ds-zo convert ds_config.json --to zo --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64 > zo.json
-  ds-zo convert --check zo.json
-"""
+_EXAMPLES = (
+    "ds-zo convert ds_config.json --to adalomo --out adalomo.json",
+    "ds-zo convert ds_config.json --to zo --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64 > zo.json",
+    "ds-zo convert --check zo.json",
+)
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "convert",
         help="make a JSON of ds_zo from your ZeRO JSON, or check a JSON",
-        description="Prints the new JSON, and on standard error a line for each change: key, old -> new, reason.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        about="Prints the new JSON, and on standard error a line for each change: key, old -> new, reason. A GPU's "
+        "memory decides whether blocks stream from the host.",
+        examples=_EXAMPLES,
     )
     parser.add_argument("config", type=Path, metavar="FILE", help="a DeepSpeed JSON, stock or of ds_zo")
     job = parser.add_mutually_exclusive_group(required=True)
@@ -35,18 +36,8 @@ def add(commands: Any) -> None:
     job.add_argument("--check", action="store_true", help="only say whether FILE is valid, and for which backend")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here (default: standard output)")
     parser.add_argument("--model", help="plan memory and speed: a folder, a name on the Hub, or random:opt-6.7b")
-    parser.add_argument(
-        "--device-memory-gb",
-        type=float,
-        metavar="GB",
-        help="memory of the GPU; decides whether blocks stream from the host",
-    )
-    parser.add_argument("--host-memory-gb", type=float, metavar="GB", help="memory of the host (default: unlimited)")
+    add_machine(parser)
     parser.add_argument("--batch", type=int, help="sequences per GPU in the plan (default: FILE's, or 1)")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence in the plan (default: %(default)s)")
-    parser.add_argument(
-        "--rates", type=Path, metavar="FILE", help="speeds of this machine, written by ds-zo report --json"
-    )
     parser.set_defaults(run=run)
 
 
@@ -66,13 +57,13 @@ def run(args: argparse.Namespace) -> None:
     lines = [f"{args.config} -> {args.to}", *map(str, found.changes), *(f"note: {note}" for note in found.notes)]
     by_size = "" if args.model else "; --model M chooses by the model's size"
     lines.append(f"learning rate to start from: {found.lr:g} ({found.lr_source}{by_size})")
+    text = json.dumps(found.config, indent=2)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")  # first: if it fails, its error is the only line
     for line in (*lines, *plan_lines):
         print(line, file=sys.stderr)
-    text = json.dumps(found.config, indent=2)
     if args.out is None:
         print(text)
-    else:
-        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -133,7 +124,7 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
         args.model,
         device_memory_gb=args.device_memory_gb,
         host_memory_gb=args.host_memory_gb,
-        batch=args.batch or (micro if isinstance(micro, int) else 1),
+        batch=args.batch if args.batch is not None else micro if isinstance(micro, int) else 1,
         seq=args.seq,
         dtype=_dtype(config),
         backends=[args.to],

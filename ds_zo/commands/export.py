@@ -7,9 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ds_zo.commands.arguments import add_command
+
 
 def add(commands: Any) -> None:
-    export = commands.add_parser("export", help="make a folder for from_pretrained of a checkpoint")
+    export = add_command(
+        commands,
+        "export",
+        help="make a folder for from_pretrained of a checkpoint",
+        examples=("ds-zo export runs/out/checkpoint-500 exported --tokenizer facebook/opt-1.3b",),
+    )
     export.add_argument(
         "checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or one with a latest file"
     )

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from ds_zo.commands.arguments import json_object, unprinted
+from ds_zo.commands.arguments import add_command, add_machine, json_object, unprinted
 
 
 def add(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan", help="memory and speed of every backend on a GPU, computed before anything is allocated"
+    plan = add_command(
+        commands,
+        "plan",
+        help="memory and speed of every backend on a GPU, computed before anything is allocated",
+        examples=(
+            "ds-zo plan --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64",
+            "ds-zo plan --model random:opt-6.7b --backend zo --details",
+        ),
     )
     plan.add_argument("--model", required=True, help="a folder, a name the Hub or its cache knows, or random:opt-6.7b")
-    plan.add_argument("--device-memory-gb", type=float, metavar="GB", help="of each GPU (default: unlimited)")
-    plan.add_argument("--host-memory-gb", type=float, metavar="GB", help="of the machine (default: unlimited)")
+    add_machine(plan)
     plan.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a step (default: %(default)s)")
-    plan.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (default: %(default)s)")
     plan.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
     plan.add_argument("--backend", action="append", metavar="NAME", help="only this one; may be repeated")
     plan.add_argument("--stream", default="{}", metavar="JSON", help="a ds_zo.stream section to plan with")
     plan.add_argument("--params", default="{}", metavar="JSON", help="optimizer.params of the one --backend")
     plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help="default: where the GPU is too small")
     plan.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of activations")
-    plan.add_argument("--rates", type=Path, metavar="FILE", help="of this machine, from ds-zo report --json")
     plan.add_argument("--gpus", type=int, default=1, help="of each machine, data parallel (default: %(default)s)")
     plan.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
     plan.add_argument("--details", action="store_true", help="bytes by part and the JSON to use, for every backend")

@@ -6,9 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ds_zo.commands.arguments import add_command
+
 
 def add(commands: Any) -> None:
-    replay = commands.add_parser("replay", help="rebuild the weights of any step of a ZO run from its trajectory")
+    replay = add_command(
+        commands,
+        "replay",
+        help="rebuild the weights of any step of a ZO run from its trajectory",
+        examples=("ds-zo replay --base ./folder --trajectory runs/out/trajectory.bin --step 300 --out step300",),
+    )
     replay.add_argument(
         "--base", type=Path, required=True, metavar="MODEL", help="the folder the run started from, or a checkpoint"
     )

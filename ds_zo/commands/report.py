@@ -7,21 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ds_zo.commands.arguments import unprinted
-
-_EXAMPLES = """examples:
-  ds-zo report --model facebook/opt-13b --dir runs
-  ds-zo report --json > rates.json
-"""
+from ds_zo.commands.arguments import add_command, unprinted
 
 
 def add(commands: Any) -> None:
-    report = commands.add_parser(
+    report = add_command(
+        commands,
         "report",
         help="check this machine for ds_zo, and name remedies",
-        description="Checks GPU, driver, versions, memory, disks and CPU, measures speeds, and names remedies.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        about="Checks GPU, driver, versions, memory, disks and CPU, measures speeds, and names remedies.",
+        examples=("ds-zo report --model facebook/opt-13b --dir runs", "ds-zo report --json > rates.json"),
     )
     report.add_argument("--model", help="compare the size of this model with memory and disk")
     report.add_argument("--dir", type=Path, default=Path(), help="folder of checkpoints (default: the current one)")

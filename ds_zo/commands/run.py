@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
+from ds_zo import versions
 from ds_zo.command_line import ENVIRONMENT
+from ds_zo.commands.arguments import add_command
 from ds_zo.plugin.patches import PATCHES
 
 VARIABLE = "DS_ZO_AUTOLOAD"
@@ -26,7 +26,7 @@ VARIABLE = "DS_ZO_AUTOLOAD"
 _PROBE = """
 import sys
 sys.path[:] = [folder for folder in sys.path if folder]  # the current folder may have a json.py
-import json, re
+import json, platform
 from importlib import metadata
 
 def version(name):
@@ -35,11 +35,9 @@ def version(name):
     except metadata.PackageNotFoundError:
         return None
 
-installed = version("ds-zo")
-requires = {} if installed is None else {
-    line: version(re.match(r"[\\w.-]+", line)[0]) for line in metadata.requires("ds-zo") if "extra ==" not in line
-}
-print(json.dumps(["ds_zo_autoload" in sys.modules, sys.executable, installed, requires]))
+found = {name: version(name) for name in sys.argv[1:]}
+found["python"] = platform.python_version()
+print(json.dumps(["ds_zo_autoload" in sys.modules, sys.executable, version("ds-zo"), found]))
 """
 
 
@@ -52,13 +50,14 @@ class Interpreter:
     path: str
     version: str | None
     """Version of its ds-zo; None if ds-zo is not installed there."""
-    requires: dict[str, str | None]
-    """Installed version by requirement of that ds-zo, such as `torch>=2.11`; None if not installed."""
+    installed: dict[str, str | None]
+    """Its version of each package of `versions.SUPPORTED`; None if the package is not installed."""
 
     @classmethod
     def start(cls, command: Sequence[str]) -> Interpreter:
         env = {**ENVIRONMENT, VARIABLE: "1"}
-        done = subprocess.run([*command, "-c", _PROBE], env=env, capture_output=True, text=True, check=False)
+        probe = [*command, "-c", _PROBE, *versions.SUPPORTED]
+        done = subprocess.run(probe, env=env, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(
@@ -78,27 +77,30 @@ class Interpreter:
             )
 
     def support(self) -> Iterator[tuple[str, str]]:
-        """Name of each requirement of ds-zo, and how the installed version compares with the supported range."""
-        for line, version in self.requires.items():
-            requirement = Requirement(line)
+        """Name of each package, and how its installed version compares with the supported range."""
+        for package, supported in versions.SUPPORTED.items():
+            version = self.installed[package]
             if version is None:
-                verdict = f"NOT INSTALLED, supported: {requirement.specifier}"
-            elif requirement.specifier.contains(version, prereleases=True):
-                verdict = f"{version}, supported ({requirement.specifier})"
+                yield package, f"not installed, supported: {supported}"
+            elif supported.contains(version):
+                yield package, f"{version}, supported: {supported}"
             else:
-                verdict = f"{version}, NOT SUPPORTED: install {requirement.name}{requirement.specifier}"
-            yield requirement.name, verdict
+                yield package, f"{version}, NOT SUPPORTED: {versions.remedy(package)}"
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
-        usage="ds-zo run [-h] [--check] [-- COMMAND ...]",
         help="run a command whose Python processes load ds_zo when they import DeepSpeed",
-        description="Sets DS_ZO_AUTOLOAD=1 and executes COMMAND. Every Python process below it, launchers and their "
+        about="Sets DS_ZO_AUTOLOAD=1 and executes COMMAND. Every Python process below it, launchers and their "
         "workers included, imports ds_zo right after DeepSpeed. Scripts need no `import ds_zo`.",
-        epilog="example: ds-zo run -- accelerate launch train.py --deepspeed ds_config.json",
+        examples=(
+            "ds-zo run -- accelerate launch train.py --deepspeed ds_config.json",
+            "ds-zo run --check -- trl sft --config sft.yaml",
+        ),
     )
+    parser.usage = "ds-zo run [-h] [--check] [-- COMMAND ...]"
     parser.add_argument("--check", action="store_true", help="print what would happen, and execute nothing")
     parser.add_argument("words", nargs="*", metavar="COMMAND", help="the command with its own options, after --")
     parser.set_defaults(run=run)

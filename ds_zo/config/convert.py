@@ -14,9 +14,9 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.draft import Change, Draft
-from ds_zo.config.errors import ConfigError, shown, suggestion
+from ds_zo.config.errors import ConfigError, shown
 from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
-from ds_zo.config.registry import entries, entry_of
+from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
@@ -163,9 +163,7 @@ def check_stock(ds_config: dict[str, Any]) -> None:
     kind = optimizer.get("type")
     is_known = isinstance(kind, str) and (kind.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind))
     if optimizer and not is_known:
-        names = (*(entry.optimizer_type for entry in entries()), *DEEPSPEED_OPTIMIZERS)
-        text = f"optimizer.type must name an optimizer of ds_zo, DeepSpeed or torch.optim, got {shown(kind)}"
-        raise ConfigError(f"{text}; {suggestion(str(kind), names)}", at="optimizer.type")
+        raise unknown_optimizer(kind)
     if not isinstance(optimizer.get("params", {}), dict):
         text = f"params must be an object, got {shown(optimizer['params'])}; write {{...}} or leave it out"
         raise ConfigError(text, at="optimizer.params")

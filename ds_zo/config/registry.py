@@ -7,11 +7,12 @@ imported. `register_backend` adds an entry from outside the package.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-from ds_zo.config.errors import shown
+from ds_zo.config.errors import ConfigError, shown, suggestion
 from ds_zo.config.optimizers import AdaLOMOParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
 
 
@@ -127,6 +128,13 @@ def register_backend(
 def backend_names() -> tuple[str, ...]:
     """Names of all registered backends, the package's own first."""
     return tuple(_entries)
+
+
+def unknown_optimizer(written: Any) -> ConfigError:
+    """The error of an `optimizer.type` that neither ds_zo nor DeepSpeed knows."""
+    names = (*(entry.optimizer_type for entry in entries()), *DEEPSPEED_OPTIMIZERS)
+    text = f"optimizer.type must name an optimizer of ds_zo, DeepSpeed or torch.optim, got {shown(written)}"
+    return ConfigError(f"{text}; {suggestion(str(written), names)}", at="optimizer.type")
 
 
 def entries() -> tuple[BackendEntry, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -31,8 +31,7 @@ from ds_zo.backends import backend_class
 from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
 from ds_zo.checkpoint.snapshot import persistent_buffers
 from ds_zo.config import ConfigError, Resolved, backend_of, resolve, resolve_for_evaluation, with_section_on_top
-from ds_zo.config.errors import shown, suggestion
-from ds_zo.config.registry import entries
+from ds_zo.config.registry import unknown_optimizer
 from ds_zo.plugin import gathered_parameters, hf_trainer
 from ds_zo.plugin.checkpointing import refuse_to_stock
 from ds_zo.plugin.engine import ENGINE_SIGNATURE, PluginEngine, destroy_engine_of, has_live_engines
@@ -251,9 +250,7 @@ def _check_optimizer_type(cls: type[DeepSpeedEngine], config: Mapping[str, Any])
     written = block.get("type") if isinstance(block, dict) else None
     if not isinstance(written, str) or any(cls._is_supported_optimizer(cls, n) for n in (written, written.lower())):
         return
-    names = (*(entry.optimizer_type for entry in entries()), *DEEPSPEED_OPTIMIZERS)
-    text = f"optimizer.type must name an optimizer of ds_zo, DeepSpeed or torch.optim, got {shown(written)}; "
-    raise ConfigError(text + suggestion(written, names), at="optimizer.type")
+    raise unknown_optimizer(written)
 
 
 def _check_whole(model: nn.Module) -> None:

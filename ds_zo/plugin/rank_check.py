@@ -24,7 +24,7 @@ _num_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKe
 def wait_for_all_ranks() -> None:
     """Returns when all ranks of the default process group have called this as often as this rank.
 
-    Raises after that group's timeout.
+    Raises after that group's timeout. No key of a call is left in the store: a later group may have the same store.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -34,25 +34,38 @@ def wait_for_all_ranks() -> None:
         return
     group = dist.group.WORLD
     assert group is not None
-    index = _num_engines[group] = _num_engines.get(group, 0) + 1
-    prefix = f"ds_zo/engine {index}"
-    store.set(f"{prefix}/rank {rank}", "1")
-    store.add(f"{prefix}/ranks", 1)
+    index = _num_engines.get(group, 0) + 1
+    keys = [f"ds_zo/engine {index}/rank {other}" for other in range(num_ranks)]
+    store.set(keys[rank], "1")
+    try:
+        _wait(store, keys, rank)
+    except BaseException:
+        store.delete_key(keys[rank])
+        raise
+    _num_engines[group] = index
+    num_gone = f"ds_zo/engine {index}/gone"
+    if store.add(num_gone, 1) == num_ranks:  # all ranks have seen all keys
+        for key in (*keys, num_gone):
+            store.delete_key(key)
+
+
+def _wait(store: Any, keys: list[str], rank: int) -> None:
+    """Returns when the store has the keys of all ranks. Raises after the store's timeout."""
     began, pause_s, is_reported = time.monotonic(), 0.001, False
     timeout_s = store.timeout.total_seconds()
-    while store.add(f"{prefix}/ranks", 0) < num_ranks:
+    while not store.check(keys):
         waited_s = time.monotonic() - began
         if waited_s > timeout_s or (waited_s > REPORT_AFTER_S and not is_reported):
             is_reported = True
-            here = [other for other in range(num_ranks) if store.check([f"{prefix}/rank {other}"])]
-            missing = ", ".join(str(other) for other in range(num_ranks) if other not in here)
+            has_come = [store.check([key]) for key in keys]
+            missing = ", ".join(str(other) for other, is_here in enumerate(has_come) if not is_here)
             if missing and waited_s > timeout_s:
                 raise RuntimeError(
                     f"every rank must make its engine with ds_zo, got none in {waited_s:.0f} s on rank {missing}: "
                     "install ds-zo on its host; load it on every rank (ds-zo run, DS_ZO_AUTOLOAD=1 or import ds_zo); "
                     f"use the same JSON on all ranks (rank {missing})"
                 )
-            if missing and rank == here[0]:
+            if missing and rank == has_come.index(True):
                 logger.warning(
                     f"ds_zo: rank {missing} has not made its engine after {waited_s:.0f} s. It may still be loading "
                     f"its model: the job stops after {timeout_s:.0f} s. If it runs without ds_zo, stop the job, and "

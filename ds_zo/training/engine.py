@@ -32,11 +32,14 @@ def make_engine(model: Any, config: dict[str, Any]) -> Any:
 
 
 def ensure_environment() -> None:
-    """Makes a process without a launcher a world of one, on a free port. A launcher has set these variables."""
+    """Makes a process without a launcher a world of one, on a free port. A launcher has set these variables.
+
+    In a world of one, DeepSpeed does not compile its shared-memory collectives in this process. That takes minutes.
+    """
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if (
-        shutil.which("ninja") is None
-    ):  # DeepSpeed compiles by it. It is beside a Python whose environment is not active.
+    if os.environ["WORLD_SIZE"] == "1":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if shutil.which("ninja") is None:  # DeepSpeed compiles by it; it is beside a Python whose environment is not active
         os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)

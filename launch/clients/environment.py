@@ -99,6 +99,7 @@ def make_environment(client: Client, folder: Path) -> Environment:
     print(f"==> installing {client.requires[0]} into {folder} (minutes)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install.append("--no-compile")  # Python compiles the few modules that are imported
     plugin = ["ninja", "--editable", str(REPO)] if client.trains else []
     subprocess.run([*install, *client.requires, *plugin], check=True)
     stamp.write_text(wanted, encoding="utf-8")

@@ -94,7 +94,8 @@ def _train(
 
 def _compare_weights(client: Client, environment: Environment, first: Path, resumed: Path) -> dict[str, Any]:
     """The versions that ran, and an outcome for each stage whose weights are wrong."""
-    folders = ("model", client.saved, str(resumed / client.saved), "exported")
+    adapter = first / "exported" / "adapter"
+    folders = ("model", client.saved, str(resumed / client.saved), str(adapter) if adapter.exists() else "exported")
     found = run_script(environment, "weights.py", *folders, cwd=first)
     outcomes = {"versions": run_script(environment, "versions.py", cwd=first)}
     if not found["finite"] or not found["moved"]:

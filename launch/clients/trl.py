@@ -1,4 +1,4 @@
-"""TRL's command line: `trl sft` and `trl dpo`."""
+"""TRL's command line: `trl sft`, also with LoRA, and `trl dpo`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ CLIENT = Client(
         "accelerate==1.15.0",
         "datasets==5.2.0",
         "deepspeed==0.19.8",
+        "peft==0.21.2",
         "torch==2.13.0",
         "transformers==5.22.2",
     ),
     commands={
         "sft": "trl sft --config sft.yaml --use_deepspeed --num_processes 1",
         "dpo": "trl dpo --config dpo.yaml --use_deepspeed --num_processes 1",
+        "sft_lora": "trl sft --config sft.yaml --use_deepspeed --num_processes 1 --use_peft",
     },
+    backends={"sft_lora": ("zo",)},
     files={
         "sft.yaml": "dataset_name: data/sft\n" + _ARGUMENTS,
         "dpo.yaml": "dataset_name: data/dpo\n" + _ARGUMENTS,
@@ -42,6 +45,7 @@ CLIENT = Client(
     cpu_only="--use_cpu true --main_process_port 0",
     about="`trl` starts `accelerate launch`. With `--use_deepspeed`, that sets up the ranks for DeepSpeed.",
     limits=(
+        "With `--use_peft`, ZO trains the adapters of LoRA, and `ds-zo export` writes them to `exported/adapter`.",
         "LOMO and AdaLOMO need `gradient_accumulation_steps: 1`, which is TRL's default.",
         "ZO's update is exact for a loss that is linear in the measured outputs, such as that of `trl sft` with\n"
         "  `loss_type: nll`. For other losses, such as that of `trl dpo`, it is exact to first order in `zo_eps`.",

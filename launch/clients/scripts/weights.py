@@ -1,19 +1,26 @@
 """Compares model folders by their weights, as `from_pretrained` of the client's own transformers loads them.
 
-Runs in the environment of a client: python weights.py BASE TRAINED OTHER... prints one JSON object.
+A folder of adapters stands for the model with these adapters merged. Runs in the environment of a client: python
+weights.py BASE TRAINED OTHER... prints one JSON object.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 
 def _load(folder: str) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    if Path(folder, "adapter_config.json").exists():
+        from peft import AutoPeftModelForCausalLM
+
+        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     return dict(model.state_dict())
 
 
