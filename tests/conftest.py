@@ -61,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not gpu" in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher shows its ranks the devices again
+        if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+            from warm_interpreter import WarmInterpreter
+
+            interpreter = WarmInterpreter(python_path(REPO))  # for all processes of xdist
+            interpreter.start()
+            config.add_cleanup(interpreter.close)
     config.option.loadscopereorder = False  # xdist would begin with the files of most tests
 
 
@@ -89,13 +95,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The libraries, which it imports, stay: no collection of garbage has to look through them."""
+    """The libraries, which it imports, stay: no collection of garbage has to look through them. Later ones come
+    seldom: an engine allocates thousands of objects."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
 
 
@@ -113,13 +121,6 @@ def _torch_linear_is_restored() -> Iterator[None]:
 def python_path(*folders: Path) -> str:
     """For a child process: these folders, then those that this process was given."""
     return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
-
-
-def launcher_command() -> list[str]:
-    """DeepSpeed's launcher: the script beside the interpreter, or the function that it calls where pip did not install
-    DeepSpeed."""
-    script = _BIN / "deepspeed"
-    return [str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
 def find_free_port() -> int:

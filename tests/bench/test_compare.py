@@ -8,12 +8,12 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as hf
+from warm_interpreter import WarmInterpreter
 
 from ds_zo.bench.compare import add_arguments, main
 from ds_zo.bench.contenders import ALL, DIFFERING, EXACT_PINNING, TIERS
@@ -29,11 +29,11 @@ NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, warm_interpreter: WarmInterpreter) -> Path:
     out = tmp_path_factory.mktemp("compare")
     page = (REPO / "docs" / "planning.md").read_text(encoding="utf-8").splitlines()
     shown = next(line for line in page if line.startswith("python launch/compare.py "))
-    command = [sys.executable, *shlex.split(shown)[1:], "--layers", "1", "--warmup", "2", "--dtype", "fp32"]
+    command = [warm_interpreter.python(), *shlex.split(shown)[1:], "--layers", "1", "--warmup", "2", "--dtype", "fp32"]
     command += ["--device", "cpu", "--lr", "zo=0.5e-5", "--min-free-host-gib", "0.1", "--out", str(out)]
     # The script finds the package by itself: of PYTHONPATH only what else is on it stays.
     others = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder and folder != str(REPO)]

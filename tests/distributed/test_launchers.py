@@ -64,23 +64,22 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launcher(launcher: str, tmp_path: Path, free_port: int, warm_interpreter: WarmInterpreter) -> None:
-    """DeepSpeed's launcher starts the script itself. Importing the libraries takes most of that run: torchrun starts
-    stand-ins, which hand what it gave them to forks of a process that has them."""
+    """DeepSpeed's launcher and its ranks are fresh interpreters, which import the libraries for most of that run.
+    torchrun and its ranks are forks of a process that has them."""
     script = tmp_path / "train.py"
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
     env["PYTHONPATH"] = python_path(REPO)
     arguments = str(HELPERS), str(tmp_path)
-    python = str(make_environment(tmp_path / "environment"))
-    command = [python, "-m", *LAUNCHERS[launcher](free_port)]
     if launcher == "deepspeed":
+        python = str(make_environment(tmp_path / "environment"))
         env["DS_ZO_AUTOLOAD"] = "1"
         script.write_text(SCRIPT + FRESH)
-        command += [str(script), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     else:
+        python = warm_interpreter.python()
         script.write_text(SCRIPT)
-        done = warm_interpreter.run_launched(command, script, *arguments, num_ranks=2, cwd=tmp_path, env=env)
+    command = [python, "-m", *LAUNCHERS[launcher](free_port), str(script), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first["dealt"].unique(dim=0).shape[0] == 4, "every batch another"

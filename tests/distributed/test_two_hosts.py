@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HELPERS, REPO, find_free_port, launcher_command, python_path
+from conftest import HELPERS, REPO, find_free_port, python_path
+from warm_interpreter import WarmInterpreter
 
 TRAIN = """
 import socket
@@ -87,7 +88,8 @@ def why_not() -> str | None:
 
 
 @pytest.mark.slow
-def test_two_hosts_through_the_multi_host_launcher(tmp_path: Path) -> None:
+def test_two_hosts_through_the_multi_host_launcher(tmp_path: Path, warm_interpreter: WarmInterpreter) -> None:
+    """Launchers and ranks are forks of one process, each in the network of its host."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -96,7 +98,8 @@ def test_two_hosts_through_the_multi_host_launcher(tmp_path: Path) -> None:
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
     env["PYTHONPATH"] = python_path(REPO, REPO / "tests", HELPERS)
-    env |= {"DEEPSPEED": shlex.join(launcher_command()), "PORT": str(find_free_port())}
+    launcher = [warm_interpreter.python(), "-m", "deepspeed.launcher.runner"]
+    env |= {"DEEPSPEED": shlex.join(launcher), "PORT": str(find_free_port())}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # gloo, on any machine
     command = [*NAMESPACES, "bash", "-c", HOSTS]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)

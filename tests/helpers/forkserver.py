@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import torch
+from warm_interpreter import ADDRESS
 
 PRELOAD = [
     *("ds_zo.backends.zo.backend", "ds_zo.backends.lomo.adalomo", "ds_zo.backends.lsp.backend", "ds_zo.bench.runner"),
@@ -20,4 +23,6 @@ def forkserver_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     more = [] if torch.cuda.is_available() else IMPORTED_BY_ENGINES
     context.set_forkserver_preload([*PRELOAD, *more, "tests.helpers.frozen_heap"])
+    if ADDRESS in os.environ:  # the server is then a fork itself, and imports the rest
+        context.set_executable(str(Path(os.environ[ADDRESS]).with_name("python")))
     return context

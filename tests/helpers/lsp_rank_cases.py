@@ -63,7 +63,8 @@ def compare(rank: int) -> dict[str, Any]:
     for name, case in CASES.items():
         if world_size == 4 and name not in ON_FOUR:
             continue
-        engine = start(json_of(case, world_size), small(seed=rank))  # the first rank's weights count
+        depth = {"num_hidden_layers": 1} if "learned" in name else {}  # fits take most of the time
+        engine = start(json_of(case, world_size), small(seed=rank, **depth))  # the first rank's weights count
         line = engine.backend.ranks
         for step in range(NUM_FITTED_STEPS if "learned" in name else NUM_STEPS):
             bytes_before = 0 if line is None else line.bytes_wire
@@ -177,7 +178,7 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
     """A whole run of each case, and a checkpoint on its way."""
     found: dict[str, Any] = {}
     for name, case in RESUMED.items():
-        engine = start(json_of(case, GLOBAL_BATCH), small())
+        engine = start(json_of(case, GLOBAL_BATCH), small(num_hidden_layers=1))
         found[name] = _ended(engine, name, first=0, saved=MOMENTS[name][0], folder=folder / name)
         engine.destroy()
     return found
@@ -187,7 +188,7 @@ def resume(rank: int, folder: Path, moment: int, into: Path | None) -> dict[str,
     """The rest of each run from a moment's checkpoint. `into`: with a checkpoint of the next moment."""
     found: dict[str, Any] = {}
     for name, case in RESUMED.items():
-        engine = start(json_of(case, GLOBAL_BATCH), small(seed=3))
+        engine = start(json_of(case, GLOBAL_BATCH), small(seed=3, num_hidden_layers=1))
         engine.load_checkpoint(str(folder / name))
         saved = None if into is None else MOMENTS[name][moment + 1]
         found[name] = _ended(engine, name, first=MOMENTS[name][moment], saved=saved, folder=into and into / name)

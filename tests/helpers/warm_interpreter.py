@@ -1,6 +1,7 @@
 """Scripts in processes forked from one that has imported the libraries, which takes longer than most scripts.
 
 ds_zo is not among what was imported: a script that forgets to import it fails here as it would in a fresh interpreter.
+One such process serves all processes of a test run.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,10 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+ADDRESS = "DS_ZO_TESTS_WARM_INTERPRETER"
+"""The environment variable that tells the processes of a test run where the server listens."""
 
 SERVER = """
-import contextlib, gc, json, os, runpy, sys
+import contextlib, ctypes, gc, json, os, runpy, select, socket, struct, sys
 gc.disable()
 import accelerate, deepspeed, transformers
 import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
@@ -31,51 +35,122 @@ assert "ds_zo" not in sys.modules
 gc.collect()
 gc.freeze()  # or every child copies all pages to look through them, and once more when it ends
 gc.enable()
-for line in sys.stdin:
-    children = []
-    for job in json.loads(line):
-        child = os.fork()
-        if child == 0:
-            break
-        children.append(child)
-    else:
-        print("CHILDREN", *children, flush=True)
-        print("ENDED", *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
-        continue
-    os.setsid()
-    for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
-    os.chdir(job["cwd"])
-    os.environ.clear()
-    os.environ.update(job["env"])
-    sys.argv = [job["script"], *job["arguments"]]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(job["script"])))
-    runpy.run_path(job["script"], run_name="__main__")
-    break
+given = os.environ["PYTHONPATH"].split(os.pathsep)
+libc = ctypes.CDLL(None, use_errno=True)
+listener = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    if sys.stdin in select.select([sys.stdin, listener], [], [])[0]:
+        sys.exit()  # it is closed
+    connection, _ = listener.accept()
+    if os.fork() == 0:
+        break
+    connection.close()
+listener.close()
+files = socket.recv_fds(connection, 1, 64)[1]
+job = json.loads(connection.makefile().readline())
+child = os.fork()
+if child:
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(b"%d\\n" % child)
+        connection.sendall(b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
+asking = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+names = [(f"/proc/{asking}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("user", "net", "uts")]
+for namespace in [os.open(theirs, os.O_RDONLY) for theirs, ours in names if os.readlink(theirs) != os.readlink(ours)]:
+    assert libc.setns(namespace, 0) == 0, os.strerror(ctypes.get_errno())
+connection.close()
+os.setsid()
+above = max(*files, *job["files"]) + 1
+for i, file in enumerate(files):
+    os.dup2(file, above + i)
+    os.close(file)
+for i, number in enumerate(job["files"]):
+    os.dup2(above + i, number)
+os.closerange(above, above + len(files))
+os.chdir(job["cwd"])
+os.environ.clear()
+os.environ.update(job["env"])
+words = [*job["words"]]
+while words[0] not in ("-c", "-m") and words[0].startswith("-"):
+    del words[0]  # the interpreter's own options
+if job["executable"]:  # as a fresh interpreter's
+    sys.path = [folder for folder in sys.path if folder not in given]
+sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
+if words[0] == "-c":
+    sys.argv = ["-c", *words[2:]]
+    sys.path.insert(0, "")
+    exec(words[1], {"__name__": "__main__"})
+elif words[0] == "-m":
+    sys.executable = job["executable"]
+    sys.argv = words[1:]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+else:
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+    runpy.run_path(words[0], run_name="__main__")
 """
+"""A connection is one job: what stands behind `python` in a command line, environment, folder, and open files.
+The answers are the job's process and its exit status. A job joins the network of the process that asks for it."""
 
-STAND_IN = """
-import json, os, pathlib, sys, time
-mine = pathlib.Path(FOLDER, os.environ["RANK"])
-mine.with_suffix(".part").write_text(json.dumps({"arguments": sys.argv[1:], "env": dict(os.environ)}))
-mine.with_suffix(".part").rename(mine.with_suffix(".started"))
-while not mine.with_suffix(".ended").exists():
-    time.sleep(0.05)
-status, out, err = json.loads(mine.with_suffix(".ended").read_text())
-print(out, flush=True)
-print(err, file=sys.stderr, flush=True)
-sys.exit(status)
+PYTHON = """
+import json, os, signal, socket, sys
+files = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")]
+server = socket.socket(socket.AF_UNIX)
+server.connect(sys.argv[1])
+socket.send_fds(server, [b" "], files)
+job = {"words": sys.argv[3:], "cwd": os.getcwd(), "env": dict(os.environ), "executable": sys.argv[2], "files": files}
+server.sendall(json.dumps(job).encode() + b"\\n")
+answers = server.makefile()
+child = int(answers.readline())
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, _: os.kill(child, number))
+status = int(answers.readline())
+sys.exit(status if status >= 0 else 128 - status)
 """
-"""The script that a launcher starts in the place of a rank's: it imports no library."""
+"""What stands in for `python`: it asks the server for a job and ends as the job ends."""
 
 
 class WarmInterpreter:
-    """Starts its server when it is first needed."""
+    """Starts its server when it is first needed, unless another process of this test run has started one."""
 
     def __init__(self, python_path: str) -> None:
         """`python_path`: the server's PYTHONPATH."""
         self._python_path = python_path
-        self._server: subprocess.Popen[str] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+
+    def start(self) -> None:
+        """The server. `os.environ` names its address, so that child processes use the same one."""
+        self._folder = Path(tempfile.mkdtemp())
+        address = str(self._folder / "address")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", SERVER, str(listener.fileno())],
+                env={**os.environ, "PYTHONPATH": self._python_path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+            )
+        source, command = self._folder / "python.py", self._folder / "python"
+        source.write_text(PYTHON)
+        words = [sys.executable, "-IS", str(source), address, str(command)]
+        command.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        command.chmod(0o755)
+        os.environ[ADDRESS] = address
+
+    def close(self) -> None:
+        if self._server is not None:
+            assert self._server.stdin is not None and self._folder is not None
+            self._server.stdin.close()
+            self._server.wait(30)
+            shutil.rmtree(self._folder)
+            del os.environ[ADDRESS]
 
     def run(
         self, script: Path | str, *arguments: Any, cwd: Path, env: dict[str, str], timeout_s: float = 300
@@ -87,90 +162,63 @@ class WarmInterpreter:
         self, script: Path | str, *arguments: Any, cwd: Path, envs: list[dict[str, str]], timeout_s: float = 300
     ) -> list[subprocess.CompletedProcess[str]]:
         """At the same time in each of the environments, as ranks are."""
-        if torch.cuda.is_available():  # whose state no child of a process that looked at it can use
+        if not is_forkable():
             return run_fresh(script, *arguments, cwd=cwd, envs=envs, timeout_s=timeout_s)
-        command = [sys.executable, str(script), *map(str, arguments)]
-        with tempfile.TemporaryDirectory() as folder:
+        words = [str(script), *map(str, arguments)]
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             files = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(envs))]
-            job = {"script": command[1], "arguments": command[2:], "cwd": str(cwd)}
             jobs = [
-                {**job, "env": env, "out": str(out), "err": str(err)}
+                stack.enter_context(self._ask(words, cwd=cwd, env=env, out=out, err=err))
                 for env, (out, err) in zip(envs, files, strict=True)
             ]
-            statuses = self._ask(jobs, command, timeout_s)
+            statuses = _wait_for(jobs, [sys.executable, *words], timeout_s)
             texts = [(out.read_text(), err.read_text()) for out, err in files]
         ended = zip(statuses, texts, strict=True)
-        return [subprocess.CompletedProcess(command, status, out, err) for status, (out, err) in ended]
+        return [subprocess.CompletedProcess(words, status, out, err) for status, (out, err) in ended]
 
-    def run_launched(
-        self,
-        launcher: list[str],
-        script: Path | str,
-        *arguments: Any,
-        num_ranks: int,
-        cwd: Path,
-        env: dict[str, str],
-        timeout_s: float = 240,
-    ) -> subprocess.CompletedProcess[str]:
-        """As `LAUNCHER SCRIPT ARGUMENTS`. The launcher starts stand-ins. The ranks are forks that have the arguments
-        and the environments that the launcher gave to the stand-ins, which end as the ranks ended."""
-        with tempfile.TemporaryDirectory() as folder:
-            stand_in = Path(folder, "stand_in.py")
-            stand_in.write_text(STAND_IN.replace("FOLDER", repr(folder)))
-            command = [*launcher, str(stand_in), *map(str, arguments)]
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
-            try:
-                started = [Path(folder, f"{rank}.started") for rank in range(num_ranks)]
-                deadline = time.monotonic() + timeout_s
-                while not all(file.exists() for file in started) and process.poll() is None:
-                    assert time.monotonic() < deadline, "the launcher did not start its ranks"
-                    time.sleep(0.05)
-                if process.poll() is None:
-                    told = [json.loads(file.read_text()) for file in started]
-                    assert all(rank["arguments"] == [*map(str, arguments)] for rank in told), told
-                    envs = [rank["env"] for rank in told]
-                    ranks = self.run_all(script, *arguments, cwd=cwd, envs=envs, timeout_s=timeout_s)
-                    for file, rank in zip(started, ranks, strict=True):
-                        part = file.with_suffix(".part")
-                        part.write_text(json.dumps([rank.returncode, rank.stdout, rank.stderr]))
-                        part.rename(file.with_suffix(".ended"))
-                out, err = process.communicate(timeout=timeout_s)
-            finally:
-                process.kill()
-                process.wait()
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
+    def python(self) -> str:
+        """A command that stands for `python`, with a script, `-m` or `-c`. The process is a fork. So are those that a
+        module starts by `sys.executable`, as launchers do."""
+        return str(Path(self._address()).with_name("python")) if is_forkable() else sys.executable
 
-    def _ask(self, jobs: list[dict[str, Any]], command: list[str], timeout_s: float) -> list[int]:
-        if self._server is None:
-            env = {**os.environ, "PYTHONPATH": self._python_path}
-            pipe = subprocess.PIPE
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", SERVER], env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1
-            )
-        assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps(jobs), file=self._server.stdin, flush=True)
-        children = self._answer("CHILDREN")
-        if not select.select([self._server.stdout], [], [], timeout_s)[0]:
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
-            self._answer("ENDED")
-            raise subprocess.TimeoutExpired(command, timeout_s)
-        return self._answer("ENDED")
+    def _address(self) -> str:
+        if ADDRESS not in os.environ:
+            self.start()
+        return os.environ[ADDRESS]
 
-    def _answer(self, mark: str) -> list[int]:
-        assert self._server is not None and self._server.stdout is not None
-        for line in self._server.stdout:
-            if line.startswith(mark):
-                return [int(word) for word in line.split()[1:]]
-        raise RuntimeError("the warm interpreter ended")
+    def _ask(self, words: list[str], *, cwd: Path, env: dict[str, str], out: Path, err: Path) -> socket.socket:
+        job = {"words": words, "cwd": str(cwd), "env": env, "executable": None, "files": [0, 1, 2]}
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(self._address())
+        with open(os.devnull) as nothing, out.open("w") as out_file, err.open("w") as err_file:
+            socket.send_fds(server, [b" "], [file.fileno() for file in (nothing, out_file, err_file)])
+        server.sendall(json.dumps(job).encode() + b"\n")
+        return server
 
-    def close(self) -> None:
-        if self._server is not None:
-            assert self._server.stdin is not None
-            self._server.stdin.close()
-            self._server.wait(10)
+
+def is_forkable() -> bool:
+    """A process that looked at a GPU has state that no child of it can use."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _wait_for(jobs: list[socket.socket], command: list[str], timeout_s: float) -> list[int]:
+    """Their exit statuses. What takes longer is killed."""
+    deadline = time.monotonic() + timeout_s
+    answers = [job.makefile() for job in jobs]
+    children = [int(answer.readline()) for answer in answers]
+    statuses = []
+    try:
+        for job, answer in zip(jobs, answers, strict=True):
+            job.settimeout(max(0.001, deadline - time.monotonic()))
+            statuses.append(int(answer.readline()))
+    except TimeoutError:
+        for child in children[len(statuses) :]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        raise subprocess.TimeoutExpired(command, timeout_s) from None
+    return statuses
 
 
 def run_fresh(

@@ -15,6 +15,7 @@ import torch
 import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
 from library_runs import (
+    ENGINE_BACKENDS,
     assert_moved,
     assert_same,
     batches,
@@ -26,8 +27,6 @@ from library_runs import (
     weights_of,
 )
 from tiny_models import tiny_model
-
-from ds_zo.config import BACKENDS
 
 
 def _backward(engine: Any) -> torch.Tensor:
@@ -203,7 +202,7 @@ NOT_CALLED = {
 
 
 @pytest.mark.parametrize("member", CONTRACT)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 def test_member(backend: str, member: str, tmp_path: Path) -> None:
     engine = start(config_for(backend))
     CONTRACT[member][1](engine, tmp_path)

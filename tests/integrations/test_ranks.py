@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from library_runs import (
+    ENGINE_BACKENDS,
     Batch,
     batches,
     config_for,
@@ -16,8 +17,6 @@ from library_runs import (
     train,
     weights_of,
 )
-
-from ds_zo.config import BACKENDS
 
 SCRIPT = """
 import os, sys
@@ -61,7 +60,7 @@ def job(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     def run(way: str) -> Path:
         if way not in folders:
             folders[way] = tmp_path_factory.mktemp(way)
-            run_ranks(SCRIPT, str(Path(__file__).parent), way, str(folders[way]), *BACKENDS)
+            run_ranks(SCRIPT, str(Path(__file__).parent), way, str(folders[way]), *ENGINE_BACKENDS)
         return folders[way]
 
     return run
@@ -73,7 +72,7 @@ def joined(a: Batch, b: Batch) -> Batch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["accelerate", "trainer"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 def test_two_ranks_are_one_of_twice_the_batch(backend: str, way: str, job: Callable[[str], Path]) -> None:
     first, second = (torch.load(job(way) / f"{backend}-{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -17,9 +17,13 @@ PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 _LINES = re.compile(r"(?<=[>\s])[\d,]+(?= lines)")
 
 
-def test_the_diagram_is_current() -> None:
+@pytest.fixture(scope="module")
+def drawn() -> str:
+    return structure.diagram()
+
+
+def test_the_diagram_is_current(drawn: str) -> None:
     written = PAGE.split(structure.BEGIN)[1].split(structure.END)[0].strip()
-    drawn = structure.diagram()
     remedy = "run: python launch/structure.py --write CONTRIBUTING.md"
     without_sizes = [re.sub(r"(\d+ files, )?[\d,]+ lines", "", text) for text in (written, drawn)]
     assert without_sizes[0] == without_sizes[1], remedy
@@ -98,12 +102,12 @@ def test_a_circle_is_an_error(tmp_path: Path) -> None:
         structure.diagram(package)
 
 
-def test_writing_needs_the_markers(tmp_path: Path) -> None:
+def test_writing_needs_the_markers(tmp_path: Path, drawn: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{structure.BEGIN}\nstale\n{structure.END}\nafter\n")
     structure.write(page)
     written = page.read_text()
-    assert structure.diagram() in written and "stale" not in written and written.endswith("\nafter\n")
+    assert drawn in written and "stale" not in written and written.endswith("\nafter\n")
     page.write_text("no markers\n")
     with pytest.raises(ValueError, match="marker lines"):
         structure.write(page)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launcher_command
 from huggingface_hub import constants
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_interpreter import WarmInterpreter
 
 from benchmarks.recipes import RECIPES, Recipe
 from ds_zo.cli import main
@@ -104,10 +104,13 @@ def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
 
 
-def test_launcher_and_summary(tmp_path: Path, free_port: int, succeed: Succeed) -> None:
-    """In fresh interpreters, as the launcher starts them. Then as if it had been killed after step 3: the trajectory
+def test_launcher_and_summary(
+    tmp_path: Path, free_port: int, succeed: Succeed, warm_interpreter: WarmInterpreter
+) -> None:
+    """Launcher and rank are forks of a warm process. Then as if it had been killed after step 3: the trajectory
     brings the checkpoint of step 2 there, and what was scored on the way is not forgotten."""
-    launcher = [*launcher_command(), "--num_accelerators", "1", "--master_port", free_port]
+    launcher = [warm_interpreter.python(), "-m", "deepspeed.launcher.runner"]
+    launcher += ["--num_accelerators", "1", "--master_port", str(free_port)]
     output = tmp_path / "out"
     config = write_config(tmp_path, ZO, ds_zo={"checkpoint": {"trajectory": True}})
     arguments = ["--deepspeed", config, "--steps", 3, "--eval-every", 2, "--num-eval", 8, "--output-dir", output]

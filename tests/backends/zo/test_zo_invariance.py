@@ -26,7 +26,8 @@ from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_STEPS = 10
+NUM_STEPS = 8
+"""One more than the longest interval that writes back within a run."""
 MODEL = "opt"
 """Tied embedding, positions, biases, norms: every kind of edge."""
 PATH = "model.decoder.layers"
