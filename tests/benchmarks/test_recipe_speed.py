@@ -1,4 +1,4 @@
-"""The cases that measure the recipes' own JSONs: what they ask for, one of them on a toy model, and how rows are found."""
+"""The cases that measure the recipes' own JSONs, one of them on a toy model, and how their rows are found."""
 
 from __future__ import annotations
 
