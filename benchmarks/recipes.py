@@ -364,7 +364,9 @@ RECIPES = (
 _MEZO = "[MeZO's command for OPT-13B](https://github.com/princeton-nlp/MeZO/tree/main/large_models)"
 _LOMO_ARGS = "[LOMO's settings for LLaMA-7B](https://github.com/OpenLMLab/LOMO/tree/main/lomo)"
 _ADALOMO_ARGS = "[AdaLomo's script for LLaMA-7B](https://github.com/OpenLMLab/LOMO/tree/main/adalomo)"
-_ALPACA = "[Alpaca's command for LLaMA-7B](https://github.com/tatsu-lab/stanford_alpaca)"
+_ALPACA = (
+    "[Stanford Alpaca's settings for LLaMA-7B](https://github.com/tatsu-lab/stanford_alpaca#fine-tuning), batch 128"
+)
 SMALL_MODEL_METHODS = {
     "adamw": "AdamW",
     "lora": "LoRA",
