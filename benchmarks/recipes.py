@@ -27,6 +27,8 @@ from ds_zo.records.rows import Row, read_objects, table
 REPO = Path(__file__).resolve().parents[1]
 RESULTS = REPO / "benchmarks" / "results"
 CONFIGS = REPO / "ds_configs"
+OWN_ROWS = "h200_recipes.jsonl"
+"""Rows of `benchmarks.recipe_speed`, which trains with the recipes' own JSONs. The tables show them first."""
 BLOCK = re.compile(r"<!-- made: (\S+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 _TEXT_OPTIONS = "--task alpaca --data alpaca.jsonl --epochs 1"
 
@@ -48,7 +50,9 @@ class Measured:
 
     @property
     def row(self) -> Row:
-        [found] = [r for r in read_objects(RESULTS / self.file) if (r["run_id"], r["case"]) == (self.run_id, self.case)]
+        wanted = (self.run_id, self.case, "ok")
+        rows = read_objects(RESULTS / self.file)
+        [found] = [row for row in rows if (row["run_id"], row["case"], row["status"]) == wanted]
         return found
 
     @property
@@ -73,7 +77,8 @@ class Recipe:
     """Tokens of a sequence."""
     contender: str
     """The planner's name of the method."""
-    measured: tuple[Measured, ...] = ()
+    others: tuple[Measured, ...] = ()
+    """Rows of other suites than `recipe_speed`."""
     device_gb: float = 24
     """Memory of the GPU, in GB of 10**9 bytes."""
     host_gb: float = 64
@@ -118,6 +123,11 @@ class Recipe:
         return {key: params[key] for key in ("subspace_dim", "projector") if key in params}
 
     @property
+    def measured(self) -> tuple[Measured, ...]:
+        """The row that `recipe_speed` has of this JSON, if any, and the rows of other suites."""
+        return tuple(filter(None, (_own_row(self),))) + self.others
+
+    @property
     def train_command(self) -> str:
         words = f"deepspeed launch/train.py --deepspeed ds_configs/{self.file}.json"
         return f"{words} --model {self.model} --max-length {self.length} {self.options}"
@@ -136,6 +146,15 @@ class Recipe:
 
     def plan(self) -> tuple[Plan, Estimate]:
         return _plan(self)
+
+
+@cache
+def _own_row(recipe: Recipe) -> Measured | None:
+    """The last row of `recipe_speed` with the JSON as it is now."""
+    rows = read_objects(RESULTS / OWN_ROWS) if (RESULTS / OWN_ROWS).exists() else []
+    mine = [row for row in rows if row["case"] == recipe.file and row["status"] == "ok"]
+    same = [row for row in mine if row["params"]["config"] == recipe.config]
+    return Measured(OWN_ROWS, same[-1]["run_id"], recipe.file) if same else None
 
 
 @cache
@@ -345,7 +364,9 @@ RECIPES = (
 _MEZO = "[MeZO's command for OPT-13B](https://github.com/princeton-nlp/MeZO/tree/main/large_models)"
 _LOMO_ARGS = "[LOMO's settings for LLaMA-7B](https://github.com/OpenLMLab/LOMO/tree/main/lomo)"
 _ADALOMO_ARGS = "[AdaLomo's script for LLaMA-7B](https://github.com/OpenLMLab/LOMO/tree/main/adalomo)"
-_ALPACA = "[Alpaca's command for LLaMA-7B](https://github.com/tatsu-lab/stanford_alpaca)"
+_ALPACA = (
+    "[Stanford Alpaca's settings for LLaMA-7B](https://github.com/tatsu-lab/stanford_alpaca#fine-tuning), batch 128"
+)
 SMALL_MODEL_METHODS = {
     "adamw": "AdamW",
     "lora": "LoRA",
@@ -393,8 +414,11 @@ def recipe_block(recipe: Recipe) -> str:
     rows = []
     for found in recipe.measured:
         place = f"[{found.file}](../benchmarks/results/{found.file}), run {found.run_id}, case `{found.case}`"
-        tokens = [f"{found.tokens} tokens"] if found.tokens else []
-        rows.append(["measured", *_measured_cells(found), ", ".join([found.differs or "this JSON", *tokens]), place])
+        about = [found.differs or "this JSON"]
+        if found.file == OWN_ROWS:
+            about += [f"`{name}={value}`" for name, value in found.row["env"].items()]
+        about += [f"{found.tokens} tokens"] if found.tokens else []
+        rows.append(["measured", *_measured_cells(found), ", ".join(about), place])
     planned = recipe.planned_as or "this JSON"
     is_measured = any(not found.differs for found in recipe.measured)
     rows.append(

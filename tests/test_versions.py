@@ -79,3 +79,24 @@ def _script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_badges_say_the_ranges_and_the_licence() -> None:
+    python, deepspeed = (versions.SUPPORTED[name] for name in ("python", "deepspeed"))
+    texts = {
+        f"Python {python.first} to {_before(python.end)}",
+        f"DeepSpeed {deepspeed.first} to {_before(deepspeed.end)}",
+        "License Apache-2.0",
+    }
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    badges = re.findall(r"!\[([^]]+)\]\(https://img\.shields\.io/badge/([^)]+)-blue\)", readme)
+    assert {text for text, _ in badges} == texts
+    for text, address in badges:
+        assert address.replace("--", "~").replace("-", " ").replace("~", "-").replace("_", " ") == text
+    assert 'license = "Apache-2.0"' in (REPO / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def _before(end: str) -> str:
+    """The last minor release before a range's end: 3.13 for 3.14."""
+    major, minor = end.split(".")
+    return f"{major}.{int(minor) - 1}"

@@ -79,8 +79,11 @@ def measure_machine(*, device: str) -> Row:
     return row
 
 
-def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
-    """Measures one contender. `config` is its whole DeepSpeed JSON, `spec` the fields of `EntrantSpec`."""
+def run_contender(
+    *, contender: str, config: Row, spec: Row, change_model: Callable[[nn.Module], nn.Module] | None = None
+) -> Row:
+    """Measures one contender. `config` is its whole DeepSpeed JSON, `spec` the fields of `EntrantSpec`. `change_model`
+    is called with the model before the engine is made, and may add adapters to it."""
     wanted, entrant = EntrantSpec(**spec), ALL[contender]
     if wanted.device == "cuda":
         torch.cuda.set_device(wanted.where)
@@ -89,7 +92,7 @@ def run_contender(*, contender: str, config: Row, spec: Row) -> Row:
             cap_device_memory(wanted.device_memory_gb, wanted.where)
     torch.manual_seed(wanted.seed)
     clock = _Clock()
-    trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted)
+    trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted, change_model)
     clock.lap("load")
 
     model_config = config_of_model(wanted.model, num_layers=wanted.layers, max_length=wanted.length)
@@ -163,12 +166,16 @@ class _Clock:
         self._last = now
 
 
-def _engine(entrant: Contender, config: Row, spec: EntrantSpec) -> Trainer:
+def _engine(
+    entrant: Contender, config: Row, spec: EntrantSpec, change_model: Callable[[nn.Module], nn.Module] | None
+) -> Trainer:
     import deepspeed
 
     import ds_zo  # noqa: F401
 
     model = _model(entrant, config, spec)
+    if change_model is not None:
+        model = change_model(model)
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     set_checkpointing(model, spec.checkpointing)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)

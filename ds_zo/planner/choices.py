@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ds_zo.streaming.budget import fits
+
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
 
@@ -33,12 +35,20 @@ _EQUALLY_FAST = 1.002
 because it rounds least often."""
 
 
-def best_interval(step_s: Callable[[int], float]) -> int:
+def best_interval(
+    step_s: Callable[[int], float],
+    *,
+    device_nbytes: Callable[[int], int] = lambda interval: 0,
+    budget_nbytes: int | None = None,
+) -> int:
     """The value of ZO's `writeback_interval` where the user has set none. `step_s` returns the seconds of a step for an
-    interval."""
-    seconds = {interval: step_s(interval) for interval in INTERVALS}
+    interval, `device_nbytes` the peak of its device memory. An interval that does not fit the budget is not taken,
+    unless no interval needs less."""
+    nbytes = {interval: device_nbytes(interval) for interval in INTERVALS}
+    least = min(nbytes.values())
+    seconds = {k: step_s(k) for k in INTERVALS if nbytes[k] == least or fits(nbytes[k], budget_nbytes=budget_nbytes)}
     limit = _EQUALLY_FAST * min(seconds.values())
-    return max(interval for interval in INTERVALS if seconds[interval] <= limit)
+    return max(interval for interval in seconds if seconds[interval] <= limit)
 
 
 def lags(interval: int) -> range:

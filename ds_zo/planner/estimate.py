@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ds_zo.streaming.budget import MARGIN_NBYTES
+from ds_zo.streaming.budget import fits
 
 WORKSPACE_NBYTES = 32 * 2**20
 """Device memory that cuBLAS allocates at a thread's first matrix product: 32 MiB on Hopper, less on other GPUs."""
@@ -105,8 +105,7 @@ class Estimate:
 
     @property
     def fits_device(self) -> bool:
-        limit = self.limits.device_nbytes
-        return limit is None or self.device_peak_nbytes + MARGIN_NBYTES <= limit
+        return fits(self.device_peak_nbytes, budget_nbytes=self.limits.device_nbytes)
 
     @property
     def fits_host(self) -> bool:

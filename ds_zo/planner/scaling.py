@@ -16,7 +16,7 @@ from ds_zo.planner.models import DTYPES
 from ds_zo.planner.plan import Plan
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.table import grid
-from ds_zo.streaming.budget import MARGIN_NBYTES
+from ds_zo.streaming.budget import fits
 
 SHARED_STORES = {
     "zo": frozenset({"weights", "low_plane"}),
@@ -119,7 +119,7 @@ def _fits(limits: Limits, *ways: tuple[int, int]) -> str:
 
 
 def _lacking(limits: Limits, device_nbytes: int, host_nbytes: int) -> str | None:
-    if limits.device_nbytes is not None and device_nbytes + MARGIN_NBYTES > limits.device_nbytes:
+    if not fits(device_nbytes, budget_nbytes=limits.device_nbytes):
         return "GPU"
     return "host" if limits.host_nbytes is not None and host_nbytes > limits.host_nbytes else None
 

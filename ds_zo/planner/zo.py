@@ -14,7 +14,7 @@ from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WI
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
-from ds_zo.streaming.budget import device_bytes, most_resident, zo_sizes
+from ds_zo.streaming.budget import device_bytes, fits, most_resident, zo_sizes
 from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
@@ -92,11 +92,22 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     stays = evenly_spaced(num_blocks, num_resident)
     streamed = [i for i in range(num_blocks) if i not in stays]
     if fixed is None:
-        buffers = replace(buffers, interval=_best_interval(model, placement, streamed, buffers, params))
-        least = device_bytes(placement, num_resident=num_resident, **buffers.sizes(num_resident)).total + other_nbytes
-        has_room = limits.device_nbytes is None or least + second_copy <= limits.device_nbytes
+
+        def device_nbytes(chosen: ZOBufferSizes) -> int:
+            sizes = chosen.sizes(num_resident)
+            return device_bytes(placement, num_resident=num_resident, **sizes).total + other_nbytes
+
+        budget_nbytes = limits.device_nbytes
+        interval = best_interval(
+            lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params),
+            device_nbytes=lambda k: device_nbytes(replace(buffers, interval=k)),
+            budget_nbytes=budget_nbytes,
+        )
+        buffers = replace(buffers, interval=interval if streamed else 1)
+        paired = replace(buffers, in_pairs=True)
+        has_room = fits(device_nbytes(paired), budget_nbytes=budget_nbytes)
         if has_room and streamed and _is_compute_bound(model, placement, streamed, buffers, params):
-            buffers = replace(buffers, in_pairs=True)
+            buffers = paired
     sizes = buffers.sizes(num_resident)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
     store = sum(placement.blocks[i].nbytes for i in streamed)
@@ -161,15 +172,6 @@ def _num_resident(
         return 0
     found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=other_nbytes, sizes=sizes)
     return max(0, found)
-
-
-def _best_interval(
-    model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams
-) -> int:
-    """The interval of the shortest estimated step. The backend chooses by measured times instead."""
-    if not streamed:
-        return 1
-    return best_interval(lambda k: _step_s(model, placement, streamed, replace(buffers, interval=k), params))
 
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:

@@ -15,6 +15,12 @@ MARGIN_NBYTES = 256 * 2**20
 """Device memory left free for the allocator's rounding and for libraries' workspaces."""
 
 
+def fits(needed_nbytes: int, *, budget_nbytes: int | None) -> bool:
+    """Whether so many bytes fit the budget and leave `MARGIN_NBYTES` of it free. None: no limit. Plans and runs make
+    every choice that depends on device memory by this function."""
+    return budget_nbytes is None or needed_nbytes + MARGIN_NBYTES <= budget_nbytes
+
+
 @dataclass(frozen=True)
 class DeviceBytes:
     """Bytes of device memory besides activations: weights outside the blocks, working copies (scratch), slots, low
@@ -120,7 +126,7 @@ def most_resident(
     blocks streamed. `sizes` returns the other arguments of `device_bytes` for a number of resident blocks."""
     for num_resident in range(len(placement.blocks), -1, -1):
         needed = device_bytes(placement, num_resident=num_resident, **sizes(num_resident)).total
-        if needed + activations_nbytes + MARGIN_NBYTES <= budget_nbytes:
+        if fits(needed + activations_nbytes, budget_nbytes=budget_nbytes):
             return num_resident
     return -1
 
@@ -140,16 +146,21 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def peak_nbytes(device: torch.device) -> int:
+    """The peak of the steps so far: the memory that the allocator had reserved, which is more than its tensors filled.
+
+    In a budget filled to the last byte of tensors the allocator would free and allocate memory all the time, or run out
+    of it.
+    """
+    return max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device))
+
+
 def residents_after_a_step(
     placement: Placement, *, device: torch.device, budget_gb: float | None, sizes: Callable[[int], dict[str, Any]]
 ) -> tuple[int, str]:
     """The number of blocks that may be resident after a first step without resident blocks, and a text with the
-    figures.
-
-    The step's peak is the memory that the allocator had reserved, which is more than its tensors filled. In a budget
-    filled to the last block the allocator would otherwise free and allocate memory all the time, or run out of it.
-    """
-    peak = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device))
+    figures."""
+    peak = peak_nbytes(device)
     budget = usable_nbytes(device, budget_gb=budget_gb)
     activations = max(0, peak - device_bytes(placement, num_resident=0, **sizes(0)).total)
     found = most_resident(placement, budget_nbytes=budget, activations_nbytes=activations, sizes=sizes)

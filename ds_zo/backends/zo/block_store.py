@@ -33,6 +33,8 @@ from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import (
     check_fits,
     device_bytes,
+    fits,
+    peak_nbytes,
     release_cached_memory,
     reset_peak_memory,
     usable_nbytes,
@@ -111,6 +113,8 @@ class ZOBlockStore:
         measured."""
         self._timed_forwards: list[TimedForward] = []
         self._is_compute_bound = False
+        self._activations_nbytes = 0
+        """Device memory of the first step besides weights and buffers; 0 until it is known."""
         if config.stream:
             self._check_budget(num_resident)
         self.store = self.shared or HostStore(device, pin=config.pin_memory)
@@ -131,17 +135,24 @@ class ZOBlockStore:
             reset_peak_memory(device)
         self._retry_check = AllocatorRetryCheck(device)
 
-    def _sizes(self, num_resident: int) -> dict[str, Any]:
-        """Numbers of slots and kinds of copies with `num_resident` blocks on the device."""
+    def _sizes(self, num_resident: int, *, interval: int | None = None, in_pairs: bool | None = None) -> dict[str, Any]:
+        """Numbers of slots and kinds of copies with `num_resident` blocks on the device. `interval`, `in_pairs`: None:
+        the present ones."""
         return zo_sizes(
             self._stream,
             num_blocks=len(self.placement.blocks),
             num_resident=num_resident,
             num_passes=self._num_passes,
-            interval=self.interval,
-            in_pairs=self.placement.narrow or self._is_compute_bound,
+            interval=self.interval if interval is None else interval,
+            in_pairs=self.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
             shared=self.shared is not None,
         )
+
+    def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:
+        """The peak of device memory in a step with this interval, and with both copies at once if `in_pairs`."""
+        num_resident = sum(not unit.streamed for unit in self.placement.blocks)
+        sizes = self._sizes(num_resident, interval=interval, in_pairs=in_pairs)
+        return device_bytes(self.placement, num_resident=num_resident, **sizes).total + self._activations_nbytes
 
     def _check_budget(self, num_resident: int) -> None:
         """Raises if the planned buffers exceed the budget, before memory is allocated."""
@@ -237,13 +248,10 @@ class ZOBlockStore:
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
             "num_uploads": num_uploads,
         }
-        interval = agree(model.best_interval(**sizes))
-        is_compute_bound = model.busy_s(interval) > model.link_s(interval, **sizes)
-        second_copy = self.placement.pair_scratch_nbytes - self.placement.scratch_nbytes
-        more = torch.cuda.max_memory_allocated(self.device) + second_copy
-        self._is_compute_bound = is_compute_bound and more <= usable_nbytes(
-            self.device, budget_gb=self._stream.device_memory_gb
-        )
+        budget_nbytes = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
+        interval = agree(model.best_interval(device_nbytes=self._device_nbytes, budget_nbytes=budget_nbytes, **sizes))
+        has_room = fits(self._device_nbytes(interval, in_pairs=True), budget_nbytes=budget_nbytes)
+        self._is_compute_bound = has_room and model.busy_s(interval) > model.link_s(interval, **sizes)
         self.set_interval(interval)
         self.step_time = f"{model.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({model})"
         show(
@@ -263,6 +271,8 @@ class ZOBlockStore:
         """After the first step, moves blocks to the device for good, as far as activations leave memory of the
         budget."""
         self._retry_check.check()
+        if self.must_choose_interval:
+            self._activations_nbytes = max(0, peak_nbytes(self.device) - self._device_nbytes(self.interval))
         if not self.may_fill_device:
             return
         self.may_fill_device = False

@@ -63,9 +63,17 @@ class StepTimeModel:
         link_s = self.link_s(interval, **nbytes) + _COPY_SLOWDOWN * self.busy_s(interval)
         return sum(max(link_s, busy_s) for busy_s in self._busy_s(interval)) / interval
 
-    def best_interval(self, **nbytes: int) -> int:
-        """The interval with the shortest expected step."""
-        return best_interval(lambda interval: self.step_s(interval, **nbytes))
+    def best_interval(
+        self,
+        *,
+        device_nbytes: Callable[[int], int] = lambda interval: 0,
+        budget_nbytes: int | None = None,
+        **nbytes: int,
+    ) -> int:
+        """The interval with the shortest expected step, of those that fit: see `planner.choices.best_interval`."""
+        return best_interval(
+            lambda interval: self.step_s(interval, **nbytes), device_nbytes=device_nbytes, budget_nbytes=budget_nbytes
+        )
 
     def __str__(self) -> str:
         return (

@@ -1,0 +1,151 @@
+"""Memory and speed of the recipes in docs/recipes.md: each JSON of ds_configs/ as it is, with random weights.
+
+python -m benchmarks.recipe_speed --list
+python -m benchmarks.recipe_speed --out benchmarks/results/h200_recipes.jsonl --only 'adalomo|lora' --total-s 300
+python -m benchmarks.recipe_speed --tiny --device cpu
+
+The GPU's memory is limited to that of the recipe's card. `python -m benchmarks.recipes --write docs/recipes.md` then
+shows the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from benchmarks import presets
+from benchmarks.recipes import RECIPES, Recipe
+from ds_zo.bench.builds import Builds
+from ds_zo.bench.runner import WARM, Case, prepare_to_fork
+from ds_zo.records.rows import Row
+
+CONTENDERS = {"zero-offload": "zero2-offload", "zero-3": "zero3-offload-param"}
+"""Names of `ds_zo.bench.contenders` where the planner has others."""
+_WARM = (*WARM, "benchmarks.recipe_speed", "ds_zo.bench.entrant")
+_MAX_S = 8.0
+_TINY_SHAPES = {"llama": "llama-tiny", "opt": "opt-tiny"}
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """How long one recipe may take, and its host memory where the plan does not say."""
+
+    expected_s: float
+    """Seconds on an H200, by rows of similar cases."""
+    host_gb: float | None = None
+    """None: as planned."""
+    exact_pins: bool = False
+    """Whether DeepSpeed's own pinned memory is used, which is not rounded up to powers of two."""
+
+
+LIMITS = {
+    "lora_zo_7b_8gb": _Limit(25, host_gb=32),
+    "adalomo_7b_24gb": _Limit(25),
+    "zo_70b_24gb_fp8": _Limit(70),
+    "zo_70b_24gb_bf12": _Limit(100),
+    "zero_offload": _Limit(90, host_gb=125, exact_pins=True),
+    "zo_13b_24gb": _Limit(25),
+}
+"""Recipes that have no other row of their JSON with these sequences, the fastest first."""
+
+
+def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
+    """One case for each recipe in LIMITS. `tiny` rehearses them on a model of two layers."""
+    from ds_zo.bench.contenders import EXACT_PINNING
+
+    by_file = {recipe.file: recipe for recipe in RECIPES}
+    cases = []
+    for file, limit in LIMITS.items():
+        recipe = by_file[file]
+        host_gb = None if tiny else limit.host_gb or recipe.plan()[1].host_peak_nbytes / 1e9
+        cases.append(
+            Case(
+                file,
+                "benchmarks.recipe_speed:measure",
+                _params(recipe, device=device, tiny=tiny),
+                timeout_s=1.6 * limit.expected_s,
+                env=EXACT_PINNING if limit.exact_pins and device == "cuda" else {},
+                planned_host_gb=host_gb,
+                expected_s=limit.expected_s,
+            )
+        )
+    return cases
+
+
+def _params(recipe: Recipe, *, device: str, tiny: bool) -> Row:
+    words = recipe.options.split()
+    shape = _TINY_SHAPES[recipe.shape.partition("-")[0]] if tiny else recipe.shape
+    spec: dict[str, Any] = {
+        "model": f"random:{shape}",
+        "batch": recipe.batch,
+        "length": 16 if tiny else recipe.length,
+        "steps": 2 if tiny else 6,
+        "warmup": 2,
+        "dtype": "bf16",
+        "device": device,
+        "device_memory_gb": recipe.device_gb if device == "cuda" else None,
+        "checkpointing": "--gradient-checkpointing" in words,
+        "profile": False,
+        "max_s": _MAX_S,
+    }
+    lora_rank = int(words[words.index("--lora-rank") + 1]) if "--lora-rank" in words else None
+    contender = CONTENDERS.get(recipe.contender, recipe.contender)
+    return {
+        "recipe": recipe.file,
+        "contender": contender,
+        "config": recipe.config,
+        "spec": spec,
+        "lora_rank": lora_rank,
+    }
+
+
+def measure(*, recipe: str, contender: str, config: Row, spec: Row, lora_rank: int | None) -> Row:
+    """Trains with the JSON of a recipe. Runs in the case's own process."""
+    from ds_zo.bench.entrant import run_contender
+
+    def with_adapters(model: nn.Module) -> nn.Module:
+        return _with_lora(model, rank=lora_rank) if lora_rank is not None else model
+
+    row = run_contender(contender=contender, config=config, spec=spec, change_model=with_adapters)
+    title = next(each.title for each in RECIPES if each.file == recipe)
+    return row | {"title": title, "settings": f"ds_configs/{recipe}.json"}
+
+
+def _with_lora(model: nn.Module, *, rank: int) -> nn.Module:
+    """Adds the adapters that `ds-zo train --lora-rank` adds, to a base that is in host memory as it is there."""
+    from peft import LoraConfig, get_peft_model
+
+    from ds_zo.bench.shapes import materialise
+
+    lora = LoraConfig(r=rank, lora_alpha=16.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    base: Any = materialise(model, "cpu")
+    return get_peft_model(base, lora)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    presets.add_run_arguments(parser)
+    args = parser.parse_args(argv)
+    if argv is None and not args.list:
+        prepare_to_fork()
+    cases = presets.chosen(cases_of(device=args.device, tiny=args.tiny), args)
+    if args.list:
+        print(presets.listed(cases))
+        return
+    Builds(wanted=args.device == "cuda" and any(case.env for case in cases)).wait()  # before anything is timed
+    presets.run_chosen(cases, args, warm=_WARM, on_row=_show)
+
+
+def _show(row: Row) -> None:
+    keys = ("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "loss")
+    keys += ("load_s", "wall_s", "error")
+    print(json.dumps({key: row[key] for key in keys if row.get(key) is not None}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
