@@ -57,6 +57,7 @@ from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
 from ds_zo.backends.lomo.gradients import BackwardPhase, Layer, ParameterState
 from ds_zo.backends.lomo.reducer import Bucket, GradientReducer, Gradients, Pieces, buckets_of
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
+from ds_zo.backends.lomo.window import AccumulationWindow, WindowState
 from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import (
     BlockCall,
@@ -127,25 +128,16 @@ class LOMOBackend(Backend):
         self._phase = BackwardPhase.IDLE
         self._pass_number = 0
         """Number of backward passes begun so far, measuring passes included."""
-        self._num_updates = 0
-        """Number of backwards that have updated weights. It selects the bits of stochastic rounding."""
         self._coef: torch.Tensor | None = None
         """Scalar on the device by which gradients are multiplied to clip and unscale them. None: one."""
         self._norms: list[torch.Tensor] = []
         """Norms of the gradients seen in this pass: one per parameter, or one per layer if clipped by layer."""
         self._skipped = SkippedUpdates(device)
+        self._window = AccumulationWindow(
+            self._skipped, accumulation=self.settings.accumulation, params_at=config.params_at
+        )
         self._group_index = ParamGroupIndex()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in self.param_groups]
-        self._outcome = StepOutcome(applied=True)
-        self._has_outcome = False
-        """`_outcome` is the result of a backward that ran after the last step."""
-        self._has_uncounted_update = False
-        """A direct `loss.backward()`, without `engine.backward`, ran after the last step, and `_num_updates` does not
-        include it yet."""
-        self._direct_backward_begun = False
-        """A direct `loss.backward()`, without `engine.backward`, has begun after the last forward."""
-        self._has_updated = False
-        """Weights were updated after the last step or `zero_grad`."""
         self._retains_graph = False
         """The running `backward` was called with `retain_graph`."""
         self._has_checked_strays = False
@@ -325,7 +317,7 @@ class LOMOBackend(Backend):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._direct_backward_begun = False
+        self._window.end_bare()
         if self._block_store is not None:
             refuse_router_logits(self.module, kwargs)
         if self.module.training:
@@ -384,10 +376,8 @@ class LOMOBackend(Backend):
             self._backward(loss, retain_graph=retain_graph)
 
     def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
-        self._read_skipped()
-        self._refuse_accumulation()
+        self._window.begin(loss)
         self._group_index.follow(self.param_groups)
-        self._skipped.begin(loss)
         self._retains_graph = retain_graph
         scale = 1.0 if self._scaler is None else self._scaler.scale
         scaled = loss if self._scaler is None else loss.float() * scale
@@ -409,38 +399,11 @@ class LOMOBackend(Backend):
         if self._clips_by_layer and self._norms:
             norm = DeferredScalar(torch.stack(self._norms).norm() / scale)
             self._norms = []
-        self._num_updates += finite
-        self._record_outcome(norm, applied=finite and self._skipped.end())
-        self._has_updated |= finite
-
-    def _read_skipped(self) -> None:
-        """Reads which updates of the last pass were skipped, and corrects the counters. See [Note: skipped updates]."""
-        self._count_direct_update()
-        self._num_updates -= not self._skipped.read()
-        if self._has_outcome and isinstance(self._outcome.applied, DeferredScalar):
-            self._outcome = replace(self._outcome, applied=bool(self._outcome.applied.get()))
-            self._has_updated &= self._outcome.applied is True
-
-    def _count_direct_update(self) -> None:
-        """Counts the update of the last direct `loss.backward()`. A direct call does not tell the backend that it has
-        ended, so its update is counted at the next call of the backend."""
-        if self._has_uncounted_update:
-            self._has_uncounted_update = self._direct_backward_begun = False
-            self._num_updates += 1
-            self._record_outcome(None, applied=self._skipped.end())
-
-    def _refuse_accumulation(self, *arrived: nn.Parameter) -> None:
-        """Raises at a second backward before `engine.step()`. The JSON's `gradient_accumulation_steps` is refused
-        elsewhere; here a user has moved the accumulation boundary or has several losses per step. `arrived`: parameters
-        whose gradients are to be dropped."""
-        if self._has_updated and self.settings.accumulation == "refuse":
-            for p in arrived:
-                p.grad = None
-            raise RuntimeError(
-                "a step has one backward, because each gradient is freed after its update, got a second backward "
-                "before engine.step(): call engine.step() after each backward, add the losses up, or set "
-                f'{self.config.params_at}.accumulation to "sequential" for one small update per backward'
-            )
+        overflow = self._scaler is not None and not finite
+        if self._scaler is not None:
+            self._scaler.update(overflow=overflow)
+            self._publish_scale(overflow=overflow)
+        self._window.end(norm, finite=finite, overflow=overflow)
 
     @contextmanager
     def _backward_pass(self, phase: BackwardPhase) -> Iterator[None]:
@@ -504,8 +467,8 @@ class LOMOBackend(Backend):
         changed its weights."""
         for state in block.parameter_states:
             if state.partial_grad is not None:  # the block's last call added nothing to this gradient
-                state.parameter.grad, state.partial_grad = state.partial_grad, None
-                self._accept_gradient(state)
+                grad, state.partial_grad = state.partial_grad, None
+                self._accept_gradient(state, grad)
         if self._reducer is not None:
             self._reducer.close_block(block)
         for layer in {id(s.layer): s.layer for s in block.parameter_states if s.layer is not None}.values():
@@ -545,38 +508,35 @@ class LOMOBackend(Backend):
         return state.parameter.requires_grad and state.parameter in self._group_index
 
     def _on_gradient(self, state: ParameterState) -> None:
-        """The hook of one parameter: its gradient is complete. On return the gradient is freed, or it is held until the
-        rest of its block or its layer is complete."""
-        p, phase = state.parameter, self._phase
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            p.grad = p.grad.to_dense()  # the gradient of an embedding with sparse=True
-        if state.block is not None and phase is not BackwardPhase.IDLE:
+        """The hook of one parameter: its gradient is complete. The gradient is consumed and freed, or it is held until
+        the rest of its block or its layer is complete."""
+        grad, state.parameter.grad = state.parameter.grad, None
+        if grad is not None and grad.layout is not torch.strided:
+            grad = grad.to_dense()  # the gradient of an embedding with sparse=True
+        if state.block is not None and self._phase is not BackwardPhase.IDLE:
             self._check_materialised(state)
-            if p.grad is not None and state.partial_grad is not None:
-                p.grad = state.partial_grad + p.grad
+            if grad is not None and state.partial_grad is not None:
+                grad = state.partial_grad + grad
             state.partial_grad = None
             if state.block.has_pending_calls(self._pass_number):
-                state.partial_grad, p.grad = p.grad, None
+                state.partial_grad = grad
                 return
-        self._accept_gradient(state)
+        self._accept_gradient(state, grad)
 
-    def _accept_gradient(self, state: ParameterState) -> None:
+    def _accept_gradient(self, state: ParameterState, grad: torch.Tensor | None) -> None:
         """Passes a complete gradient to the reducer, or consumes it where there is none. Raises at a second gradient of
         the same pass ([Note: one update per backward])."""
-        p, phase = state.parameter, self._phase
+        phase = self._phase
         if phase is BackwardPhase.IDLE:
-            self._begin_direct_backward(p)
+            self._begin_direct_backward()
         if state.last_pass == self._pass_number:
-            p.grad = None
             raise RuntimeError(
                 f"the gradient of {state.name} came in parts, because reentrant checkpointing uses the parameter in "
                 'several segments: pass gradient_checkpointing_kwargs={"use_reentrant": False} (or '
                 "use_reentrant=False to checkpoint)"
             )
         state.last_pass = self._pass_number
-        grad = p.grad
-        if grad is None or phase is BackwardPhase.DISCARD or p not in self._group_index:
-            p.grad = None
+        if grad is None or phase is BackwardPhase.DISCARD or state.parameter not in self._group_index:
             return
         if self._reducer is None:
             self._consume(state, grad)
@@ -584,21 +544,18 @@ class LOMOBackend(Backend):
         if phase is BackwardPhase.IDLE and not self._reducer.active:
             self._reducer.begin(self._trains, measures=False, loss_guard=self._skipped.loss_guard)
             torch.autograd.Variable._execution_engine.queue_callback(self._reducer.finish)
-        p.grad = None
         self._reducer.add(state, grad)
 
     def _consume(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """Measures or updates by a complete gradient. `grad` is `parameter.grad`, averaged over ranks."""
+        """Measures or updates by a complete gradient, which is averaged over ranks."""
         if self._phase is BackwardPhase.MEASURE:
             self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
         elif state.layer is not None:
-            state.layer.waiting.append(state)
+            state.layer.waiting.append((state, grad))
             if len(state.layer.waiting) == state.layer.num_expected:
                 self._update_layer(state.layer)
-            return
         else:
             self._update(state, grad, self._coef)
-        state.parameter.grad = None
 
     # Averaged gradients: the methods of `reducer.BucketConsumer`
 
@@ -627,7 +584,6 @@ class LOMOBackend(Backend):
         """Updates by a bucket of averaged gradients."""
         self._skipped.loss_guard = loss_guard
         for state, grad in gradients:
-            state.parameter.grad = grad
             self._consume(state, grad)
         for state, _ in gradients:  # a layer that still waits has parameters that no rank's loss reaches
             if state.layer is not None:
@@ -662,7 +618,7 @@ class LOMOBackend(Backend):
             decay=1.0 - lr * float(group.get("weight_decay", 0.0)),
             coef=self._coef,
             clip_value=self.settings.clip_grad_value,
-            dither=Dither(step=self._num_updates, offset=state.offset + segment.begin) if rounds else None,
+            dither=Dither(step=self._window.num_updates, offset=state.offset + segment.begin) if rounds else None,
             guards=guards,
         )
 
@@ -670,33 +626,26 @@ class LOMOBackend(Backend):
         """Raises where a block's parameter got a gradient outside of the block's backward."""
         assert state.block is not None and self._block_store is not None
         if not self._block_store.is_materialised(state.block.unit):
-            state.parameter.grad = None
             raise used_outside(state.name)
 
-    def _begin_direct_backward(self, p: nn.Parameter) -> None:
+    def _begin_direct_backward(self) -> None:
         """Called for each gradient of a `loss.backward()` that a user calls directly. The first one begins a pass.
         Raises where LOMO needs `engine.backward`."""
         if self._block_store is not None:
-            p.grad = None
             raise RuntimeError(_DIRECT_STREAMED)
         if self._two_passes or self._clips_by_layer:
-            p.grad = None
             raise RuntimeError(
                 "loss.backward() can neither clip by norm nor scale the loss for fp16: call engine.backward(loss), or "
                 'set "gradient_clipping" to 0 and use bf16'
             )
-        if not self._direct_backward_begun:
-            self._read_skipped()
-            self._refuse_accumulation(p)
-            self._skipped.begin(None)
+        if self._window.state is not WindowState.UPDATED_BARE:
+            self._window.begin_bare()
             self._group_index.follow(self.param_groups)
             self._pass_number += 1
-            self._has_uncounted_update = self._direct_backward_begun = self._has_updated = True
 
     def _update_layer(self, layer: Layer) -> None:
         """Clips the waiting gradients of a layer by their common norm, updates by them and frees them."""
-        waiting, layer.waiting = layer.waiting, []
-        grads = [(state, grad) for state in waiting if (grad := state.parameter.grad) is not None]
+        grads, layer.waiting = layer.waiting, []
         if not grads:
             return
         norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in grads])
@@ -706,7 +655,6 @@ class LOMOBackend(Backend):
         coef = (self.config.gradient_clipping / (norm / scale + _NORM_FLOOR)).clamp_(max=1.0) / scale
         for (state, grad), own in zip(grads, norms, strict=True):
             self._update(state, grad, coef, own)
-            state.parameter.grad = None
 
     # Updates
 
@@ -722,7 +670,7 @@ class LOMOBackend(Backend):
         group = self._group_index[p]
         lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
         rounds = self._rounding if p.dtype is not torch.float32 else None
-        dither = Dither(step=self._num_updates, offset=state.offset) if rounds == "stochastic" else None
+        dither = Dither(step=self._window.num_updates, offset=state.offset) if rounds == "stochastic" else None
         if rounds == "kahan" and state.residue is None:
             state.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
         if state.is_adapter:
@@ -786,17 +734,6 @@ class LOMOBackend(Backend):
 
     # Step
 
-    def _record_outcome(self, norm: float | DeferredScalar | None, *, applied: bool | DeferredScalar) -> None:
-        """Records the outcome that `step` returns. With sequential accumulation, a step counts as skipped if the
-        updates of all its micro-batches were skipped."""
-        overflow = self._scaler is not None and applied is False
-        if self._scaler is not None:
-            self._scaler.update(overflow=overflow)
-            self._publish_scale(overflow=overflow)
-        made = True if self._has_outcome and self._outcome.applied is True else applied
-        self._outcome = StepOutcome(applied=made, grad_norm=norm, advance_schedule=made is not False or not overflow)
-        self._has_outcome = True
-
     def _publish_scale(self, *, overflow: bool) -> None:
         """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
         if self._scaler is not None:
@@ -804,9 +741,7 @@ class LOMOBackend(Backend):
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def step(self) -> StepOutcome:
-        self._count_direct_update()
-        outcome = self._outcome if self._has_outcome else StepOutcome(applied=True)
-        self._has_outcome = self._has_uncounted_update = self._direct_backward_begun = self._has_updated = False
+        outcome = self._window.step()
         if self._block_store is not None:
             self._block_store.fill_device()
         return outcome
@@ -814,14 +749,14 @@ class LOMOBackend(Backend):
     def zero_grad(self) -> None:
         """Permits another backward before the next step. There is no gradient to drop, because `backward` has made its
         update."""
-        self._has_updated = False
+        self._window.permit_backward()
 
     # Saving, loading, describing
 
     def state_dict(self) -> dict[str, Any]:
-        self._read_skipped()
+        self._window.read_skipped()
         return {
-            "step": self._num_updates,
+            "step": self._window.num_updates,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "moments": {s.name: s.moments.state_dict() for s in self._parameter_states if s.moments is not None},
             "residues": {s.name: s.residue for s in self._parameter_states if s.residue is not None},
@@ -855,9 +790,7 @@ class LOMOBackend(Backend):
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         kept = state if load_optimizer_states else {"step": 0, "scaler": None, "moments": {}, "residues": {}}
-        self._num_updates = int(kept["step"])
-        self._skipped.forget()
-        self._has_outcome = self._has_uncounted_update = self._direct_backward_begun = self._has_updated = False
+        self._window.restart(int(kept["step"]))
         if self._scaler is not None:
             self._scaler.restart()
             if kept["scaler"] is not None:
@@ -874,20 +807,14 @@ class LOMOBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         """The outcome so far of an unfinished accumulation window."""
-        self._read_skipped()
-        outcome = self._outcome
-        norm = outcome.grad_norm.get() if isinstance(outcome.grad_norm, DeferredScalar) else outcome.grad_norm
-        window = {"applied": bool(outcome.applied), "grad_norm": norm, "advance_schedule": outcome.advance_schedule}
-        return {"window": window if self._has_outcome else None, "bare": self._has_uncounted_update}
+        return {"window": self._window.state_dict()}
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
         if state.get("window") is not None:
             StepOutcome(**state["window"])
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        self._has_outcome, self._has_uncounted_update = state.get("window") is not None, bool(state.get("bare", False))
-        self._outcome = StepOutcome(**state["window"]) if self._has_outcome else StepOutcome(applied=True)
-        self._has_updated = self._has_uncounted_update or (self._has_outcome and bool(self._outcome.applied))
+        self._window.load_state_dict(state.get("window"))
 
     def _describe_passes(self) -> str:
         """Passes per step, clipping, loss scale and adapters."""

@@ -50,7 +50,7 @@ class Layer:
 
     def __init__(self) -> None:
         self.states: list[ParameterState] = []
-        self.waiting: list[ParameterState] = []
-        """The parameters whose gradients are complete in this pass and not consumed yet."""
+        self.waiting: list[tuple[ParameterState, torch.Tensor]] = []
+        """The parameters whose gradients are complete in this pass and not consumed yet, with these gradients."""
         self.num_expected = 0
         """Number of its parameters that are trained in this pass."""
