@@ -38,9 +38,9 @@ if torch.cuda.is_available():
 
 def small_buckets() -> None:
     """So that a tiny block takes several, where ranks have pieces."""
-    from ds_zo.backends.lomo import reducer as lomo_ranks
+    from ds_zo.backends.lomo import buckets
 
-    lomo_ranks._PIECES_NBYTES = 2048
+    buckets._PIECES_NBYTES = 2048
 
 
 def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def stored_nbytes(engine: Any) -> dict[str, int]:
 def watch(backend: Any) -> list[tuple[str, int]]:
     """What a reducer does with which bucket from now on: `came` a gradient, `sent`, `taken`."""
     reducer, events = backend._reducer, []
-    if reducer is None:
+    if dist.get_world_size() == 1:
         return events
     bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.states}
-    add, launch, consume, consume_pieces = reducer.add, reducer._launch, backend.consume, backend.consume_pieces
+    add, launch, consume, consume_pieces = reducer.add, reducer._launch, backend.consume_bucket, backend.consume_pieces
 
     def watched_add(slot: Any, grad: torch.Tensor) -> None:
         events.append(("came", bucket_of[id(slot)]))
@@ -93,7 +93,7 @@ def watch(backend: Any) -> list[tuple[str, int]]:
         consume_pieces(block, pieces, **guards)
 
     reducer.add, reducer._launch = watched_add, watched_launch
-    backend.consume, backend.consume_pieces = watched_consume, watched_consume_pieces
+    backend.consume_bucket, backend.consume_pieces = watched_consume, watched_consume_pieces
     return events
 
 
@@ -125,13 +125,12 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
                 engine.backward(loss)
             engine.step()
             digests.append(digest(engine))
-        reducer = engine.backend._reducer
         found[name] = {
             "weights": weights(engine),
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
-            "max_live_buckets": None if reducer is None else reducer.max_live_buckets,
+            "max_live_buckets": getattr(engine.backend._reducer, "max_live_buckets", None),
             "events": events,
             **stored_nbytes(engine),
         }

@@ -53,9 +53,10 @@ from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.lomo.adapters import adapter_parameters, record_initial_lr
+from ds_zo.backends.lomo.buckets import Bucket, Gradients, Pieces, buckets_of
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
 from ds_zo.backends.lomo.gradients import BackwardPhase, Layer, ParameterState
-from ds_zo.backends.lomo.reducer import Bucket, GradientReducer, Gradients, Pieces, buckets_of
+from ds_zo.backends.lomo.reducer import GradientReducer, LocalReducer, Reducer
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
 from ds_zo.backends.lomo.window import AccumulationWindow, WindowState
 from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState
@@ -131,7 +132,7 @@ class LOMOBackend(Backend):
         self._coef: torch.Tensor | None = None
         """Scalar on the device by which gradients are multiplied to clip and unscale them. None: one."""
         self._norms: list[torch.Tensor] = []
-        """Norms of the gradients seen in this pass: one per parameter, or one per layer if clipped by layer."""
+        """Norms of the layers updated in this pass, if gradients are clipped by layer."""
         self._skipped = SkippedUpdates(device)
         self._window = AccumulationWindow(
             self._skipped, accumulation=self.settings.accumulation, params_at=config.params_at
@@ -231,10 +232,9 @@ class LOMOBackend(Backend):
             found.append(block)
         return found
 
-    def _make_reducer(self) -> GradientReducer | None:
-        """None on one rank."""
+    def _make_reducer(self) -> Reducer:
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
-            return None
+            return LocalReducer(self)
         use_world_timeout(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
         in_pieces = self.updates_pieces and not self._clips_by_layer
@@ -322,8 +322,7 @@ class LOMOBackend(Backend):
             refuse_router_logits(self.module, kwargs)
         if self.module.training:
             self._check_parameters()
-            if self._reducer is not None:
-                self._reducer.drop()  # buckets of a direct `loss.backward()` that raised
+            self._reducer.drop()  # buckets of a direct `loss.backward()` that raised
         makes_no_caches = self.module.training or self._block_store is not None or self._compiler is not None
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
@@ -387,7 +386,7 @@ class LOMOBackend(Backend):
             assert self._foreign_leaves is not None
             with self._backward_pass(BackwardPhase.MEASURE), self._foreign_leaves.gradients_restored(scaled):
                 scaled.backward(retain_graph=True)
-            norm = self._read_norm() / scale
+            norm = self._reducer.norm() / scale
             finite = math.isfinite(norm)
             self._coef = self._coefficient(norm, scale) if finite else None
         for layer in self._layers:
@@ -412,22 +411,21 @@ class LOMOBackend(Backend):
         self._pass_number += 1
         try:
             self._start_streamed_backward(phase)
-            if self._reducer is not None and phase is not BackwardPhase.DISCARD:
+            if phase is not BackwardPhase.DISCARD:
                 measures = phase is BackwardPhase.MEASURE
                 guard = self._skipped.loss_guard if measures or not self._two_passes else None
                 self._reducer.begin(self._trains, measures=measures, loss_guard=guard)
             with run_backward_twice() if self._runs_compiled_twice() else nullcontext():
                 yield
             self._complete_held_blocks()
-            if self._reducer is not None and phase is not BackwardPhase.DISCARD:
+            if phase is not BackwardPhase.DISCARD:
                 self._reducer.finish()
         except BaseException:
             self._norms = []
             self._skipped.drop()
             for state in self._parameter_states:
                 state.parameter.grad = None
-            if self._reducer is not None:
-                self._reducer.drop()
+            self._reducer.drop()
             raise
         finally:
             self._phase = BackwardPhase.IDLE
@@ -451,12 +449,9 @@ class LOMOBackend(Backend):
         call.graph_freed = self._phase is not BackwardPhase.MEASURE and not self._retains_graph
         if self._phase is BackwardPhase.DISCARD:
             return False
-        if self._reducer is not None:  # other ranks may wait for buckets of blocks that did not run on this rank
-            for bucket in self._reducer.open_blocks():
-                assert bucket.block is not None
-                if bucket.block is not call.block and not bucket.block.has_pending_calls(self._pass_number):
-                    self._reducer.close(bucket)
-            self._reducer.send()
+        # Other ranks may wait for buckets of blocks that did not run on this rank.
+        self._reducer.close_blocks(lambda b: b is not call.block and not b.has_pending_calls(self._pass_number))
+        self._reducer.send()
         return True
 
     def end_block_backward(self, block: RecomputedBlock) -> bool:
@@ -469,8 +464,7 @@ class LOMOBackend(Backend):
             if state.partial_grad is not None:  # the block's last call added nothing to this gradient
                 grad, state.partial_grad = state.partial_grad, None
                 self._accept_gradient(state, grad)
-        if self._reducer is not None:
-            self._reducer.close_block(block)
+        self._reducer.close_blocks(lambda other: other is block)
         for layer in {id(s.layer): s.layer for s in block.parameter_states if s.layer is not None}.values():
             self._update_layer(layer)
         return self._has_changed(block)
@@ -490,13 +484,6 @@ class LOMOBackend(Backend):
                 assert self._block_store is not None
                 with self._block_store.materialise(block.unit) as materialised:
                     materialised.changed = self._complete_block(block)
-
-    def _read_norm(self) -> float:
-        """Norm of all gradients of the measuring pass. This is the only value per step that the host waits for."""
-        if self._reducer is not None:
-            return self._reducer.norm()
-        norms, self._norms = self._norms, []
-        return torch.stack([*norms, self._skipped.loss_guard]).norm().item()
 
     def _coefficient(self, norm: float, scale: float) -> torch.Tensor | None:
         """Factor that clips gradients to the configured norm and divides by the loss scale. None: one."""
@@ -524,8 +511,8 @@ class LOMOBackend(Backend):
         self._accept_gradient(state, grad)
 
     def _accept_gradient(self, state: ParameterState, grad: torch.Tensor | None) -> None:
-        """Passes a complete gradient to the reducer, or consumes it where there is none. Raises at a second gradient of
-        the same pass ([Note: one update per backward])."""
+        """Passes a complete gradient to the reducer. Raises at a second gradient of the same pass
+        ([Note: one update per backward])."""
         phase = self._phase
         if phase is BackwardPhase.IDLE:
             self._begin_direct_backward()
@@ -538,29 +525,24 @@ class LOMOBackend(Backend):
         state.last_pass = self._pass_number
         if grad is None or phase is BackwardPhase.DISCARD or state.parameter not in self._group_index:
             return
-        if self._reducer is None:
-            self._consume(state, grad)
-            return
         if phase is BackwardPhase.IDLE and not self._reducer.active:
             self._reducer.begin(self._trains, measures=False, loss_guard=self._skipped.loss_guard)
             torch.autograd.Variable._execution_engine.queue_callback(self._reducer.finish)
         self._reducer.add(state, grad)
 
-    def _consume(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """Measures or updates by a complete gradient, which is averaged over ranks."""
-        if self._phase is BackwardPhase.MEASURE:
-            self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
-        elif state.layer is not None:
-            state.layer.waiting.append((state, grad))
-            if len(state.layer.waiting) == state.layer.num_expected:
-                self._update_layer(state.layer)
-        else:
-            self._update(state, grad, self._coef)
+    # Averaged gradients: the methods of `buckets.GradientConsumer`
 
-    # Averaged gradients: the methods of `reducer.BucketConsumer`
+    def consume(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """Updates by a gradient, or holds it until the gradients of its layer are complete."""
+        if state.layer is None:
+            self._update(state, grad, self._coef)
+            return
+        state.layer.waiting.append((state, grad))
+        if len(state.layer.waiting) == state.layer.num_expected:
+            self._update_layer(state.layer)
 
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
-        """See `reducer.BucketConsumer`."""
+        """See `buckets.GradientConsumer`."""
         block = bucket.block
         if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
             return nullcontext()
@@ -580,11 +562,11 @@ class LOMOBackend(Backend):
             yield
             materialised.changed = self._has_changed(block)
 
-    def consume(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
+    def consume_bucket(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
         """Updates by a bucket of averaged gradients."""
         self._skipped.loss_guard = loss_guard
         for state, grad in gradients:
-            self._consume(state, grad)
+            self.consume(state, grad)
         for state, _ in gradients:  # a layer that still waits has parameters that no rank's loss reaches
             if state.layer is not None:
                 self._update_layer(state.layer)
@@ -834,8 +816,7 @@ class LOMOBackend(Backend):
 
     def describe(self) -> str:
         lines = [] if self._block_store is None else [self._block_store.describe()]
-        ranks = [] if self._reducer is None else [self._reducer.describe()]
-        return "\n".join([*lines, f"ds_zo: {self._describe_passes()}", *ranks])
+        return "\n".join([*lines, f"ds_zo: {self._describe_passes()}", *self._reducer.describe()])
 
     def startup_summary(self) -> StartupSummary:
         base = super().startup_summary() if self._block_store is None else self._block_store.startup_summary()
@@ -848,7 +829,7 @@ class LOMOBackend(Backend):
             base,
             settings=self._describe_passes(),
             added_by_steps=f"{', '.join(added[:-1])} and {added[-1]}",
-            ranks=None if self._reducer is None else self._reducer.startup_text(),
+            ranks=self._reducer.startup_text(),
         )
 
     def stored(self) -> dict[str, torch.Tensor]:
