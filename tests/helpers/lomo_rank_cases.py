@@ -70,11 +70,12 @@ def stored_nbytes(engine: Any) -> dict[str, int]:
 
 def watch(backend: Any) -> list[tuple[str, int]]:
     """What a reducer does with which bucket from now on: `came` a gradient, `sent`, `taken`."""
-    reducer, events = backend._reducer, []
+    passes, events = backend._passes, []
+    reducer = passes.reducer
     if dist.get_world_size() == 1:
         return events
     bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.states}
-    add, launch, consume, consume_pieces = reducer.add, reducer._launch, backend.consume_bucket, backend.consume_pieces
+    add, launch, consume, consume_pieces = reducer.add, reducer._launch, passes.consume_bucket, passes.consume_pieces
 
     def watched_add(slot: Any, grad: torch.Tensor) -> None:
         events.append(("came", bucket_of[id(slot)]))
@@ -93,7 +94,7 @@ def watch(backend: Any) -> list[tuple[str, int]]:
         consume_pieces(block, pieces, **guards)
 
     reducer.add, reducer._launch = watched_add, watched_launch
-    backend.consume_bucket, backend.consume_pieces = watched_consume, watched_consume_pieces
+    passes.consume_bucket, passes.consume_pieces = watched_consume, watched_consume_pieces
     return events
 
 
@@ -130,7 +131,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
-            "max_live_buckets": getattr(engine.backend._reducer, "max_live_buckets", None),
+            "max_live_buckets": getattr(engine.backend._passes.reducer, "max_live_buckets", None),
             "events": events,
             **stored_nbytes(engine),
         }
@@ -217,17 +218,17 @@ def wire(rank: int) -> dict[str, Any]:
     for name, config in {**whole, **sharded}.items():
         engine = start(config, lively("llama"))
         _step(engine, 0)  # agrees on the order of buckets
-        before, block_store = engine.backend._reducer.bytes_reduced, engine.backend._block_store
+        before, block_store = engine.backend._passes.reducer.bytes_reduced, engine.backend._block_store
         gathered = 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0)
         with counted() as counts:
             _step(engine, 1)
         parameters = list(engine.module.parameters())
         found[name] = {
-            "reduced": engine.backend._reducer.bytes_reduced - before,
+            "reduced": engine.backend._passes.reducer.bytes_reduced - before,
             "by_all_reduce": counts["all_reduce"],
             "gradient": sum(p.numel() * p.element_size() for p in parameters),
             "num_parameters": len(parameters),
-            "num_buckets": len(engine.backend._reducer._buckets),
+            "num_buckets": len(engine.backend._passes.reducer._buckets),
             "in_blocks": sum(p.numel() * p.element_size() for p in engine.module.model.layers.parameters()),
             "gathered": 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0) - gathered,
             **stored_nbytes(engine),

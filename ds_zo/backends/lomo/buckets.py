@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_zo.backends.lomo.gradients import ParameterState
-from ds_zo.backends.recompute.blocks import RecomputedBlock, shared_parameters
+from ds_zo.backends.lomo.parameters import ParameterState, block_numbers
+from ds_zo.backends.recompute.blocks import RecomputedBlock
 from ds_zo.optim import gradient_guard
 from ds_zo.streaming.device_shards import DeviceShards, ParameterShard
 
@@ -263,10 +263,7 @@ def buckets_of(
 ) -> list[Bucket]:
     """The buckets of a model, in the model's order. Each block has one, for the parameters that are used in no other
     module; each module outside of blocks has one. `shards`: sharded blocks get buckets that are reduced in pieces."""
-    block_of: dict[int, int] = {}
-    for i, (block, shared) in enumerate(zip(blocks, shared_parameters(module, blocks), strict=True)):
-        elsewhere = {id(getattr(owner, name)) for owner, name in shared}
-        block_of |= {id(p): i for p in block.parameters() if id(p) not in elsewhere}
+    block_of = block_numbers(module, blocks)
     found: dict[int | str, list[ParameterState]] = {}
     for state in states:
         found.setdefault(block_of.get(id(state.parameter), state.name.rpartition(".")[0]), []).append(state)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_zo.backends.lomo.buckets import Bucket, BucketStage, GradientConsumer
-from ds_zo.backends.lomo.gradients import ParameterState
+from ds_zo.backends.lomo.parameters import ParameterState
 from ds_zo.backends.recompute.blocks import RecomputedBlock
 from ds_zo.streaming.node import explain_lost_rank, world_timeout
 
