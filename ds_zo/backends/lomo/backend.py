@@ -47,12 +47,12 @@ from ds_zo.backends.lomo.passes import BackwardPasses, BackwardPhase
 from ds_zo.backends.lomo.reducer import GradientReducer, LocalReducer, Reducer
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
 from ds_zo.backends.lomo.state import check_saved_states, load_saved_states, saved_states
-from ds_zo.backends.lomo.streamed import StreamedWeights, forward_pass, wrap_blocks
 from ds_zo.backends.lomo.updates import SGD, Updater, UpdateRule
 from ds_zo.backends.lomo.window import AccumulationWindow
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
+from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import BlockConsumer, RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
+from ds_zo.backends.recompute.wrapping import forward_pass, wrap_blocks
 from ds_zo.config import LOMOParams, Resolved
 from ds_zo.optim import LossScaler
 from ds_zo.streaming.allocator import SETTING, segments_expand
@@ -119,7 +119,7 @@ class LOMOBackend(Backend):
             hook_gradient(state.parameter, weakly(self._passes.on_gradient, state)) for state in self._parameter_states
         ]
         self._publish_scale(overflow=False)
-        self._streamed_weights = None if self._block_store is None else StreamedWeights(module, self._block_store)
+        self._module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
         self._warn()
 
     @classmethod
@@ -137,8 +137,7 @@ class LOMOBackend(Backend):
         """Empty where blocks are not streamed."""
         if self._block_store is None:
             return []
-        states, compiler = self._parameter_states, self._compiler
-        return wrap_blocks(self.module, self._block_store, states, consumer=consumer, compiler=compiler)
+        return wrap_blocks(self.module, self._block_store, consumer=consumer, compiler=self._compiler)
 
     def _make_reducer(self, consumer: GradientConsumer) -> Reducer:
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
@@ -198,7 +197,7 @@ class LOMOBackend(Backend):
 
     def _plain_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters do not report reads ([Note: direct access to parameters])."""
-        return nullcontext() if self._streamed_weights is None else self._streamed_weights.unwatched()
+        return nullcontext() if self._module_state is None else self._module_state.unwatched()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -215,7 +214,9 @@ class LOMOBackend(Backend):
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
             self._caches.off() if makes_no_caches else nullcontext(),
-            forward_pass(store, self._passes.blocks) if store is not None and trains else nullcontext(),
+            forward_pass(store, self._passes.blocks, store.start_forward)
+            if store is not None and trains
+            else nullcontext(),
             store.strays_refused() if store is not None and not self._has_checked_strays else nullcontext(),
         ):
             output = self.module(*args, **kwargs)
@@ -346,19 +347,19 @@ class LOMOBackend(Backend):
         )
 
     def stored(self) -> dict[str, torch.Tensor]:
-        return super().stored() if self._streamed_weights is None else self._streamed_weights.stored()
+        return super().stored() if self._module_state is None else self._module_state.stored()
 
     @property
     def stored_are_copies(self) -> bool:
-        return self._streamed_weights is not None and self._streamed_weights.stored_are_copies
+        return self._module_state is not None and bool(self._module_state.collected)
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        write = super().write_stored if self._streamed_weights is None else self._streamed_weights.write_stored
+        write = super().write_stored if self._module_state is None else self._module_state.write_stored
         write(name, target, value)
 
     @contextmanager
     def readable_on_rank_0(self) -> Iterator[None]:
-        with nullcontext() if self._streamed_weights is None else self._streamed_weights.readable_on_rank_0():
+        with nullcontext() if self._module_state is None else self._module_state.readable_on_rank_0():
             yield
 
     def stored_changed(self) -> None:
@@ -372,5 +373,5 @@ class LOMOBackend(Backend):
             block.close()
         if self._compiler is not None:
             self._compiler.close()
-        if self._streamed_weights is not None:
-            self._streamed_weights.close()
+        if self._module_state is not None:
+            self._module_state.close()

@@ -70,8 +70,8 @@ class BucketStage(Enum):
 class Bucket:
     """Parameters whose gradients are reduced together, in one buffer per dtype.
 
-    A buffer holds the gradients one after the other, then the presence marks, then padding up to a multiple of the
-    number of ranks.
+    A buffer has one row, or one per rank if `in_pieces`. A row holds gradients one after the other, then the presence
+    marks of all parameters, then padding. The length of a buffer is a multiple of the number of ranks.
     """
 
     in_pieces = False
@@ -92,25 +92,32 @@ class Bucket:
         self.buffers: dict[torch.dtype, torch.Tensor] = {}
         self.pieces: dict[torch.dtype, torch.Tensor] = {}
         """This rank's piece of each reduced buffer."""
-        self._num_ranks = 1
-        self._offset_of: dict[int, int] = {}
-        """Offset in elements of each parameter's gradient, by the state's id."""
+        self._num_ranks = self._num_rows = 1
+        self._places: dict[int, list[tuple[ParameterShard, int]]] = {}
+        """Segments of each parameter, whose `rank` is their row, with their offsets there in elements, by the state's
+        id."""
         self._marks_begin: dict[torch.dtype, int] = {}
-        """Offset in elements of the marks in each buffer, or in each of its rows."""
+        """Offset in elements of the marks in each row."""
         self._num_elements: dict[torch.dtype, int] = {}
 
     def lay_out(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
         """Computes the layout of the buffers. `trained`: the parameters that take part."""
         self.trained, self._num_ranks = list(trained), num_ranks
-        self._offset_of, self._marks_begin, self._num_elements = {}, {}, {}
+        self._num_rows = num_ranks if self.in_pieces else 1
+        self._places, self._marks_begin, self._num_elements = {}, {}, {}
         for dtype, states in self._by_dtype().items():
-            step, end = _ALIGN // dtype.itemsize, 0
+            step, ends = _ALIGN // dtype.itemsize, [0] * self._num_rows
             for state in states:
-                self._offset_of[id(state)] = end
-                end += -(-state.parameter.numel() // step) * step
-            self._marks_begin[dtype] = end
-            whole = step * num_ranks
-            self._num_elements[dtype] = -(-(end + len(states)) // whole) * whole
+                places = self._places[id(state)] = []
+                for segment in self._segments(state):
+                    places.append((segment, ends[segment.rank]))
+                    ends[segment.rank] += _up(segment.numel, step)
+            self._marks_begin[dtype] = max(ends)
+            row = _up(max(ends) + len(states), step * num_ranks // self._num_rows)
+            self._num_elements[dtype] = self._num_rows * row
+
+    def _segments(self, state: ParameterState) -> Sequence[ParameterShard]:
+        return [ParameterShard(rank=0, begin=0, numel=state.parameter.numel(), at=0)]
 
     def _by_dtype(self) -> dict[torch.dtype, list[ParameterState]]:
         found: dict[torch.dtype, list[ParameterState]] = {}
@@ -134,13 +141,10 @@ class Bucket:
 
     def put(self, state: ParameterState, grad: torch.Tensor, *, guarded: bool) -> None:
         """Copies this rank's gradient to its place. `guarded`: the marks must say whether it is finite."""
-        self._gradient(state).copy_(grad)
+        flat, rows = grad.reshape(-1), self._rows(state.parameter.dtype)
+        for segment, at in self._places[id(state)]:
+            rows[segment.rank, at : at + segment.numel].copy_(flat[segment.begin : segment.begin + segment.numel])
         self.arrived.add(id(state))
-
-    def _gradient(self, state: ParameterState) -> torch.Tensor:
-        """The part of the buffer for a parameter's gradient, in the parameter's shape."""
-        begin, p = self._offset_of[id(state)], state.parameter
-        return self.buffers[p.dtype][begin : begin + p.numel()].view(p.shape)
 
     def write_marks(self, loss_guard: torch.Tensor | None) -> None:
         """Writes this rank's marks. `loss_guard`: see `Reducer.begin`. See [Note: presence marks]."""
@@ -154,7 +158,7 @@ class Bucket:
                 marks.add_(self._guards(states, loss_guard))
 
     def _rows(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.buffers[dtype].view(1, -1)
+        return self.buffers[dtype].view(self._num_rows, -1)
 
     def _guards(self, states: Sequence[ParameterState], loss_guard: torch.Tensor) -> torch.Tensor:
         """One scalar for the marks of `states`, or one per mark."""
@@ -177,13 +181,18 @@ class Bucket:
         present = self._with_gradients()
         for buffer in self.buffers.values():
             buffer.div_(self._num_ranks)
+        gradients = []
+        for state in present:
+            [(segment, at)] = self._places[id(state)]
+            grad = self.buffers[state.parameter.dtype][at : at + segment.numel].view(state.parameter.shape)
+            gradients.append((state, grad))
         guard = self._reduced_marks(next(iter(self.buffers)))[0].to(torch.float32, copy=True)
-        consumer.consume_bucket([(state, self._gradient(state)) for state in present], loss_guard=guard)
+        consumer.consume_bucket(gradients, loss_guard=guard)
 
 
 class PiecesBucket(Bucket):
-    """A bucket whose reduction gives each rank its own pieces ([Note: gradients in pieces]). A buffer has one row per
-    rank: the segments of gradients that this rank updates, then the marks of all parameters."""
+    """A bucket whose reduction gives each rank its row: the segments of gradients that this rank updates, and the
+    marks. See [Note: gradients in pieces]."""
 
     in_pieces = True
 
@@ -195,39 +204,21 @@ class PiecesBucket(Bucket):
     ) -> None:
         """`segments`: the parts of each parameter that ranks have, by the parameter's id."""
         super().__init__(states, block)
-        self._segments = segments
-        self._places: dict[int, list[tuple[ParameterShard, int]]] = {}
-        """Segments of each parameter with their offsets in the rank's row, in elements, by the state's id."""
+        self._segments_of = segments
         self._own_guards: dict[int, torch.Tensor] = {}
         """Guards of this rank's whole gradients, by the state's id."""
 
-    def lay_out(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
-        self.trained, self._num_ranks = list(trained), num_ranks
-        self._marks_begin, self._num_elements, self._places = {}, {}, {}
-        for dtype, states in self._by_dtype().items():
-            step, ends = _ALIGN // dtype.itemsize, [0] * num_ranks
-            for state in states:
-                self._places[id(state)] = []
-                for segment in self._segments[id(state.parameter)]:
-                    self._places[id(state)].append((segment, ends[segment.rank]))
-                    ends[segment.rank] += -(-segment.numel // step) * step
-            self._marks_begin[dtype] = max(ends)
-            self._num_elements[dtype] = num_ranks * (-(-(max(ends) + len(states)) // step) * step)
+    def _segments(self, state: ParameterState) -> Sequence[ParameterShard]:
+        return self._segments_of[id(state.parameter)]
 
     def drop(self) -> None:
         super().drop()
         self._own_guards = {}
 
     def put(self, state: ParameterState, grad: torch.Tensor, *, guarded: bool) -> None:
-        flat, rows = grad.reshape(-1), self._rows(state.parameter.dtype)
-        for segment, at in self._places[id(state)]:
-            rows[segment.rank, at : at + segment.numel].copy_(flat[segment.begin : segment.begin + segment.numel])
-        self.arrived.add(id(state))
+        super().put(state, grad, guarded=guarded)
         if guarded:  # not finite either if the sum over ranks may overflow
             self._own_guards[id(state)] = gradient_guard(grad).to(grad.dtype) * self._num_ranks
-
-    def _rows(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.buffers[dtype].view(self._num_ranks, -1)
 
     def _guards(self, states: Sequence[ParameterState], loss_guard: torch.Tensor) -> torch.Tensor:
         none = torch.zeros_like(loss_guard, dtype=states[0].parameter.dtype)
@@ -252,6 +243,11 @@ class PiecesBucket(Bucket):
         marks = {dtype: iter(self._reduced_marks(dtype).to(torch.float32, copy=True)) for dtype in self.buffers}
         guards = {id(state): next(marks[state.parameter.dtype]) for state in self.trained}
         consumer.consume_pieces(self.block, found, guards=[(state, guards[id(state)]) for state in present])
+
+
+def _up(number: int, step: int) -> int:
+    """`number` rounded up to a multiple of `step`."""
+    return -(-number // step) * step
 
 
 def buckets_of(

@@ -55,8 +55,6 @@ class Layer:
         self.states: list[ParameterState] = []
         self.waiting: list[tuple[ParameterState, torch.Tensor]] = []
         """The parameters whose gradients are complete in this pass and not consumed yet, with these gradients."""
-        self.num_expected = 0
-        """Number of its parameters that are trained in this pass."""
 
 
 def make_parameter_states(module: nn.Module, config: Resolved, *, clips_by_layer: bool) -> list[ParameterState]:
@@ -100,6 +98,17 @@ def block_numbers(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, i
         elsewhere = {id(getattr(owner, name)) for owner, name in shared}
         found |= {id(p): i for p in block.parameters() if id(p) not in elsewhere}
     return found
+
+
+def link_blocks(states: Sequence[ParameterState], blocks: Sequence[RecomputedBlock]) -> None:
+    """Sets `ParameterState.block` and `RecomputedBlock.parameter_states`."""
+    state_of = {id(state.parameter): state for state in states}
+    for block in blocks:
+        elsewhere = {id(getattr(owner, name)) for owner, name in block.shared}
+        own = (p for p in block.unit.module.parameters() if id(p) in state_of and id(p) not in elsewhere)
+        block.parameter_states = [state_of[id(p)] for p in own]
+        for state in block.parameter_states:
+            state.block = block
 
 
 def _adapter_parameters(module: nn.Module) -> set[int]:

@@ -17,13 +17,13 @@ import torch
 
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.lomo.buckets import Bucket, GradientConsumer, Gradients, Pieces
-from ds_zo.backends.lomo.parameters import Layer, ParameterState
+from ds_zo.backends.lomo.parameters import Layer, ParameterState, link_blocks
 from ds_zo.backends.lomo.reducer import Reducer
-from ds_zo.backends.lomo.streamed import start_backward
 from ds_zo.backends.lomo.updates import Updater
 from ds_zo.backends.lomo.window import AccumulationWindow, WindowState
 from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.blocks import BlockCall, BlockConsumer, RecomputedBlock
+from ds_zo.backends.recompute.wrapping import backward_order
 
 _NORM_FLOOR = 1e-6
 """Added to a norm before the clipping threshold is divided by it."""
@@ -74,6 +74,7 @@ class BackwardPasses:
         """The loss scale of the running pass."""
         self.blocks = wrap_blocks(self)
         """The streamed blocks. Empty where blocks are not streamed."""
+        link_blocks(states, self.blocks)
         self.reducer = make_reducer(self)
 
     # A pass
@@ -85,11 +86,11 @@ class BackwardPasses:
         self._pass_number += 1
         self._frees_graph = frees_graph
         measures, is_wanted = phase is BackwardPhase.MEASURE, phase is not BackwardPhase.DISCARD
-        for layer in self._layers:
-            layer.num_expected = sum(map(self._updater.trains, layer.states))
         try:
             if self._block_store is not None and is_wanted:
-                start_backward(self._block_store, self.blocks, trains=self._updater.trains, measures=measures)
+                trained = [b.unit for b in self.blocks if any(map(self._updater.trains, b.parameter_states))]
+                order, downloads = backward_order(self.blocks), () if measures else trained
+                self._block_store.start_backward(order, downloads=downloads, repeats=measures)
             elif self._block_store is not None:
                 self._block_store.runtime.start((), then=())
             if is_wanted:
@@ -237,7 +238,7 @@ class BackwardPasses:
             self._update(state, grad, self.coef)
             return
         state.layer.waiting.append((state, grad))
-        if len(state.layer.waiting) == state.layer.num_expected:
+        if len(state.layer.waiting) == sum(map(self._updater.trains, state.layer.states)):
             self._update_layer(state.layer)
 
     def consume_bucket(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:

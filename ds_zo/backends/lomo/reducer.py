@@ -144,11 +144,6 @@ class GradientReducer(Reducer):
         self._has_warned = False
         self.active = False
         """Between `begin` and `finish`."""
-        self.bytes_reduced = 0
-        """Bytes of all buffers reduced so far. Each pass reduces every gradient once. A pass that measures uses
-        reduce-scatter, which has half the traffic of the all-reduce of an update."""
-        self.max_live_buckets = 0
-        """The largest number of buckets that had buffers at the same time in the last pass."""
         on_gpu_by_gloo = device.type == "cuda" and "gloo" in str(dist.get_backend(process_group))
         self._scatters = not on_gpu_by_gloo
         """Reduce-scatter is available. Gloo has all-reduce for CUDA tensors, but not reduce-scatter."""
@@ -171,7 +166,6 @@ class GradientReducer(Reducer):
             bucket.begin()
         self._measures = measures
         self._loss_guard = loss_guard
-        self.max_live_buckets = 0
         self.active = True
 
     def add(self, state: ParameterState, grad: torch.Tensor) -> None:
@@ -180,7 +174,6 @@ class GradientReducer(Reducer):
         assert bucket.stage is BucketStage.OPEN, f"the bucket of {state.name} is closed"
         bucket.fill(self._device)
         bucket.put(state, grad, guarded=self._loss_guard is not None and not self._measures)
-        self.max_live_buckets = max(self.max_live_buckets, sum(bool(b.buffers) for b in self._buckets))
         if len(bucket.arrived) == len(bucket.trained) and (bucket.block is None or bucket.in_pieces):
             self._close(bucket)
 
@@ -265,7 +258,6 @@ class GradientReducer(Reducer):
         bucket.stage = BucketStage.REDUCING
         with explain_lost_rank(self._device):
             for dtype, buffer in bucket.buffers.items():
-                self.bytes_reduced += buffer.numel() * buffer.element_size()
                 if (self._measures or bucket.in_pieces) and self._scatters:
                     piece = buffer.new_empty(buffer.numel() // self._num_ranks)
                     bucket.pieces[dtype] = piece
