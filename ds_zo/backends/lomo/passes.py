@@ -164,7 +164,7 @@ class BackwardPasses:
         state.last_pass = self._pass_number
         if grad is None or self._phase is BackwardPhase.DISCARD or not self._updater.has_group(state):
             return
-        if not self.reducer.active:  # in a direct `loss.backward()`
+        if self._phase is BackwardPhase.IDLE and not self.reducer.active:
             self.reducer.begin(self._updater.trains, measures=False, loss_guard=self._window.skipped.loss_guard)
             torch.autograd.Variable._execution_engine.queue_callback(self.reducer.finish)
         self.reducer.add(state, grad)

@@ -32,8 +32,10 @@ class Reducer(ABC):
     """Averages gradients over ranks and passes them to its consumer. A pass is one call of `begin`, one of `add` for
     each gradient, and one of `finish`. The methods that are not abstract do nothing on one rank."""
 
-    active: bool
-    """A pass has begun, so that `add` may be called."""
+    @property
+    def active(self) -> bool:
+        """A pass has begun and has not ended."""
+        return True
 
     @abstractmethod
     def begin(
@@ -76,8 +78,6 @@ class Reducer(ABC):
 
 class LocalReducer(Reducer):
     """The reducer of one rank: each gradient is measured or consumed when it comes."""
-
-    active = True
 
     def __init__(self, consumer: GradientConsumer) -> None:
         self._consumer = weakref.ref(consumer)
@@ -126,24 +126,16 @@ class GradientReducer(Reducer):
         self._blocks_first = blocks_first
         self._buckets = list(buckets)
         self._bucket_of = {id(state): bucket for bucket in self._buckets for state in bucket.states}
-        self._trained: list[int] | None = None
-        """Ids of the trained parameter states for which buckets are laid out. None before the first pass."""
         self._order = self._buckets
         """The buckets in the order in which they are reduced."""
         self._has_learned_order = False
         self._completed: list[Bucket] = []
         """The buckets closed in this pass, in the order in which they were closed."""
-        self._next = 0
-        """Index in `_order` of the next bucket to reduce."""
-        self._in_flight: list[Bucket] = []
-        """Buckets in stage REDUCING, oldest first."""
         self._measures = False
         self._norms: list[torch.Tensor] = []
         """In a pass that measures: norms of this rank's pieces of the summed gradients."""
         self._loss_guard: torch.Tensor | None = None
         self._has_warned = False
-        self.active = False
-        """Between `begin` and `finish`."""
         on_gpu_by_gloo = device.type == "cuda" and "gloo" in str(dist.get_backend(process_group))
         self._scatters = not on_gpu_by_gloo
         """Reduce-scatter is available. Gloo has all-reduce for CUDA tensors, but not reduce-scatter."""
@@ -153,20 +145,22 @@ class GradientReducer(Reducer):
     def begin(
         self, trains: Callable[[ParameterState], bool], *, measures: bool, loss_guard: torch.Tensor | None
     ) -> None:
-        trained = [id(state) for bucket in self._buckets for state in bucket.states if trains(state)]
-        if trained != self._trained:  # in the first pass, and after parameters were frozen or unfrozen
-            chosen = set(trained)
-            for bucket in self._buckets:
-                bucket.lay_out([state for state in bucket.states if id(state) in chosen], num_ranks=self._num_ranks)
-            self._trained = trained
+        self.drop()
+        self._measures, self._loss_guard = measures, loss_guard
+        has_changed = False
+        for bucket in self._buckets:
+            trained = [state for state in bucket.states if trains(state)]
+            if list(map(id, trained)) != list(map(id, bucket.trained)):  # also in the first pass
+                bucket.lay_out(trained, num_ranks=self._num_ranks)
+                has_changed = True
+            bucket.begin()
+        if has_changed:
             self._set_order(self._buckets[::-1])
             self._has_learned_order = False
-        self.drop()
-        for bucket in self._buckets:
-            bucket.begin()
-        self._measures = measures
-        self._loss_guard = loss_guard
-        self.active = True
+
+    @property
+    def active(self) -> bool:
+        return any(bucket.stage is not BucketStage.DONE for bucket in self._buckets)
 
     def add(self, state: ParameterState, grad: torch.Tensor) -> None:
         """Copies the gradient to its bucket, which may start reductions."""
@@ -194,14 +188,11 @@ class GradientReducer(Reducer):
         self._retire(leaving=0)
         if not self._has_learned_order:
             self._learn_order()
-        self.active = False
 
     def drop(self) -> None:
         for bucket in self._buckets:
             bucket.drop()
-        self._in_flight, self._completed, self._norms = [], [], []
-        self._next = 0
-        self.active = False
+        self._completed, self._norms = [], []
 
     def close_blocks(self, is_done: Callable[[RecomputedBlock], bool]) -> None:
         for bucket in reversed(self._buckets):  # the order of a backward pass
@@ -238,8 +229,9 @@ class GradientReducer(Reducer):
         weights cannot be materialised now, and must be called again later."""
         consumer = self._consumer()
         assert consumer is not None
-        while self._next < len(self._order) and self._order[self._next].stage is not BucketStage.OPEN:
-            bucket = self._order[self._next]
+        for bucket in self._order:
+            if bucket.stage is BucketStage.OPEN:
+                return
             if bucket.stage is BucketStage.CLOSED:
                 weights = consumer.materialised_weights(bucket)
                 if weights is None:
@@ -249,7 +241,6 @@ class GradientReducer(Reducer):
                     # A streamed block must be updated while it is materialised; other updates overlap the next bucket.
                     now = bucket.block is not None and not bucket.in_pieces and not self._measures
                     self._retire(leaving=0 if now else 1)
-            self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.fill(self._device)
@@ -265,12 +256,11 @@ class GradientReducer(Reducer):
                 else:
                     work = dist.all_reduce(buffer, group=self._group, async_op=True)
                 bucket.works.append(work)
-        self._in_flight.append(bucket)
 
     def _retire(self, *, leaving: int) -> None:
         """Waits for running reductions and consumes their buckets, oldest first, until `leaving` of them remain."""
-        while len(self._in_flight) > leaving:
-            bucket = self._in_flight.pop(0)
+        in_flight = [bucket for bucket in self._order if bucket.stage is BucketStage.REDUCING]
+        for bucket in in_flight[: len(in_flight) - leaving]:
             with explain_lost_rank(self._device):
                 for work in bucket.works:
                     work.wait()
