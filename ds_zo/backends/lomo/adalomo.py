@@ -19,7 +19,7 @@ from ds_zo.optim import FactoredMoments, adalomo_update_
 def update_by_adalomo(
     state: ParameterState, grad: torch.Tensor, settings: AdaLOMOParams, **options: Any
 ) -> torch.Tensor | None:
-    """AdaLOMO's rule. See `UpdateRule.update`."""
+    """AdaLOMO's rule. `options`: see `UpdateRule.update`."""
     state.moments = state.moments or FactoredMoments.zeros(state.parameter)
     assert isinstance(state.moments, FactoredMoments)
     return adalomo_update_(
@@ -29,6 +29,8 @@ def update_by_adalomo(
         decay_rate=settings.decay_rate,
         eps=settings.adalomo_eps,
         clip_threshold=settings.clip_threshold,
+        clip_value=settings.clip_grad_value,
+        residue=state.residue,
         **options,
     )
 

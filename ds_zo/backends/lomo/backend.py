@@ -39,7 +39,6 @@ from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.startup import StartupSummary
-from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.backends.lomo.buckets import GradientConsumer, buckets_of
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
 from ds_zo.backends.lomo.parameters import check_parameters, hook_gradient, make_parameter_states
@@ -115,9 +114,7 @@ class LOMOBackend(Backend):
             wrap_blocks=self._wrap_blocks,
             make_reducer=self._make_reducer,
         )
-        self._handles = [
-            hook_gradient(state.parameter, weakly(self._passes.on_gradient, state)) for state in self._parameter_states
-        ]
+        self._handles = [hook_gradient(state, self._passes) for state in self._parameter_states]
         self._publish_scale(overflow=False)
         self._module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
         self._warn()

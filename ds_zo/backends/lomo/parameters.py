@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -125,16 +126,27 @@ def _adapter_parameters(module: nn.Module) -> set[int]:
     return found
 
 
-def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Registers the hook. Frozen parameters get one too, because a user may unfreeze them later. torch accepts the hook
-    only while `requires_grad` is True."""
-    was_trainable = parameter.requires_grad
-    if parameter in _hooks:
-        _hooks.pop(parameter).remove()
-    parameter.requires_grad_(True)
-    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(on_gradient)
-    parameter.requires_grad_(was_trainable)
-    handle: RemovableHandle = _hooks[parameter]
+class GradientTaker(Protocol):
+    """Takes complete gradients."""
+
+    def on_gradient(self, state: ParameterState) -> None: ...
+
+
+def hook_gradient(state: ParameterState, taker: GradientTaker) -> RemovableHandle:
+    """Registers the hook that calls `taker`. Frozen parameters get one too, because a user may unfreeze them later.
+    torch accepts the hook only while `requires_grad` is True."""
+    p, was_trainable, found = state.parameter, state.parameter.requires_grad, weakref.ref(taker)
+
+    def on_gradient(_: torch.Tensor) -> None:
+        alive = found()
+        if alive is not None:  # the hook outlives an engine that was dropped without `destroy`
+            alive.on_gradient(state)
+
+    if p in _hooks:
+        _hooks.pop(p).remove()
+    p.requires_grad_(True)
+    handle = _hooks[p] = p.register_post_accumulate_grad_hook(on_gradient)
+    p.requires_grad_(was_trainable)
     return handle
 
 

@@ -132,7 +132,7 @@ class BackwardPasses:
 
     # Gradients of this rank
 
-    def on_gradient(self, state: ParameterState, _: torch.Tensor) -> None:
+    def on_gradient(self, state: ParameterState) -> None:
         """The hook of one parameter: its gradient is complete. The gradient is consumed and freed, or it is held until
         the rest of its block or its layer is complete."""
         grad, state.parameter.grad = state.parameter.grad, None
@@ -162,7 +162,7 @@ class BackwardPasses:
                 "use_reentrant=False to checkpoint)"
             )
         state.last_pass = self._pass_number
-        if grad is None or self._phase is BackwardPhase.DISCARD or not self._updater.has_group(state):
+        if grad is None or self._phase is BackwardPhase.DISCARD or state.parameter not in self._updater.groups:
             return
         if self._phase is BackwardPhase.IDLE and not self.reducer.active:
             self.reducer.begin(self._updater.trains, measures=False, loss_guard=self._window.skipped.loss_guard)

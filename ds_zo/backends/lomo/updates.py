@@ -29,13 +29,31 @@ class UpdateRule:
 
 
 def update_by_sgd(
-    state: ParameterState, grad: torch.Tensor, settings: LOMOParams, *, guards: Sequence[torch.Tensor], **options: Any
+    state: ParameterState,
+    grad: torch.Tensor,
+    settings: LOMOParams,
+    *,
+    lr: float,
+    decay: float,
+    coef: torch.Tensor | None,
+    dither: Dither | None,
+    guards: Sequence[torch.Tensor],
 ) -> torch.Tensor | None:
     """LOMO's rule. `guards`: none, the loss's, or the loss's and the gradient's. Returns the gradient's guard, or None
-    if `guards` is empty. `options`: keywords of `sgd_update_`."""
+    if `guards` is empty. The other keywords are those of `sgd_update_`."""
     if len(guards) == 1:
         guards = (*guards, gradient_guard(grad))
-    sgd_update_(state.parameter, grad, guards=guards, **options)
+    sgd_update_(
+        state.parameter,
+        grad,
+        lr=lr,
+        decay=decay,
+        coef=coef,
+        clip_value=settings.clip_grad_value,
+        dither=dither,
+        residue=state.residue,
+        guards=guards,
+    )
     return guards[-1] if guards else None
 
 
@@ -54,44 +72,52 @@ class Updater:
         self._rounding = config.section.rounding
         self._optimizer = optimizer
         self._window = window
-        self._group_index = ParamGroupIndex()
+        self.groups = ParamGroupIndex()
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.follow_groups()
 
     def follow_groups(self) -> None:
         """Takes over changes of the optimizer's param groups. Called before each backward."""
-        self._group_index.follow(self._optimizer.param_groups)
-
-    def has_group(self, state: ParameterState) -> bool:
-        return state.parameter in self._group_index
+        self.groups.follow(self._optimizer.param_groups)
 
     def trains(self, state: ParameterState) -> bool:
-        return state.parameter.requires_grad and state.parameter in self._group_index
+        return state.parameter.requires_grad and state.parameter in self.groups
 
     def update(
         self, state: ParameterState, grad: torch.Tensor, *, coef: torch.Tensor | None, guards: Sequence[torch.Tensor]
     ) -> None:
         """Updates a parameter by its whole gradient. `coef`: see `BackwardPasses.coef`. `guards`: see
         `update_by_sgd`."""
-        p, group = state.parameter, self._group_index[state.parameter]
-        if self._rounding == "kahan" and p.dtype is not torch.float32 and state.residue is None:
+        p, group = state.parameter, self.groups[state.parameter]
+        lr = float(group["lr"])
+        decay = 1.0 - lr * float(group.get("weight_decay", 0.0))
+        rounds = self._rounding if p.dtype is not torch.float32 else None
+        dither = Dither(step=self._window.num_updates, offset=state.offset) if rounds == "stochastic" else None
+        if rounds == "kahan" and state.residue is None:
             state.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        options: dict[str, Any] = {
-            **self._options(group, offset=state.offset, dtype=p.dtype),
-            "coef": coef,
-            "residue": state.residue,
-            "guards": guards,
-        }
-        if state.is_adapter:
+        if not state.is_adapter:
+            guard = self._rule.update(
+                state, grad, self._settings, lr=lr, decay=decay, coef=coef, dither=dither, guards=guards
+            )
+        else:
             adapter = self._settings.adapter
             assert adapter is not None
             lr = adapter.lr * self._schedule_factor(group)
             state.moments = state.moments or AdamMoments.zeros(p)
             assert isinstance(state.moments, AdamMoments)
-            options |= {"lr": lr, "decay": 1.0 - lr * adapter.weight_decay, "betas": adapter.betas}
-            guard = adamw_update_(p, grad, state.moments, **options)
-        else:
-            guard = self._rule.update(state, grad, self._settings, **options)
+            guard = adamw_update_(
+                p,
+                grad,
+                state.moments,
+                lr=lr,
+                decay=1.0 - lr * adapter.weight_decay,
+                betas=adapter.betas,
+                coef=coef,
+                clip_value=self._settings.clip_grad_value,
+                dither=dither,
+                residue=state.residue,
+                guards=guards,
+            )
         if guard is not None:
             self._window.skipped.add(state, guard)
 
@@ -106,20 +132,19 @@ class Updater:
         guards: Sequence[torch.Tensor],
     ) -> None:
         """Updates this rank's piece of a parameter. `shard`: the bytes of this rank's piece of the block."""
-        group, dtype = self._group_index[state.parameter], state.parameter.dtype
-        options = self._options(group, offset=state.offset + segment.begin, dtype=dtype)
-        sgd_update_(segment.view(shard, dtype), grad, coef=coef, guards=guards, **options)
-
-    def _options(self, group: Mapping[str, Any], *, offset: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Keywords of an update: learning rate, decay, clipping by value and rounding bits."""
-        lr = float(group["lr"])
+        group = self.groups[state.parameter]
+        lr, dtype = float(group["lr"]), state.parameter.dtype
         rounds = self._rounding == "stochastic" and dtype is not torch.float32
-        return {
-            "lr": lr,
-            "decay": 1.0 - lr * float(group.get("weight_decay", 0.0)),
-            "clip_value": self._settings.clip_grad_value,
-            "dither": Dither(step=self._window.num_updates, offset=offset) if rounds else None,
-        }
+        sgd_update_(
+            segment.view(shard, dtype),
+            grad,
+            lr=lr,
+            decay=1.0 - lr * float(group.get("weight_decay", 0.0)),
+            coef=coef,
+            clip_value=self._settings.clip_grad_value,
+            dither=Dither(step=self._window.num_updates, offset=state.offset + segment.begin) if rounds else None,
+            guards=guards,
+        )
 
     def _schedule_factor(self, group: Mapping[str, Any]) -> float:
         """Current learning rate of the group divided by its initial one. The learning rate of the group's adapters is
