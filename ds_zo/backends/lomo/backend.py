@@ -41,7 +41,7 @@ from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.lomo.buckets import GradientConsumer, buckets_of
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
-from ds_zo.backends.lomo.parameters import check_parameters, hook_gradient, make_parameter_states
+from ds_zo.backends.lomo.parameters import check_parameters, make_parameter_states
 from ds_zo.backends.lomo.passes import BackwardPasses, BackwardPhase
 from ds_zo.backends.lomo.reducer import GradientReducer, LocalReducer, Reducer
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
@@ -114,7 +114,6 @@ class LOMOBackend(Backend):
             wrap_blocks=self._wrap_blocks,
             make_reducer=self._make_reducer,
         )
-        self._handles = [hook_gradient(state, self._passes) for state in self._parameter_states]
         self._publish_scale(overflow=False)
         self._module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
         self._warn()
@@ -364,10 +363,7 @@ class LOMOBackend(Backend):
             self._block_store.rewritten()
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for block in self._passes.blocks:
-            block.close()
+        self._passes.close()
         if self._compiler is not None:
             self._compiler.close()
         if self._module_state is not None:

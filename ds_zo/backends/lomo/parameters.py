@@ -1,16 +1,12 @@
-"""LOMO's state of each parameter, and the hooks that take gradients."""
+"""LOMO's state of each parameter."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_zo.backends.recompute.blocks import RecomputedBlock, shared_parameters
 from ds_zo.config import ConfigError, LOMOParams, Resolved
@@ -18,9 +14,6 @@ from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, FactoredMoments
 from ds_zo.streaming.blocks import find_blocks
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_hooks: Any = WeakTensorKeyDictionary()
-"""The handle of the hook on each parameter. A second engine of the same module replaces the hooks of the first."""
 
 
 @dataclass
@@ -124,30 +117,6 @@ def _adapter_parameters(module: nn.Module) -> set[int]:
             elif isinstance(held, nn.Parameter):
                 found.add(id(held))
     return found
-
-
-class GradientTaker(Protocol):
-    """Takes complete gradients."""
-
-    def on_gradient(self, state: ParameterState) -> None: ...
-
-
-def hook_gradient(state: ParameterState, taker: GradientTaker) -> RemovableHandle:
-    """Registers the hook that calls `taker`. Frozen parameters get one too, because a user may unfreeze them later.
-    torch accepts the hook only while `requires_grad` is True."""
-    p, was_trainable, found = state.parameter, state.parameter.requires_grad, weakref.ref(taker)
-
-    def on_gradient(_: torch.Tensor) -> None:
-        alive = found()
-        if alive is not None:  # the hook outlives an engine that was dropped without `destroy`
-            alive.on_gradient(state)
-
-    if p in _hooks:
-        _hooks.pop(p).remove()
-    p.requires_grad_(True)
-    handle = _hooks[p] = p.register_post_accumulate_grad_hook(on_gradient)
-    p.requires_grad_(was_trainable)
-    return handle
 
 
 def check_parameters(module: nn.Module, states: Sequence[ParameterState]) -> None:

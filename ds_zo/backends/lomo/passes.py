@@ -9,11 +9,15 @@ refused. `use_reentrant=False` gives exact results.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.lomo.buckets import Bucket, GradientConsumer, Gradients, Pieces
@@ -27,6 +31,8 @@ from ds_zo.backends.recompute.wrapping import backward_order
 
 _NORM_FLOOR = 1e-6
 """Added to a norm before the clipping threshold is divided by it."""
+_hooks: Any = WeakTensorKeyDictionary()
+"""The handle of the hook on each parameter. A second engine of the same module replaces the hooks of the first."""
 _DIRECT_STREAMED = "loss.backward() cannot schedule the uploads of streamed blocks: call engine.backward(loss)"
 
 
@@ -76,6 +82,31 @@ class BackwardPasses:
         """The streamed blocks. Empty where blocks are not streamed."""
         link_blocks(states, self.blocks)
         self.reducer = make_reducer(self)
+        self._handles = [self._hook(state) for state in states]
+
+    def _hook(self, state: ParameterState) -> RemovableHandle:
+        """Registers the gradient hook. Frozen parameters get one too, because a user may unfreeze them later. torch
+        accepts the hook only while `requires_grad` is True."""
+        p, was_trainable, passes = state.parameter, state.parameter.requires_grad, weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if (alive := passes()) is not None:  # the hook outlives an engine that was dropped without `destroy`
+                alive.on_gradient(state)
+
+        if p in _hooks:
+            _hooks.pop(p).remove()
+        p.requires_grad_(True)
+        handle: RemovableHandle = p.register_post_accumulate_grad_hook(on_gradient)
+        p.requires_grad_(was_trainable)
+        _hooks[p] = handle
+        return handle
+
+    def close(self) -> None:
+        """Removes the hooks, and restores the forwards of streamed blocks."""
+        for handle in self._handles:
+            handle.remove()
+        for block in self.blocks:
+            block.close()
 
     # A pass
 
