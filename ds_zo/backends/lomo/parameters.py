@@ -49,6 +49,8 @@ class Layer:
         self.states: list[ParameterState] = []
         self.waiting: list[tuple[ParameterState, torch.Tensor]] = []
         """The parameters whose gradients are complete in this pass and not consumed yet, with these gradients."""
+        self.num_expected = 0
+        """Number of its parameters that are trained in this pass."""
 
 
 def make_parameter_states(module: nn.Module, config: Resolved, *, clips_by_layer: bool) -> list[ParameterState]:

@@ -117,6 +117,8 @@ class BackwardPasses:
         self._pass_number += 1
         self._frees_graph = frees_graph
         measures, is_wanted = phase is BackwardPhase.MEASURE, phase is not BackwardPhase.DISCARD
+        for layer in self._layers:
+            layer.num_expected = sum(map(self._updater.trains, layer.states))
         try:
             if self._block_store is not None and is_wanted:
                 trained = [b.unit for b in self.blocks if any(map(self._updater.trains, b.parameter_states))]
@@ -269,7 +271,7 @@ class BackwardPasses:
             self._update(state, grad, self.coef)
             return
         state.layer.waiting.append((state, grad))
-        if len(state.layer.waiting) == sum(map(self._updater.trains, state.layer.states)):
+        if len(state.layer.waiting) == state.layer.num_expected:
             self._update_layer(state.layer)
 
     def consume_bucket(self, gradients: Gradients, *, loss_guard: torch.Tensor) -> None:
