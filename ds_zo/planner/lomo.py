@@ -97,7 +97,7 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
 
 def _shards(model: Model, backend: str) -> Shards:
     """Device memory at ZeRO stage 3. Two buckets of gradients are alive at once: of whole blocks for AdaLOMO, of one
-    matrix for LOMO (`lomo/reducer.py`)."""
+    matrix for LOMO (`lomo/buckets.py`)."""
     in_blocks = [list(block.parameters()) for block in model.blocks]
     itemsize = model.weights_nbytes / model.numel
     numels = [sum(p.numel() for p in block) for block in in_blocks]

@@ -38,9 +38,9 @@ if torch.cuda.is_available():
 
 def small_buckets() -> None:
     """So that a tiny block takes several, where ranks have pieces."""
-    from ds_zo.backends.lomo import reducer as lomo_ranks
+    from ds_zo.backends.lomo import buckets
 
-    lomo_ranks._PIECES_NBYTES = 2048
+    buckets._PIECES_NBYTES = 2048
 
 
 def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -68,33 +68,40 @@ def stored_nbytes(engine: Any) -> dict[str, int]:
     }
 
 
-def watch(backend: Any) -> list[tuple[str, int]]:
-    """What a reducer does with which bucket from now on: `came` a gradient, `sent`, `taken`."""
-    reducer, events = backend._reducer, []
-    if reducer is None:
-        return events
-    bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.states}
-    add, launch, consume, consume_pieces = reducer.add, reducer._launch, backend.consume, backend.consume_pieces
+class Watch:
+    """What a reducer does from now on. `events`: with which bucket, `came` a gradient, `sent`, `taken`. `max_live`: how
+    many buckets had buffers at once. `nbytes`: the size of the buffers sent."""
 
-    def watched_add(slot: Any, grad: torch.Tensor) -> None:
-        events.append(("came", bucket_of[id(slot)]))
-        add(slot, grad)
+    def __init__(self, passes: Any) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.max_live = self.nbytes = 0
+        if dist.get_world_size() == 1:
+            return
+        reducer = passes.reducer
+        bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.states}
+        add, launch = reducer.add, reducer._launch
+        consume, consume_pieces = passes.consume_bucket, passes.consume_pieces
 
-    def watched_launch(bucket: Any) -> None:
-        events.append(("sent", bucket_of[id(bucket.states[0])]))
-        launch(bucket)
+        def watched_add(slot: Any, grad: torch.Tensor) -> None:
+            self.events.append(("came", bucket_of[id(slot)]))
+            add(slot, grad)
 
-    def watched_consume(gradients: Any, **guard: Any) -> None:
-        events.append(("taken", bucket_of[id(gradients[0][0])]))
-        consume(gradients, **guard)
+        def watched_launch(bucket: Any) -> None:
+            self.events.append(("sent", bucket_of[id(bucket.states[0])]))
+            launch(bucket)
+            self.max_live = max(self.max_live, sum(bool(other.buffers) for other in reducer._buckets))
+            self.nbytes += sum(buffer.nbytes for buffer in bucket.buffers.values())
 
-    def watched_consume_pieces(block: Any, pieces: Any, **guards: Any) -> None:
-        events.extend(("taken", bucket) for bucket in {bucket_of[id(slot)] for slot, _, _ in pieces})
-        consume_pieces(block, pieces, **guards)
+        def watched_consume(gradients: Any, **guard: Any) -> None:
+            self.events.append(("taken", bucket_of[id(gradients[0][0])]))
+            consume(gradients, **guard)
 
-    reducer.add, reducer._launch = watched_add, watched_launch
-    backend.consume, backend.consume_pieces = watched_consume, watched_consume_pieces
-    return events
+        def watched_consume_pieces(block: Any, pieces: Any, **guards: Any) -> None:
+            self.events.extend(("taken", bucket) for bucket in {bucket_of[id(slot)] for slot, _, _ in pieces})
+            consume_pieces(block, pieces, **guards)
+
+        reducer.add, reducer._launch = watched_add, watched_launch
+        passes.consume_bucket, passes.consume_pieces = watched_consume, watched_consume_pieces
 
 
 def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
@@ -111,10 +118,9 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             lively("llama", seed=rank),
         )
         digests = []
-        events: list[Any] = []
         for step in range(3):
             if step == 2:
-                events = watch(engine.backend)
+                watch = Watch(engine.backend._passes)
             batch = mine(batch_of(4, seed=step, on=engine), index=rank, of=num_ranks)
             loss = engine(**batch).loss
             if name == "poisoned" and step == 1 and rank == num_ranks - 1:
@@ -125,14 +131,13 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
                 engine.backward(loss)
             engine.step()
             digests.append(digest(engine))
-        reducer = engine.backend._reducer
         found[name] = {
             "weights": weights(engine),
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
-            "max_live_buckets": None if reducer is None else reducer.max_live_buckets,
-            "events": events,
+            "max_live_buckets": watch.max_live,
+            "events": watch.events,
             **stored_nbytes(engine),
         }
         engine.destroy()
@@ -218,17 +223,17 @@ def wire(rank: int) -> dict[str, Any]:
     for name, config in {**whole, **sharded}.items():
         engine = start(config, lively("llama"))
         _step(engine, 0)  # agrees on the order of buckets
-        before, block_store = engine.backend._reducer.bytes_reduced, engine.backend._block_store
+        watch, block_store = Watch(engine.backend._passes), engine.backend._block_store
         gathered = 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0)
         with counted() as counts:
             _step(engine, 1)
         parameters = list(engine.module.parameters())
         found[name] = {
-            "reduced": engine.backend._reducer.bytes_reduced - before,
+            "reduced": watch.nbytes,
             "by_all_reduce": counts["all_reduce"],
             "gradient": sum(p.numel() * p.element_size() for p in parameters),
             "num_parameters": len(parameters),
-            "num_buckets": len(engine.backend._reducer._buckets),
+            "num_buckets": len(engine.backend._passes.reducer._buckets),
             "in_blocks": sum(p.numel() * p.element_size() for p in engine.module.model.layers.parameters()),
             "gathered": 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0) - gathered,
             **stored_nbytes(engine),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.backends.lomo.gradients import ParameterState
+from ds_zo.backends.lomo.parameters import ParameterState
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ streamed block's vectors runs on the CPU too, because their weights are streamed
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +23,11 @@ from torch import nn
 
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
-from ds_zo.backends.recompute.blocks import (
-    BlockCall,
-    RecomputedBlock,
-    refuse_router_logits,
-    refuse_shared_modules,
-    shared_parameters,
-)
+from ds_zo.backends.recompute.blocks import BlockCall, RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.checkpoint.snapshot import persistent_buffers
+from ds_zo.backends.recompute.wrapping import backward_order, forward_pass, wrap_blocks
 from ds_zo.config import Resolved
-from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -131,7 +123,7 @@ class StreamedBlocks:
 
         `end_block_backward(unit, more_to_come)` is called when all gradients of a block's backward have come.
         `more_to_come`: the block runs again in this backward pass."""
-        refuse_router_logits(module)
+        refuse_router_logits(module)  # before weights are moved
         self.block_store = UpdatingBlockStore(
             module, config, apply_pending_update=apply_pending_update, param_groups=param_groups, device=device
         )
@@ -139,30 +131,20 @@ class StreamedBlocks:
         self._end_block_backward = end_block_backward
         self._pass = 0
         self._is_passing = self._retains = False
-        units = self.block_store.placement.blocks
-        refuse_shared_modules(units)
-        self._blocks = [
-            RecomputedBlock(unit, self.block_store, consumer=self, shared=shared, compiler=compiler)
-            for unit, shared in zip(units, shared_parameters(module, [u.module for u in units]), strict=True)
-        ]
-        self.unit_of = {id(placed.parameter): unit for unit in units for placed in unit.placed}
+        self._blocks = wrap_blocks(module, self.block_store, consumer=self, compiler=compiler)
+        self.unit_of = {
+            id(placed.parameter): unit for unit in self.block_store.placement.blocks for placed in unit.placed
+        }
         """The block of each streamed parameter, by the parameter's id."""
         self.state = StreamedUpdateOnAccessState(self.block_store, module, apply_pending_updates)
-        self._pretrained = PretrainedSaving(module, self.state.read)
 
     # Passes
 
     @contextmanager
     def forward_pass(self, pending_units: Sequence[Unit]) -> Iterator[None]:
         """Around a forward pass. `pending_units`: blocks whose pending update the pass will apply."""
-        with ExitStack() as stack:
-            stack.enter_context(without_caches(self._module))
-            for block in self._blocks:
-                if getattr(block.unit.module, "gradient_checkpointing", False):
-                    block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
-                    stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
-            stack.callback(self.block_store.runtime.finish)
-            self.block_store.start_forward_of(pending_units)
+        start = partial(self.block_store.start_forward_of, pending_units)
+        with without_caches(self._module), forward_pass(self.block_store, self._blocks, start):
             yield
 
     @contextmanager
@@ -170,9 +152,8 @@ class StreamedBlocks:
         """Around a backward pass: uploads blocks in the reverse of their forward order."""
         self._pass += 1
         self._is_passing, self._retains = True, retain_graph
-        calls = sorted((call for block in self._blocks for call in block.calls()), key=lambda call: -call.number)
         try:
-            self.block_store.start_backward([call.block.unit for call in calls], repeats=False)
+            self.block_store.start_backward(backward_order(self._blocks), repeats=False)
             yield
         finally:
             self._is_passing = False
@@ -204,15 +185,9 @@ class StreamedBlocks:
             pass
 
     def stored(self) -> dict[str, torch.Tensor]:
-        self.block_store.wait()
-        with without_interception():
-            weights = {name: p.detach() for name, p in self._module.named_parameters(remove_duplicate=False)}
-        return weights | {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
+        return self.state.stored()
 
     def close(self) -> None:
         for block in self._blocks:
             block.close()
-        self._pretrained.close()
-        keep_weights = self.state.owns_module() and not sys.is_finalizing()
         self.state.close()
-        self.block_store.close(keep_weights=keep_weights)

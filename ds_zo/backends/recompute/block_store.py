@@ -14,6 +14,7 @@ not run blocks in different orders.) Modules outside of blocks are on the device
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,15 +27,18 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
+from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.startup import StartupSummary, nonzero, place_of_blocks
 from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
+from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import check_fits, device_bytes, release_cached_memory, reset_peak_memory
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, RankPartition
 from ds_zo.streaming.placement import evenly_spaced, move_buffers, place_units, plan_units
@@ -376,8 +380,9 @@ class RecomputedModuleState(ModuleState):
         by the parameter's id. Callers read a block's parameters one at a time."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
         named = module.named_parameters(remove_duplicate=False)
-        self.sharded = {name: p for name, p in named if self._placement_of[id(p)][0].is_sharded}
+        self._sharded = {name: p for name, p in named if self._placement_of[id(p)][0].is_sharded}
         """Parameters by name that are sharded over devices: this rank has a piece at most ([Note: device shards])."""
+        self._pretrained = PretrainedSaving(module, self.read)
 
     @torch.no_grad()
     def refresh(self, parameter: nn.Parameter) -> None:
@@ -436,6 +441,32 @@ class RecomputedModuleState(ModuleState):
             yield
         finally:
             self.collected = {}
+
+    # The methods of `Backend` with the same names
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        self._block_store.wait()
+        with without_interception():
+            named = self._module.named_parameters(remove_duplicate=False)
+            weights = {name: self.collected.get(id(p), p.detach()) for name, p in named}
+        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
+        return weights | (host_copy(buffers) if self.collected else buffers)
+
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        if name in self._sharded:
+            self.write(self._sharded[name], value)
+        else:
+            target.copy_(value)
+
+    def readable_on_rank_0(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._block_store.shards is None else self.collecting(keeps=dist.get_rank() == 0)
+
+    def close(self) -> None:
+        """Frees the block store too. The module keeps its weights, unless another engine stores them."""
+        self._pretrained.close()
+        keep_weights = self.owns_module() and not sys.is_finalizing()
+        super().close()
+        self._block_store.close(keep_weights=keep_weights)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

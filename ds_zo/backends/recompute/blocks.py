@@ -451,20 +451,6 @@ def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = Non
     )
 
 
-def refuse_shared_modules(units: Sequence[Unit]) -> None:
-    """Raises if a module with parameters belongs to two blocks. It would be stored with one of them, and would not be
-    on the device when the other runs."""
-    seen: dict[int, str] = {}
-    for unit in units:
-        for name, m in unit.module.named_modules():
-            if id(m) in seen and next(m.parameters(), None) is not None:
-                raise ValueError(
-                    f"blocks {seen[id(m)]} and {unit.name} share the module {name}: share its parameters instead, or "
-                    "keep the model on the device (remove zero_optimization.offload_param)"
-                )
-            seen[id(m)] = unit.name
-
-
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
     """For each block, the parameters that are also used outside of it: the module inside the block, and the name."""
     uses: dict[int, int] = {}

@@ -1,0 +1,62 @@
+"""The streamed blocks of a model: their recomputation, and the passes over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from ds_zo.backends.recompute.block_store import RecomputedBlockStore
+from ds_zo.backends.recompute.blocks import BlockConsumer, RecomputedBlock, refuse_router_logits, shared_parameters
+from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
+from ds_zo.streaming.units import Unit
+
+
+def wrap_blocks(
+    module: nn.Module, block_store: RecomputedBlockStore, *, consumer: BlockConsumer, compiler: BlockCompiler | None
+) -> list[RecomputedBlock]:
+    """Replaces the forward of each streamed block."""
+    refuse_router_logits(module)
+    units = block_store.placement.blocks
+    _refuse_shared_modules(units)
+    return [
+        RecomputedBlock(unit, block_store, consumer=consumer, shared=shared, compiler=compiler)
+        for unit, shared in zip(units, shared_parameters(module, [unit.module for unit in units]), strict=True)
+    ]
+
+
+@contextmanager
+def forward_pass(
+    block_store: RecomputedBlockStore, blocks: Sequence[RecomputedBlock], start: Callable[[], None]
+) -> Iterator[None]:
+    """Context of a training forward. `start` schedules its uploads. The last blocks stay in their device slots, because
+    the backward starts with them. Checkpointing around blocks is switched off."""
+    with ExitStack() as stack:
+        for block in blocks:
+            if getattr(block.unit.module, "gradient_checkpointing", False):
+                block.unit.module.gradient_checkpointing = False  # type: ignore[assignment]
+                stack.callback(setattr, block.unit.module, "gradient_checkpointing", True)
+        stack.callback(block_store.runtime.finish)
+        start()
+        yield
+
+
+def backward_order(blocks: Sequence[RecomputedBlock]) -> list[Unit]:
+    """The units in the order in which a backward pass needs them: the reverse of the order in which they ran."""
+    calls = sorted((call for block in blocks for call in block.calls()), key=lambda call: -call.number)
+    return [call.block.unit for call in calls]
+
+
+def _refuse_shared_modules(units: Sequence[Unit]) -> None:
+    """Raises if a module with parameters belongs to two blocks. It would be stored with one of them, and would not be
+    on the device when the other runs."""
+    seen: dict[int, str] = {}
+    for unit in units:
+        for name, m in unit.module.named_modules():
+            if id(m) in seen and next(m.parameters(), None) is not None:
+                raise ValueError(
+                    f"blocks {seen[id(m)]} and {unit.name} share the module {name}: share its parameters instead, or "
+                    "keep the model on the device (remove zero_optimization.offload_param)"
+                )
+            seen[id(m)] = unit.name
