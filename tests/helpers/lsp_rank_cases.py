@@ -35,9 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "two losses, whole": {"params": {"projector": "none"}},
     "forgotten": {"stage": 2},
     "bare": {"stage": 2},
-    "int8": {"stage": 2, "params": {"payload_dtype": "int8"}},
 }
-ON_FOUR = ("random", "owned", "on the device", "int8")
+ON_FOUR = ("random", "owned", "on the device")
 """What more ranks than two could change."""
 
 
@@ -163,7 +162,7 @@ def death(rank: int, folder: Path) -> Any:
     return weights, "went on", 0.0
 
 
-CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8", "clip_scope": "global"}}
+CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "clip_scope": "global"}}
 MOMENTS = {"owned int8 learned": (3, 7, 11), "owned whole": (2, 4, 6)}
 """Steps: after the first one rank saves, after the second the four ranks that went on from there, and the last ends the
 run. Norms that ranks add up in different orders show in the long run, which clips by the norm."""

@@ -637,9 +637,9 @@ class LSPBackend(Backend):
 
     def _adopt_candidates(self) -> None:
         self.apply_pending_updates()  # pending directions belong to the present projectors
-        for matrix, moments, feedbacks in self._groups.matrices_and_moments():
+        for matrix, moments in self._groups.matrices_and_moments():
             if matrix.candidate is not None and matrix.candidate.gain is not None:
-                adopt(matrix, moments, list(feedbacks.values()))
+                adopt(matrix, moments, [])
         self._held_gradients.launch_cache.clear()
 
     def zero_grad(self) -> None:

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "projected": {},
     "whole": {"params": {"projector": "none"}},
     "bf16": {"bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
-    "int8 payload": {"params": {"payload_dtype": "int8"}, "clipping": 1.0},
+    "clipped": {"clipping": 1.0},
     "refits": {
         "params": {
             "projector": "learned",
@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         }
     },
     "accumulation": {"gradient_accumulation_steps": 2},
-    "bf16 payload": {"params": {"payload_dtype": "bf16", "weight_decay": 0.1}},
+    "decayed": {"params": {"weight_decay": 0.1}},
 }
 
 
@@ -159,7 +159,7 @@ def test_an_evaluation_in_inference_mode_changes_nothing() -> None:
     """It applies directions, and may be the first to need memory that training goes on with."""
     weights = []
     for evaluates in (True, False):
-        engine = start(lsp_json(params={"payload_dtype": "int8"}), small())
+        engine = start(lsp_json(), small())
         workspace.release()
         for batch in batches("llama", 3):
             train(engine, [batch])
@@ -209,7 +209,7 @@ def test_what_is_written_to_a_gathered_weight_stays() -> None:
 
 def test_two_losses_a_step_add_up() -> None:
     """The engine expects a step after the first backward; what was begun is taken back, and not begun again."""
-    for params in ({}, {"projector": "none"}, {"payload_dtype": "bf16"}):
+    for params in ({}, {"projector": "none"}):
         weights = []
         for schedule in ("layerwise", "sync"):
             json = lsp_json(lr=1e-3, params={**params, "schedule": schedule, "eps": 1e-5}, clipping=0.1)
