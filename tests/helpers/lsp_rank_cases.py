@@ -31,8 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped together": {"stage": 2, "clipping": 0.1, "params": {"clip_scope": "global"}},
     "synchronous": {"stage": 2, "params": {"schedule": "sync"}},
     "poisoned": {"stage": 2},
-    "two losses": {"stage": 2},
-    "two losses, whole": {"params": {"projector": "none"}},
+    "two losses": {"stage": 2, "params": {"schedule": "sync"}},
     "forgotten": {"stage": 2},
     "bare": {"stage": 2},
 }
@@ -70,7 +69,7 @@ def compare(rank: int) -> dict[str, Any]:
             if name == "poisoned" and step == 1 and rank == world_size - 1:
                 loss = loss * float("nan")
             loss.backward() if name == "bare" else engine.backward(loss)
-            if name.startswith("two losses"):
+            if name == "two losses":
                 engine.backward(engine(**batch_of(rank, step + 50, world_size)).loss)
             if name == "forgotten" and step == 1:
                 engine.zero_grad()

@@ -9,9 +9,8 @@
 So weights never change inside a backward pass. The synchronous schedule does the same work without overlap and gives
 the same bits.
 
-[Note: undone updates] A host update that started inside a backward pass must be undone if a second backward or
-`zero_grad` comes before `step`. Adam's moments are then restored by subtracting the gradient's part, exactly but for
-rounding.
+[Note: undone updates] A host update that started inside a backward pass must be undone if `zero_grad` or a checkpoint
+comes before `step`. Adam's moments are then restored by subtracting the gradient's part, exactly but for rounding.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ def test_readers_and_a_resumed_run_see_the_step_that_was_made(tmp_path: Path) ->
 
 
 def test_two_losses_a_step_add_up() -> None:
-    """The second takes a trip back that the first began."""
     data = list(batches("llama", 2))
-    engines = [start(config, small()) for config in (lsp_json(), on_host(lsp_json()))]
+    at_once = lsp_json(params={"schedule": "sync"})
+    engines = [start(config, small()) for config in (at_once, on_host(at_once))]
     for engine in engines:
         for batch in data:
             engine.backward(engine(**batch).loss)
