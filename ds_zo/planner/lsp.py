@@ -148,6 +148,7 @@ def _estimate(
         up_nbytes=moved + streamed_up,
         down_nbytes=moved + streamed_down,
         sharded=frozenset({"states"}),
+        streams_on_one_rank=offload,
         reduced_nbytes=4 * (moved_numel + counts.vector_numel),
         config=config,
         notes=tuple(notes),

@@ -303,8 +303,8 @@ class PluginEngine(CheckpointingEngine):
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, *args: Any, **kwargs: Any
     ) -> Any:
-        """Gives ranks that evaluate directions on one batch (ZO's `direction_parallel`) the same samples."""
-        num_sharing = getattr(self.resolved.optimizer, "direction_parallel", 1)
+        """Gives ranks that train on one batch (ZO's `direction_parallel`) the same samples."""
+        num_sharing = self.resolved.optimizer.ranks_per_batch
         if num_sharing > 1 and route == ROUTE_TRAIN and self.is_map_style_dataset(dataset) and len(args) < 2:
             num_replicas = max(1, self.dp_world_size // num_sharing)
             sampler: Any = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // num_sharing)

@@ -14,7 +14,7 @@ from ds_zo.config.optimizers import LSPParams, ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Estimate, Limits
 from ds_zo.planner.estimate import PROCESS_NBYTES
-from ds_zo.planner.lomo import estimate_lomo
+from ds_zo.planner.lomo import estimate_adalomo, estimate_lomo
 from ds_zo.planner.lsp import estimate_lsp
 from ds_zo.planner.zo import estimate_zo
 
@@ -103,9 +103,8 @@ def test_zo_moves_the_planned_bytes() -> None:
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
 def test_streamed_lomo_takes_and_moves_the_planned_bytes(kind: Any) -> None:
     stream = {"resident_blocks": 1}
-    plan = estimate_lomo(
-        planned("llama", **DEEP), Limits(), backend=kind.lower(), stream=StreamConfig(**stream), offload=True
-    )
+    estimate = {"LOMO": estimate_lomo, "AdaLOMO": estimate_adalomo}[kind]
+    plan = estimate(planned("llama", **DEEP), Limits(), stream=StreamConfig(**stream), offload=True)
     engine = start("llama", kind, {}, shape=DEEP, **streams(stream))
     block_store = engine.backend._block_store
     assert plan.host["weights"] == block_store.store.nbytes

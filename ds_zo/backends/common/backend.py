@@ -11,7 +11,6 @@ class to `_BACKENDS`. The defaults fit a backend that keeps the whole module on 
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.snapshot import Snapshot, host_copy, module_pieces, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
-from ds_zo.config.registry import entry_of
+from ds_zo.config.registry import entry_of, imported
 
 
 @dataclass(frozen=True)
@@ -353,10 +352,7 @@ class Backend(ABC):
 
 def backend_class(name: str) -> type[Backend]:
     """The class of a registered backend, imported if its entry gives its place."""
-    found: Any = entry_of(name).backend
-    if isinstance(found, str):
-        module_name, _, class_name = found.partition(":")
-        found = getattr(importlib.import_module(module_name), class_name)
+    found = imported(entry_of(name).backend)
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise TypeError(
             f"a registered backend must be a subclass of ds_zo.backends.Backend, got {found!r} for {name}; correct the "
