@@ -154,15 +154,20 @@ BACKENDS = tuple(_entries)
 
 
 def register_backend(
-    optimizer_type: str, backend: str | type, *, params: type[OptimizerParams] = OptimizerParams, **capabilities: Any
+    optimizer_type: str,
+    backend: str | type,
+    *,
+    params: type[OptimizerParams] = OptimizerParams,
+    planner: str | None = None,
+    **capabilities: bool,
 ) -> None:
     """Makes a backend available to every JSON that names `optimizer_type`.
 
     `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
-    `params` types its `optimizer.params`. `capabilities` are the other fields of `BackendEntry`, all False or None by
-    default. Call it before `deepspeed.initialize`, in every process; to register the same entry twice does nothing.
+    `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `capabilities` are
+    the boolean fields of `BackendEntry`, all False by default. Call it before `deepspeed.initialize`, in every process; to register the same entry twice does nothing.
     """
-    entry = BackendEntry(optimizer_type, backend, params, **capabilities)
+    entry = BackendEntry(optimizer_type, backend, params, planner=planner, **capabilities)
     stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}
     if entry.name in stock or _entries.get(entry.name, entry) != entry:
         owner = "DeepSpeed or torch.optim" if entry.name in stock else "another backend"
