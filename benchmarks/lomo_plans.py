@@ -15,15 +15,14 @@ def planned(row: Row) -> Row | None:
 
     from ds_zo.config.section import StreamConfig
     from ds_zo.planner.estimate import Limits
-    from ds_zo.planner.lomo import estimate_lomo
+    from ds_zo.planner.lomo import estimate_adalomo, estimate_lomo
     from ds_zo.planner.models import load_model
 
     stream = StreamConfig(**params.get("stream") or {})
     budget = None if stream.device_memory_gb is None else int(stream.device_memory_gb * 1e9)
-    estimate = estimate_lomo(
+    estimate = (estimate_adalomo if params["method"] == "adalomo" else estimate_lomo)(
         load_model(f"random:{params['shape']}", batch=params["batch"], seq=params["length"]),
         Limits(device_nbytes=budget),
-        backend=params["method"],
         stream=stream,
         offload="stream" in params,
         checkpointing=params.get("checkpointing", True),

@@ -89,8 +89,6 @@ def ablation_cases() -> list[Case]:
     contenders = {
         "lsp-512": _lsp(512),
         "sync": _lsp(512, schedule="sync"),
-        "bf16": _lsp(512, payload_dtype="bf16"),
-        "int8": _lsp(512, payload_dtype="int8"),
         "clip-global": _lsp(512, clip_scope="global"),
         "freeze-edge": _lsp(512, edge="freeze"),
     }

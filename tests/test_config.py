@@ -138,7 +138,6 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", stream("master", "full"), ["split, wire"], "ds_zo.stream.master"),
     ("ZO", {"ds_zo.rounding": "up"}, ["stochastic, nearest"], "ds_zo.rounding"),
     ("LOMO", param("norm_scope", "layer"), ["global, group"], "optimizer.params.norm_scope"),
-    ("LSP", param("payload_dtype", "int4"), ["int8"], "optimizer.params.payload_dtype"),
     # unknown keys
     ("ZO", param("zo_epss", 1e-3), ["unknown key", 'did you mean "zo_eps"?'], "optimizer.params.zo_epss"),
     ("ZO", param("learning_rate", 1e-6), ["unknown key", "lr"], "optimizer.params.learning_rate"),
@@ -212,6 +211,12 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("LSP", param("fit_lr", 0.1), ["not a key", "0.1", "remove it"], "optimizer.params.fit_lr"),
     ("LSP", param("fit_beta", 0.0), ["not a key", "remove it"], "optimizer.params.fit_beta"),
     ("LSP", param("fit_timeout_s", 60), ["not a key", "60", "fit_steps"], "optimizer.params.fit_timeout_s"),
+    (
+        "LSP",
+        param("payload_dtype", "int8"),
+        ["float32 copies", '"int8"', "remove it"],
+        "optimizer.params.payload_dtype",
+    ),
     # combinations with stock keys
     ("ZO", {"bf16.enabled": True, "fp16.enabled": True}, ["one dtype", "set one of them to false"], "bf16.enabled"),
     (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zo.commands.arguments import add_command, add_machine, unprinted
-from ds_zo.config import BACKENDS, LOMOParams, backend_of, resolve_for_evaluation, with_section_on_top
+from ds_zo.config import BACKENDS, backend_of, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
 from ds_zo.config.errors import ConfigError, shown
 from ds_zo.config.rules import check_removed_features
@@ -152,11 +152,8 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
         *(f"plan: {note}" for note in estimate.notes),
     ]
     resolved = check(converted.config)
-    if (
-        isinstance(resolved.optimizer, LOMOParams)
-        and resolved.gradient_clipping
-        and resolved.optimizer.norm_scope != "group"
-    ):
+    one_pass = getattr(resolved.optimizer, "norm_scope", None) == "group"
+    if resolved.entry.updates_in_backward and resolved.gradient_clipping and not one_pass:
         lines.append("plan: the time is that of one backward pass; gradient_clipping adds another")
     if not estimate.fits:
         what = "host" if estimate.fits_device else "GPU"

@@ -15,13 +15,13 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, shown
-from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, LSPParams
-from ds_zo.config.registry import entry_of, unknown_optimizer
+from ds_zo.config.optimizers import STOCK_PARAMS
+from ds_zo.config.registry import entries, entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import REFUSED, check_top_level, is_on, lookup
+from ds_zo.config.rules import REFUSED, check_top_level
 from ds_zo.config.starting_rates import StartingRate, starting_rate
-from ds_zo.config.stock import block, read_stock
+from ds_zo.config.stock import block, is_on, lookup, read_stock
 from ds_zo.versions import REMOVED_FEATURES
 
 _NO_ZERO = "a setting of ZeRO itself, which {type} does not run"
@@ -62,7 +62,6 @@ _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
 _LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-_ZO_STREAM_KEYS = ("wire_dtype", "master", "writeback_interval", "fuse_update")
 _STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype")
 _STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
@@ -283,18 +282,17 @@ def _convert_optimizer(draft: Draft, source: str | None) -> None:
 
 def _convert_precision(draft: Draft) -> None:
     entry = draft.entry
-    refuses_fp16 = entry.params is LSPParams
-    if refuses_fp16 and draft.get("fp16.enabled") is True:
+    if entry.refuses_fp16 and draft.get("fp16.enabled") is True:
         draft.remove("fp16", "{type} does not scale losses, which fp16 needs")
         draft.set("bf16", {"enabled": True}, "in place of fp16; give Trainer or Accelerate bf16 as well")
-    if refuses_fp16 and draft.get("fp16.enabled") == "auto":
+    if entry.refuses_fp16 and draft.get("fp16.enabled") == "auto":
         draft.note("{type} refuses fp16: give Trainer or Accelerate bf16")
     if draft.get("torch_autocast.enabled") is True:
         if True in (draft.get("fp16.enabled"), draft.get("bf16.enabled"), draft.get("bfloat16.enabled")):
             draft.remove("torch_autocast", "autocast is for a float32 model, and this one is in 16 bits")
-        elif refuses_fp16 and "b" not in str(draft.get("torch_autocast.dtype")):  # CUDA's default is float16
+        elif entry.refuses_fp16 and "b" not in str(draft.get("torch_autocast.dtype")):  # CUDA's default is float16
             draft.set("torch_autocast.dtype", "bfloat16", "{type} does not scale losses, which float16 needs")
-    scales = entry.scales_loss and not refuses_fp16
+    scales = entry.scales_loss and not entry.refuses_fp16
     why = "{type} does not read it" if scales else "{type} does not scale losses"
     draft.keep_only("fp16", ("enabled", "auto_cast", *(_LOSS_SCALE_KEYS if scales else ())), why)
     for key in ("bf16", "bfloat16"):
@@ -309,16 +307,14 @@ def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
     for path in refused_autos(draft.config):
         if path.startswith(f"{at}."):
             draft.remove(path, 'Trainer and Accelerate refuse "auto" here; left out means the same')
-    if not entry.zeroth_order:
-        of_zo = [f"stream.{key}" for key in _ZO_STREAM_KEYS]
-        for key in (*of_zo, "checkpoint.trajectory", "checkpoint.trajectory_dir", "cuda_graphs"):
-            draft.remove(f"{at}.{key}", "only ZO reads it")
+    unread = [f"stream.{key}" for key in entry.unread_stream_keys]
+    unread += [] if entry.replays_updates else ["checkpoint.trajectory", "checkpoint.trajectory_dir"]
+    for key in (*unread, *([] if entry.zeroth_order else ["cuda_graphs"])):
+        draft.remove(f"{at}.{key}", "only ZO reads it")
     if not entry.compiles_blocks:
         draft.remove(f"{at}.compile_blocks", "{type} does not compile blocks")
     stage = draft.get("zero_optimization.stage")
-    if draft.get(f"{at}.rounding") == "kahan" and (
-        draft.streams or stage == 3 or not issubclass(entry.params, LOMOParams)
-    ):
+    if draft.get(f"{at}.rounding") == "kahan" and (draft.streams or stage == 3 or not entry.rounds_by_kahan):
         why = "kahan is for LOMO and AdaLOMO with whole weights on the device; the default is stochastic"
         draft.remove(f"{at}.rounding", why)
     if not draft.streams:
@@ -330,7 +326,7 @@ def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
 def _convert_accumulation(draft: Draft) -> None:
     """Lets LOMO and AdaLOMO accept several micro-batches a step, which they refuse by default."""
     at = f"{draft.params_at}.accumulation"
-    if not issubclass(draft.entry.params, LOMOParams) or draft.get(at) == "sequential":
+    if not draft.entry.updates_in_backward or draft.get(at) == "sequential":
         return
     plain = without_auto(draft.config)
     total, micro = plain.get("train_batch_size"), plain.get("train_micro_batch_size_per_gpu")
@@ -357,7 +353,7 @@ def _clips(draft: Draft) -> bool:
 def _convert_clipping(draft: Draft) -> None:
     if not draft.entry.clips_gradients:
         draft.remove("gradient_clipping", "{type} has no gradients to clip; its own limit is clip_projected_grad")
-    elif issubclass(draft.entry.params, LOMOParams) and _clips(draft):
+    elif draft.entry.updates_in_backward and _clips(draft):
         if draft.get(f"{draft.params_at}.norm_scope") == "group":
             return
         draft.note(
@@ -378,11 +374,11 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
         return (old, "as the JSON has it") if old is not None else (start.lr, start.basis)
     is_adam = source is None and (draft.is_client or "adam" in str(_type_before(draft)).lower())
     lr, why, basis = start.lr, start.source, start.basis
-    if entry.params is LSPParams and is_adam and old:
+    if entry.adamw_rates and is_adam and old:
         lr = float(old)
-        why = basis = "AdamW's rate: LSP's updates of a matrix are as large as AdamW's"
+        why = basis = f"AdamW's rate: {entry.optimizer_type}'s updates of a matrix are as large as AdamW's"
     if draft.is_client:
-        keep = " (AdamW's own is right too)" if entry.params is LSPParams else ""
+        keep = " (AdamW's own is right too)" if entry.adamw_rates else ""
         draft.note(
             f"the script's optimizer has the learning rate: set it to {lr:g}{keep}, for Trainer by learning_rate"
         )

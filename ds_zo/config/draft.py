@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_zo.config.errors import shown
 from ds_zo.config.registry import BackendEntry
-from ds_zo.config.rules import lookup
+from ds_zo.config.stock import lookup
 
 
 class _Absent:

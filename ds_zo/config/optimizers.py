@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from ds_zo.config.base import ConfigModel
-from ds_zo.config.errors import rule_error, shown
+from ds_zo.config.errors import ConfigError, rule_error, shown
+from ds_zo.config.stock import DTYPE_NAMES, is_on, lookup
+
+if TYPE_CHECKING:
+    from ds_zo.config.resolved import Resolved
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_SEED = 2**63 - 1
@@ -65,6 +70,24 @@ class OptimizerParams(ConfigModel):
     weight_decay: float = Field(0.0, ge=0, le=1000)
     """Decoupled weight decay: each step multiplies the weights by 1 - lr * weight_decay."""
 
+    @property
+    def ranks_per_batch(self) -> int:
+        """Number of ranks that train on one batch."""
+        return 1
+
+    @property
+    def clips_by_value(self) -> bool:
+        """Whether gradients are clipped by value, so that DeepSpeed's default of `gradient_clipping` does not apply."""
+        return False
+
+    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        """Raises a `ConfigError` for values of other sections that do not go with the backend or with its
+        parameters."""
+
+    def warnings_of_config(self, config: Resolved) -> list[str]:
+        """Sentences about legal settings that probably do not do what their author expects."""
+        return []
+
     @model_validator(mode="after")
     def _decay_keeps_the_sign(self) -> Self:
         if self.lr * self.weight_decay >= 1:
@@ -105,6 +128,31 @@ class ZOParams(OptimizerParams):
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Key of the noise. The same seed gives the same run with any number of ranks, blocks and buffers."""
+
+    @property
+    def ranks_per_batch(self) -> int:
+        return self.direction_parallel
+
+    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        if is_on(lookup(ds_config, "flops_profiler")):
+            text = (
+                "flops_profiler cannot follow the interleaved passes of ZO, got it enabled; set it to false and use "
+                "wall_clock_breakdown"
+            )
+            raise ConfigError(text, at="flops_profiler.enabled")
+        if config.section.compile_blocks:
+            text = (
+                "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, which uses CUDA graphs instead "
+                "(compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
+            )
+            raise ConfigError(text, at="ds_zo.compile_blocks")
+        wanted, model, at = self.compute_dtype, DTYPE_NAMES[config.dtype], f"{config.params_at}.compute_dtype"
+        if wanted != "auto" and config.dtype is not torch.float32 and wanted != model:
+            text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'
+            raise ConfigError(text, at=at)
+        if wanted != "auto" and config.autocast is not None and wanted != DTYPE_NAMES[config.autocast]:
+            text = f'compute_dtype must be "auto" when torch_autocast is enabled, got "{wanted}"; leave it out'
+            raise ConfigError(text, at=at)
 
     @model_validator(mode="after")
     def _directions_divide(self) -> Self:
@@ -147,6 +195,26 @@ class LOMOParams(OptimizerParams):
     adapter: AdapterParams | None = None
     """Train adapter parameters with AdamW in the same run; null: LOMO trains all parameters."""
 
+    @property
+    def clips_by_value(self) -> bool:
+        return self.clip_grad_value is not None
+
+    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        if self.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
+            text = (
+                f"clip_grad_value excludes gradient_clipping, got {self.clip_grad_value:g} beside "
+                f"{config.gradient_clipping:g}; set gradient_clipping to 0 (HF Trainer: max_grad_norm=0), or leave "
+                "clip_grad_value out"
+            )
+            raise ConfigError(text, at=f"{config.params_at}.clip_grad_value")
+        if config.trains and config.gradient_accumulation_steps > 1 and self.accumulation == "refuse":
+            text = (
+                "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
+                f"{config.gradient_accumulation_steps}; use a larger micro-batch with activation checkpointing, or set "
+                f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
+            )
+            raise ConfigError(text, at="gradient_accumulation_steps")
+
 
 class AdaLOMOParams(LOMOParams):
     """AdaLOMO: LOMO with factored second moments and updates normalised by group."""
@@ -166,11 +234,12 @@ class AdaLOMOParams(LOMOParams):
 
 _RETIRED_LSP_KEYS = {
     "update_rms": ("updates always have AdamW's size", "remove it, and set lr to AdamW's learning rate"),
+    "payload_dtype": ("float32 copies were the fastest on every machine that was measured", "remove it"),
     "fit_lr": ("one learning rate serves the fits of all matrices", "remove it"),
     "fit_beta": ("the norms of projectors do not change what LSP trains", "remove it"),
     "fit_timeout_s": ("a fit that ends by the clock gives other weights each time", "remove it, or lower fit_steps"),
 }
-"""By key: why LSP has no such setting, and what to do."""
+"""Keys of earlier versions: why LSP does not have them, and the remedy."""
 
 
 class LSPParams(OptimizerParams):
@@ -205,9 +274,6 @@ class LSPParams(OptimizerParams):
     fit_steps: int = Field(60, ge=0, le=1_000_000)
     """Largest number of steps of one fit, over all of `calibration_batches`."""
 
-    payload_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Dtype in which projected gradients and updates are copied between GPU and host. With bf16 and int8 the rounding
-    error of a copy is added to the next one."""
 
     projector: Literal["learned", "random", "none"] = "learned"
     """learned: fitted projectors; random: projectors as they are drawn; none: no projection."""
@@ -226,9 +292,25 @@ class LSPParams(OptimizerParams):
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of the positions and first values of projectors."""
 
+    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        if config.stream and not config.offload_optimizer:
+            text = (
+                'LSP with weights on the host must run Adam on the host too, got offload_param.device "cpu" without '
+                'offload_optimizer; add "offload_optimizer": {"device": "cpu"}, or remove offload_param'
+            )
+            raise ConfigError(text, at="zero_optimization.offload_optimizer.device")
+
+    def warnings_of_config(self, config: Resolved) -> list[str]:
+        if self.clip_scope != "global" or self.schedule != "layerwise":
+            return []
+        return [
+            f"{config.params_at}.clip_scope global needs the whole backward pass before the first update, so the "
+            "layerwise schedule overlaps nothing; clip_scope matrix does not"
+        ]
+
     @model_validator(mode="before")
     @classmethod
-    def _retired_keys_are_refused(cls, params: Any) -> Any:
+    def _refuse_retired_keys(cls, params: Any) -> Any:
         for key, (reason, remedy) in _RETIRED_LSP_KEYS.items():
             if isinstance(params, dict) and key in params:
                 text = f"{key} is not a key, because {reason}, got {shown(params[key])}; {remedy}"

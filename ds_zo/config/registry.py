@@ -6,6 +6,7 @@ imported. `register_backend` adds an entry from outside the package.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +57,53 @@ class BackendEntry:
     zeroth_order: bool = False
     """The backend estimates gradients from losses, so that AdamW's learning rates are far too large for it."""
 
+    adamw_rates: bool = False
+    """AdamW's learning rates suit the backend. False: a warning says that they may not."""
+
+    updates_in_backward: bool = False
+    """Each gradient is applied and freed inside the backward pass. Accumulation is refused by default, and the norm for
+    `gradient_clipping` takes a backward pass of its own."""
+
+    refuses_fp16: bool = False
+    """The backend does not train in fp16, because it does not scale losses."""
+
+    replays_updates: bool = False
+    """The backend can replay past updates: it reads `stream.writeback_interval`, `stream.fuse_update` and
+    `checkpoint.trajectory`. False: the configuration refuses them."""
+
+    stores_other_dtypes: bool = False
+    """The backend reads `stream.wire_dtype` and `stream.master`. False: weights are stored in the model's dtype."""
+
+    rounds_by_kahan: bool = False
+    """The backend has `rounding` kahan for weights on the device. False: the configuration refuses it."""
+
+    planner: str | None = None
+    """Place of the function that estimates memory and time for `ds-zo plan`, as "module:function". It takes a `Model`
+    and `Limits`, and the keywords `stream`, `params`, `offload` and `checkpointing`. None: it is not planned."""
+
     @property
     def name(self) -> str:
         """The key of the entry: the value of `ds_zo.backend`, of `Resolved.backend` and of a checkpoint's manifest."""
         return self.optimizer_type.lower()
 
+    @property
+    def unread_stream_keys(self) -> tuple[str, ...]:
+        """Keys of `ds_zo.stream` that the backend does not read."""
+        of_replay = () if self.replays_updates else ("writeback_interval", "fuse_update")
+        return of_replay if self.stores_other_dtypes else ("wire_dtype", "master", *of_replay)
+
 
 _BUILT_IN = (
     BackendEntry(
-        "ZO", "ds_zo.backends.zo.backend:ZOBackend", ZOParams, streams=True, shards_host=True, zeroth_order=True
+        "ZO",
+        "ds_zo.backends.zo.backend:ZOBackend",
+        ZOParams,
+        streams=True,
+        shards_host=True,
+        zeroth_order=True,
+        replays_updates=True,
+        stores_other_dtypes=True,
+        planner="ds_zo.planner.zo:estimate_zo",
     ),
     BackendEntry(
         "LOMO",
@@ -76,6 +115,9 @@ _BUILT_IN = (
         scales_loss=True,
         clips_gradients=True,
         compiles_blocks=True,
+        updates_in_backward=True,
+        rounds_by_kahan=True,
+        planner="ds_zo.planner.lomo:estimate_lomo",
     ),
     BackendEntry(
         "AdaLOMO",
@@ -87,6 +129,9 @@ _BUILT_IN = (
         scales_loss=True,
         clips_gradients=True,
         compiles_blocks=True,
+        updates_in_backward=True,
+        rounds_by_kahan=True,
+        planner="ds_zo.planner.lomo:estimate_adalomo",
     ),
     BackendEntry(
         "LSP",
@@ -97,6 +142,9 @@ _BUILT_IN = (
         scales_loss=True,
         clips_gradients=True,
         compiles_blocks=True,
+        adamw_rates=True,
+        refuses_fp16=True,
+        planner="ds_zo.planner.lsp:estimate_lsp",
     ),
 )
 _entries = {entry.name: entry for entry in _BUILT_IN}
@@ -106,15 +154,21 @@ BACKENDS = tuple(_entries)
 
 
 def register_backend(
-    optimizer_type: str, backend: str | type, *, params: type[OptimizerParams] = OptimizerParams, **capabilities: bool
+    optimizer_type: str,
+    backend: str | type,
+    *,
+    params: type[OptimizerParams] = OptimizerParams,
+    planner: str | None = None,
+    **capabilities: bool,
 ) -> None:
     """Makes a backend available to every JSON that names `optimizer_type`.
 
     `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
-    `params` types its `optimizer.params`. `capabilities` are the boolean fields of `BackendEntry`, all False by
-    default. Call it before `deepspeed.initialize`, in every process; to register the same entry twice does nothing.
+    `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `capabilities` are
+    the boolean fields of `BackendEntry`, all False by default. Call it before `deepspeed.initialize`, in every process;
+    to register the same entry twice does nothing.
     """
-    entry = BackendEntry(optimizer_type, backend, params, **capabilities)
+    entry = BackendEntry(optimizer_type, backend, params, planner=planner, **capabilities)
     stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}
     if entry.name in stock or _entries.get(entry.name, entry) != entry:
         owner = "DeepSpeed or torch.optim" if entry.name in stock else "another backend"
@@ -145,3 +199,11 @@ def entries() -> tuple[BackendEntry, ...]:
 def entry_of(name: str) -> BackendEntry:
     """The entry of a registered backend, by its lower-case name."""
     return _entries[name]
+
+
+def imported(place: Any) -> Any:
+    """The object at a place "module:name", imported now. Another value than a string is returned as it is."""
+    if not isinstance(place, str):
+        return place
+    module_name, _, name = place.partition(":")
+    return getattr(importlib.import_module(module_name), name)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ds_zo.config.errors import ConfigError, is_near, shown, suggestion
-from ds_zo.config.optimizers import STOCK_PARAMS, LOMOParams, OptimizerParams
-from ds_zo.config.registry import backend_names, entry_of
+from ds_zo.config.optimizers import STOCK_PARAMS, OptimizerParams
+from ds_zo.config.registry import backend_names, entries, entry_of
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import check_rules, check_top_level, ignored_keys, warnings_for
 from ds_zo.config.section import DsZoConfig
@@ -54,11 +54,14 @@ def with_section_on_top(ds_config: dict[str, Any]) -> dict[str, Any]:
     return {**ds_config, "zero_optimization": rest, "ds_zo": zero["ds_zo"]}
 
 
-def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_size: int | None = None) -> Resolved:
+def resolve(
+    ds_config: dict[str, Any], *, client_optimizer: bool = False, world_size: int | None = None, trains: bool = True
+) -> Resolved:
     """Checks a JSON before any memory is allocated.
 
     `client_optimizer` says that the script passes its own optimizer object. `world_size` is used only where the
-    accumulation steps follow from batch sizes; None reads it from the running process group.
+    accumulation steps follow from batch sizes; None reads it from the running process group. `trains` False: the engine
+    will only evaluate.
     """
     if not isinstance(ds_config, dict):
         raise ConfigError(f"the configuration must be an object, got {shown(ds_config)}; pass a dict", at="top level")
@@ -75,7 +78,6 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
         optimizer = parse(entry.params, section.params, at="ds_zo.params")
     stock = read_stock(ds_config, world_size=world_size)
     param_place, optimizer_place = stock.zero.offload_param, stock.zero.offload_optimizer
-    by_value = isinstance(optimizer, LOMOParams) and optimizer.clip_grad_value is not None
     config = Resolved(
         backend=backend,
         optimizer=optimizer,
@@ -86,11 +88,12 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
         pin_memory=param_place is not None and param_place.pin_memory,
         zero_stage=int(stock.zero.stage),
         offload_optimizer=entry.offloads_optimizer and optimizer_place is not None and optimizer_place.device == "cpu",
-        gradient_clipping=0.0 if by_value and not stock.clipping_explicit else stock.gradient_clipping,
+        gradient_clipping=0.0 if optimizer.clips_by_value and not stock.clipping_explicit else stock.gradient_clipping,
         clipping_explicit=stock.clipping_explicit,
         gradient_accumulation_steps=stock.gradient_accumulation_steps,
         loss_scale=stock.loss_scale,
         params_at="optimizer.params" if _backend_in_type(ds_config) else "ds_zo.params",
+        trains=trains,
     )
     check_rules(ds_config, config)
     return replace(
@@ -103,23 +106,21 @@ def resolve(ds_config: dict[str, Any], *, client_optimizer: bool = False, world_
 def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
     """Checks the JSON of an engine that has no optimizer and only evaluates, such as the reference model of DPO.
 
-    Only `stream` of the `ds_zo` section has an effect. ZO evaluates streamed blocks, because it knows all formats of
-    `wire_dtype`. LOMO evaluates blocks on devices, because it shards them at stage 3.
+    Only `stream` of the `ds_zo` section has an effect. A backend that knows all formats of `wire_dtype` evaluates
+    streamed blocks, and one that shards blocks at stage 3 evaluates blocks on devices.
     """
     ds_config = with_section_on_top(ds_config)
     section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
     if section.params is not None:
         _select(ds_config, client_optimizer=False)  # refuses params without a backend
     place = read_stock(ds_config, world_size=None).zero.offload_param
-    if place is not None and place.device == "cpu":
-        used = {"backend": "zo", "stream": section.stream.model_dump(exclude_unset=True)}
-    else:
-        only_zo = {"master", "writeback_interval", "fuse_update"}
-        used = {"backend": "lomo", "stream": section.stream.model_dump(exclude_unset=True, exclude=only_zo)}
-        used["params"] = {"accumulation": "sequential"}  # else accumulation steps would be refused
-    # The profiler and the scheduler are for training: ZO, which only evaluates here, would refuse the former.
+    streams = place is not None and place.device == "cpu"
+    entry = next(e for e in entries() if (e.streams and e.stores_other_dtypes if streams else e.shards_device))
+    unread = set(entry.unread_stream_keys) - {"wire_dtype"}  # which is refused without streaming
+    used = {"backend": entry.name, "stream": section.stream.model_dump(exclude_unset=True, exclude=unread)}
+    # The profiler and the scheduler are for training, and a backend may refuse them.
     kept = {key: value for key, value in ds_config.items() if key not in ("flops_profiler", "scheduler")}
-    return replace(resolve({**kept, "ds_zo": used}), trains=False, ignored=())
+    return replace(resolve({**kept, "ds_zo": used}, trains=False), ignored=())
 
 
 def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str | None:

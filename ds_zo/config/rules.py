@@ -10,10 +10,9 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_zo.config.errors import ConfigError, is_near, keys_of, shown, suggestion
-from ds_zo.config.optimizers import LOMOParams, LSPParams, ZOParams
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
-from ds_zo.config.stock import known_keys
+from ds_zo.config.stock import DTYPE_NAMES, is_on, known_keys, lookup
 from ds_zo.versions import REMOVED_FEATURES, refuses_removed_features
 
 REFUSED = {
@@ -38,7 +37,6 @@ _PLACES = {
     for key in keys_of(model)
 }
 """The section of each key that has no effect at the top level."""
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 LARGEST_ZO_LR = 5e-4
@@ -70,22 +68,8 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     _check_dtypes(config)
     _check_streaming(config)
     _check_momentum(ds_config, config)
-    if isinstance(config.optimizer, ZOParams):
-        _check_zo(ds_config, config)
-    else:
-        _check_only_zo_replays(config)
-    if isinstance(config.optimizer, LOMOParams):
-        _check_lomo(config, config.optimizer)
-    elif config.section.rounding == "kahan":
-        text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
-        raise ConfigError(text, at="ds_zo.rounding")
-    if isinstance(config.optimizer, LSPParams):
-        _check_lsp(config)
-    if not isinstance(config.optimizer, ZOParams):
-        _check_storage(config)
-    if config.section.compile_blocks and not config.entry.compiles_blocks:
-        text = f"compile_blocks needs a backend that compiles blocks, got true under {config.backend}; leave it out"
-        raise ConfigError(text, at="ds_zo.compile_blocks")
+    config.optimizer.check_config(ds_config, config)
+    _check_capabilities(config)
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
@@ -108,7 +92,7 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
     usual_lr = type(optimizer).model_fields["lr"].default
     if config.entry.zeroth_order and config.params_at == "optimizer.params" and optimizer.lr > LARGEST_ZO_LR:
         found.append(large_zo_lr(optimizer.lr, at="optimizer.params.lr"))
-    elif foreign_params and optimizer.lr != usual_lr and not isinstance(optimizer, LSPParams):
+    elif foreign_params and optimizer.lr != usual_lr and not config.entry.adamw_rates:
         found.append(
             f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
             f"{optimizer.lr:g}, about {usual_lr:g} is usual"
@@ -121,12 +105,7 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
         remedy = "; offload_param.device cpu streams it instead" if config.entry.streams else ""
         where = "in its host memory" if config.stream else f"on its device{remedy}"
         found.append(f"zero_optimization.stage 3 shards no weights here: every rank keeps the whole model{but} {where}")
-    if isinstance(optimizer, LSPParams) and optimizer.clip_scope == "global" and optimizer.schedule == "layerwise":
-        found.append(
-            f"{config.params_at}.clip_scope global needs the whole backward pass before the first update, so the "
-            "layerwise schedule overlaps nothing; clip_scope matrix does not"
-        )
-    return found
+    return found + optimizer.warnings_of_config(config)
 
 
 def largest_zo_lr(num_trainable: int) -> float:
@@ -177,22 +156,18 @@ def _check_placement(ds_config: dict[str, Any], config: Resolved) -> None:
 
 
 def _check_dtypes(config: Resolved) -> None:
-    model = _DTYPE_NAMES[config.dtype]
+    model = DTYPE_NAMES[config.dtype]
     if config.autocast is not None and config.dtype is not torch.float32:
         text = (
             f"torch_autocast casts from a float32 model, got it enabled beside {model}.enabled; disable one of the two"
         )
         raise ConfigError(text, at="torch_autocast.enabled")
-    if not isinstance(config.optimizer, ZOParams) or config.optimizer.compute_dtype == "auto":
-        return
-    wanted = config.optimizer.compute_dtype
-    at = f"{config.params_at}.compute_dtype"
-    if config.dtype is not torch.float32 and wanted != model:
-        text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'
-        raise ConfigError(text, at=at)
-    if config.autocast is not None and wanted != _DTYPE_NAMES[config.autocast]:
-        text = f'compute_dtype must be "auto" when torch_autocast is enabled, got "{wanted}"; leave it out'
-        raise ConfigError(text, at=at)
+    if config.entry.refuses_fp16 and torch.float16 in (config.dtype, config.autocast):
+        text = (
+            f"{config.entry.optimizer_type} does not scale losses, which fp16 needs, got fp16; use bf16, whose range "
+            "needs no loss scaling"
+        )
+        raise ConfigError(text, at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype")
 
 
 def _check_streaming(config: Resolved) -> None:
@@ -210,84 +185,43 @@ def _check_streaming(config: Resolved) -> None:
             raise ConfigError(text, at=f"ds_zo.stream.{key}")
 
 
-def _check_zo(ds_config: dict[str, Any], config: Resolved) -> None:
-    if is_on(lookup(ds_config, "flops_profiler")):
-        text = (
-            "flops_profiler cannot follow the interleaved passes of ZO, got it enabled; set it to false and use "
-            "wall_clock_breakdown"
-        )
-        raise ConfigError(text, at="flops_profiler.enabled")
-    if config.section.compile_blocks:
-        text = (
-            "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, which uses CUDA graphs instead "
-            "(compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
-        )
-        raise ConfigError(text, at="ds_zo.compile_blocks")
-
-
-def _check_only_zo_replays(config: Resolved) -> None:
-    stream, checkpoint = config.section.stream, config.section.checkpoint
-    broken = {
+def _check_capabilities(config: Resolved) -> None:
+    """Refuses keys of the `ds_zo` section that need a capability that the backend lacks."""
+    entry, section = config.entry, config.section
+    stream, trajectory, model = section.stream, section.checkpoint.trajectory, DTYPE_NAMES[config.dtype]
+    replayed = {
         "stream.writeback_interval": (stream.writeback_interval, stream.writeback_interval not in (None, 1)),
         "stream.fuse_update": (stream.fuse_update, not stream.fuse_update),
-        "checkpoint.trajectory": (checkpoint.trajectory, checkpoint.trajectory),
+        "checkpoint.trajectory": (trajectory, trajectory),
     }
-    for key, (value, is_broken) in broken.items():
-        if is_broken:
+    for key, (value, is_broken) in replayed.items():
+        if is_broken and not entry.replays_updates:
             text = f"{key} belongs to ZO, whose updates can be replayed, got {shown(value)} under {config.backend}"
             raise ConfigError(f"{text}; leave it out", at=f"ds_zo.{key}")
-
-
-def _check_lomo(config: Resolved, optimizer: LOMOParams) -> None:
-    if optimizer.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
-        text = (
-            f"clip_grad_value excludes gradient_clipping, got {optimizer.clip_grad_value:g} beside "
-            f"{config.gradient_clipping:g}; set gradient_clipping to 0 (HF Trainer: max_grad_norm=0), or leave "
-            "clip_grad_value out"
-        )
-        raise ConfigError(text, at=f"{config.params_at}.clip_grad_value")
-    if config.gradient_accumulation_steps > 1 and optimizer.accumulation == "refuse":
-        text = (
-            "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
-            f"{config.gradient_accumulation_steps}; use a larger micro-batch with activation checkpointing, or set "
-            f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
-        )
-        raise ConfigError(text, at="gradient_accumulation_steps")
-
-
-def _check_lsp(config: Resolved) -> None:
-    if config.stream and not config.offload_optimizer:
-        text = (
-            'LSP with weights on the host must run Adam on the host too, got offload_param.device "cpu" without '
-            'offload_optimizer; add "offload_optimizer": {"device": "cpu"}, or remove offload_param'
-        )
-        raise ConfigError(text, at="zero_optimization.offload_optimizer.device")
-    if torch.float16 in (config.dtype, config.autocast):
-        text = "LSP does not scale losses, which fp16 needs, got fp16; use bf16, whose range needs no loss scaling"
-        raise ConfigError(text, at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype")
-
-
-def _check_storage(config: Resolved) -> None:
-    """Refuses storage formats of ZO. LOMO and LSP store weights in the dtype that they compute in."""
-    stream, model = config.section.stream, _DTYPE_NAMES[config.dtype]
-    if stream.wire_dtype not in ("auto", model):
+    if section.rounding == "kahan" and not entry.rounds_by_kahan:
+        text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
+        raise ConfigError(text, at="ds_zo.rounding")
+    if stream.wire_dtype not in ("auto", model) and not entry.stores_other_dtypes:
         text = (
             f"wire_dtype must be auto or the model's {model} under {config.backend}, which updates weights in the "
             f"model's dtype, got {shown(stream.wire_dtype)}; leave it out"
         )
         raise ConfigError(text, at="ds_zo.stream.wire_dtype")
-    if stream.master == "split" and "master" in stream.model_fields_set:
+    if stream.master == "split" and "master" in stream.model_fields_set and not entry.stores_other_dtypes:
         text = (
             f"master split belongs to ZO, got it under {config.backend}, which stores no low bits; leave it out, and "
             "choose the rounding of updates by ds_zo.rounding"
         )
         raise ConfigError(text, at="ds_zo.stream.master")
-    if config.stream and config.section.rounding == "kahan":
+    if config.stream and section.rounding == "kahan":
         text = (
             "kahan rounding keeps its rounding errors on the device, so it excludes block streaming, got both; write "
             "stochastic, or remove zero_optimization.offload_param"
         )
         raise ConfigError(text, at="ds_zo.rounding")
+    if section.compile_blocks and not entry.compiles_blocks:
+        text = f"compile_blocks needs a backend that compiles blocks, got true under {config.backend}; leave it out"
+        raise ConfigError(text, at="ds_zo.compile_blocks")
 
 
 def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[str]:
@@ -319,31 +253,6 @@ def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
     why = f"{owner}'s betas stay those of optimizer.params" if has_betas else "this backend has no momentum"
     text = f"cycle_momentum of {kind} must be false, because {why}, got {shown(cycles)}"
     raise ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
-
-
-def lookup(ds_config: dict[str, Any], path: str) -> Any:
-    """The value at a dotted key; None where it is left out."""
-    found: Any = ds_config
-    for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
-
-
-def is_on(value: Any) -> bool:
-    """Whether a section or switch is on: by its `enabled`, by its parallel sizes, or else by not being empty."""
-    if isinstance(value, dict):
-        if "enabled" in value:
-            return value["enabled"] is True
-        sizes = [size for key, size in value.items() if key in ("autotp_size", "tp_size", "stages")]
-        inner = [part for key, part in value.items() if key in ("tp", "tensor_parallel")]
-        if sizes or inner:
-            return any(is_on(part) for part in sizes + inner)
-        return bool(value)
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return value > 1
-    return False
 
 
 def _device(ds_config: dict[str, Any], place: str) -> str:

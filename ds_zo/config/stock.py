@@ -21,6 +21,7 @@ from ds_zo.config.errors import ConfigError, shown, suggestion, translate, type_
 
 Model = TypeVar("Model", bound=BaseModel)
 
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_SCALE_POWER = 126
 _NULLABLE = ("ds_zo", "bf16")
 _TYPED = ("optimizer", "scheduler")
@@ -93,6 +94,31 @@ def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
         form = f'{{"type": {shown(found)}, "params": {{...}}}}' if key in _TYPED and isinstance(found, str) else "{...}"
         raise ConfigError(f"{key} must be an object, got {shown(found)}; write {form} or leave it out", at=key)
     return found
+
+
+def lookup(ds_config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted key; None where it is left out."""
+    found: Any = ds_config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def is_on(value: Any) -> bool:
+    """Whether a section or switch is on: by its `enabled`, by its parallel sizes, or else by not being empty."""
+    if isinstance(value, dict):
+        if "enabled" in value:
+            return value["enabled"] is True
+        sizes = [size for key, size in value.items() if key in ("autotp_size", "tp_size", "stages")]
+        inner = [part for key, part in value.items() if key in ("tp", "tensor_parallel")]
+        if sizes or inner:
+            return any(is_on(part) for part in sizes + inner)
+        return bool(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value > 1
+    return False
 
 
 @cache

@@ -78,6 +78,12 @@ class Estimate:
     sharded: frozenset[str] = frozenset()
     """Names of the parts of `host` that data-parallel ranks divide among them. Of the other parts each rank has its
     own."""
+    shared: frozenset[str] = frozenset()
+    """Names of the parts of `host` that the ranks of a machine share under `zero_optimization.stage: 3`."""
+    streams_on_one_rank: bool = False
+    """Blocks stream, and the method streams them on one rank only."""
+    gathers_weights: bool = False
+    """Each device keeps a piece of the weights, as ZeRO-3 does."""
     divided_s: float = 0.0
     """Seconds of the step that fall with the number of machines: the update of sharded states on the host."""
     shards: Shards | None = None
@@ -117,7 +123,8 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         shown = asdict(self)
-        del shown["limits"], shown["sharded"], shown["shards"]
+        for name in ("limits", "sharded", "shared", "streams_on_one_rank", "gathers_weights", "shards"):
+            del shown[name]
         return shown | {
             "device_nbytes": self.device_nbytes,
             "device_peak_nbytes": self.device_peak_nbytes,

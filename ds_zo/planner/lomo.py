@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+from ds_zo.config.optimizers import LOMOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import recomputed
 from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, Shards, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost
 
-_LR = {"lomo": 1e-2, "adalomo": 5e-4}
 _HOOK_LAUNCH_S = 3e-5
 """Host time of the hook and the update of one parameter."""
+
+
+def _factored_moments_nbytes(model: Model) -> int:
+    """Bytes of AdaLOMO's second moments: a float32 value for each row and each column."""
+    return sum(
+        4 * (p.numel() if p.ndim < 2 else p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
+        for p in model.module.parameters()
+    )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """An update rule: its name, learning rate and memory."""
+
+    optimizer_type: str
+    lr: float
+    state_nbytes: Callable[[Model], int] = lambda model: 0
+    reduces_blocks: bool = False
+    """Gradients of whole blocks are reduced together, not those of one matrix."""
+
+    @property
+    def contender(self) -> str:
+        return self.optimizer_type.lower()
+
+
+_LOMO = _Rule("LOMO", 1e-2)
+_ADALOMO = _Rule("AdaLOMO", 5e-4, state_nbytes=_factored_moments_nbytes, reduces_blocks=True)
 
 
 def estimate_lomo(
     model: Model,
     limits: Limits,
     *,
-    backend: Literal["lomo", "adalomo"] = "lomo",
+    rule: _Rule = _LOMO,
     stream: StreamConfig | None = None,
-    params: Mapping[str, Any] | None = None,
+    params: LOMOParams | None = None,
     offload: bool | None = None,
     checkpointing: bool = True,
 ) -> Estimate:
@@ -32,22 +60,25 @@ def estimate_lomo(
     takes memory."""
     stream = stream or StreamConfig()
     section = stream.model_dump(exclude_unset=True)
-    config = _config(model, backend, params or {}) | ({"ds_zo": {"stream": section}} if section else {})
-    whole = _resident(model, limits, backend, config, checkpointing=checkpointing)
+    config = _config(model, rule, params) | ({"ds_zo": {"stream": section}} if section else {})
+    whole = _resident(model, limits, rule, config, checkpointing=checkpointing)
     if offload is False or (offload is None and whole.fits_device):
         return whole
-    return _streamed(model, limits, backend, stream, config)
+    return _streamed(model, limits, rule, stream, config)
 
 
-def _resident(model: Model, limits: Limits, backend: str, config: dict[str, Any], *, checkpointing: bool) -> Estimate:
+estimate_adalomo = partial(estimate_lomo, rule=_ADALOMO)
+
+
+def _resident(model: Model, limits: Limits, rule: _Rule, config: dict[str, Any], *, checkpointing: bool) -> Estimate:
     trace = model.backward_trace(checkpointing=checkpointing, loss_in_chunks=True)
     step_s = trace.forward.seconds + (trace.backward + _update(model, model.numel, _num_parameters(model))).seconds
     return Estimate(
-        contender=backend,
+        contender=rule.contender,
         setting=f"all on the device, one backward pass{', checkpointing' if checkpointing else ''}",
         device=parts(
             weights=model.weights_nbytes,
-            states=_state_nbytes(model, backend),
+            states=rule.state_nbytes(model),
             activations=trace.peak.activations,
             logits=trace.peak.logits,
             workspace=TWO_WORKSPACES_NBYTES,
@@ -55,24 +86,25 @@ def _resident(model: Model, limits: Limits, backend: str, config: dict[str, Any]
         host=parts(process=PROCESS_NBYTES),
         step_s=step_s,
         reduced_nbytes=model.weights_nbytes,
-        shards=_shards(model, backend),
+        shared=frozenset({"weights"}),
+        shards=_shards(model, rule),
         config=config,
         notes=("activations include the largest gradient that is alive",),
         limits=limits,
     )
 
 
-def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
+def _streamed(model: Model, limits: Limits, rule: _Rule, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
     """The estimate with streamed blocks, which are always recomputed from their inputs."""
     trace = model.backward_trace(checkpointing=True, loss_in_chunks=True)
-    states = _state_nbytes(model, backend)
+    states = rule.state_nbytes(model)
     found = recomputed.place(model, limits, stream, other_nbytes=trace.peak.total + TWO_WORKSPACES_NBYTES + states)
     config = config | {"zero_optimization": {"stage": 0, "offload_param": recomputed.OFFLOADED}}
     section = recomputed.section_of(limits, stream)
     if section:
         config["ds_zo"] = {"stream": section}
     return Estimate(
-        contender=backend,
+        contender=rule.contender,
         setting=found.setting,
         device=parts(
             weights=found.weights_nbytes,
@@ -88,14 +120,15 @@ def _streamed(model: Model, limits: Limits, backend: str, stream: StreamConfig, 
         up_nbytes=found.up_nbytes,
         down_nbytes=found.store_nbytes,
         reduced_nbytes=model.weights_nbytes,
-        shards=_shards(model, backend),
+        shared=frozenset({"weights"}),
+        shards=_shards(model, rule),
         config=config,
         notes=("activations include the largest gradient that is alive",),
         limits=limits,
     )
 
 
-def _shards(model: Model, backend: str) -> Shards:
+def _shards(model: Model, rule: _Rule) -> Shards:
     """Device memory at ZeRO stage 3. Two buckets of gradients are alive at once: of whole blocks for AdaLOMO, of one
     matrix for LOMO (`lomo/buckets.py`)."""
     in_blocks = [list(block.parameters()) for block in model.blocks]
@@ -104,7 +137,7 @@ def _shards(model: Model, backend: str) -> Shards:
     inside = {id(p) for block in in_blocks for p in block}
     around = [p.numel() for p in model.module.parameters() if id(p) not in inside]
     largest = max((p.numel() for block in in_blocks for p in block), default=0)
-    bucket = max(numels, default=0) if backend == "adalomo" else largest
+    bucket = max(numels, default=0) if rule.reduces_blocks else largest
     return Shards(
         blocks_nbytes=int(itemsize * sum(numels)),
         non_blocks_nbytes=int(itemsize * sum(around)),
@@ -123,20 +156,10 @@ def _num_parameters(model: Model) -> int:
     return sum(1 for _ in model.module.parameters())
 
 
-def _state_nbytes(model: Model, backend: str) -> int:
-    """Bytes of AdaLOMO's second moments, a float32 value for each row and each column. LOMO has none."""
-    if backend == "lomo":
-        return 0
-    return sum(
-        4 * (p.numel() if p.ndim < 2 else p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
-        for p in model.module.parameters()
-    )
-
-
-def _config(model: Model, backend: str, params: Mapping[str, Any]) -> dict[str, Any]:
+def _config(model: Model, rule: _Rule, params: LOMOParams | None) -> dict[str, Any]:
     config = base_config(batch=model.batch, dtype=model.dtype, gradient_clipping=0.0)
-    names = {"lomo": "LOMO", "adalomo": "AdaLOMO"}
+    written = {} if params is None else params.model_dump(exclude_unset=True)
     return config | {
-        "optimizer": {"type": names[backend], "params": {"lr": _LR[backend], **params}},
+        "optimizer": {"type": rule.optimizer_type, "params": {"lr": rule.lr, **written}},
         "zero_optimization": {"stage": 0},
     }

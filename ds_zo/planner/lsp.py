@@ -22,7 +22,6 @@ from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost
 from ds_zo.projectors import choose_dims
 
-_PAYLOAD_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 _PROJECTOR_ENTRY_NBYTES = 16
 """Device memory of one non-zero: its position and float32 value in the order of rows, the same in the order of columns,
 and the index that maps one order to the other."""
@@ -86,9 +85,6 @@ def _estimate(
     moved_numel = counts.subspace_numel + counts.whole_numel
     moved = counts.payload_nbytes
     update_s = moved_numel / (rates.cpu_adam_gparams * 1e9)
-    is_narrow = params.payload_dtype != "fp32"  # then sums, payloads and quantisation errors are separate buffers
-    sums = (8 + _PAYLOAD_NBYTES[params.payload_dtype] if is_narrow else 4) * counts.subspace_numel
-    errors = 8 * counts.subspace_numel if is_narrow else 0
     # Compression reads every gradient once; the update reads and writes every weight once.
     around = Cost(
         0.0,
@@ -99,7 +95,7 @@ def _estimate(
     down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
     device = parts(
         projectors=counts.projector_nbytes,
-        subspace=sums
+        subspace=4 * counts.subspace_numel
         + _NUM_DIRECTION_BUFFERS * counts.largest_payload
         + 2 * counts.largest_scratch
         + counts.held_nbytes,
@@ -109,7 +105,7 @@ def _estimate(
         workspace=TWO_WORKSPACES_NBYTES,
     )
     process = PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES
-    host = parts(states=8 * moved_numel + errors, payload=2 * moved, process=process)
+    host = parts(states=8 * moved_numel, payload=2 * moved, process=process)
     zero: dict[str, Any] = {"stage": 0, "offload_optimizer": recomputed.OFFLOADED}
     section = stream.model_dump(exclude_unset=True)
     setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"
@@ -152,6 +148,7 @@ def _estimate(
         up_nbytes=moved + streamed_up,
         down_nbytes=moved + streamed_down,
         sharded=frozenset({"states"}),
+        streams_on_one_rank=offload,
         reduced_nbytes=4 * (moved_numel + counts.vector_numel),
         config=config,
         notes=tuple(notes),
@@ -169,7 +166,6 @@ def lsp_step_s(compute_s: float, *, down_s: float, up_s: float, update_s: float,
 def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
     """`streams`: blocks stream, so that Adam of the vectors inside them runs on the CPU too."""
     counts = _Counts()
-    payload = _PAYLOAD_NBYTES[params.payload_dtype]
     block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
     payload_of: dict[object, int] = {}
     """Payload bytes of each block (by index) or module outside the blocks (by name)."""
@@ -196,7 +192,7 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
             counts.projected_nbytes += p.numel() * p.element_size()
             scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]
             held.setdefault(group, []).append(p.numel() * p.element_size())
-            nbytes = payload * dims[0] * dims[1]
+            nbytes = 4 * dims[0] * dims[1]
         counts.payload_nbytes += nbytes
         payload_of[group] = payload_of.get(group, 0) + nbytes
     counts.num_groups = len(payload_of)

@@ -8,14 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ds_zo.config.optimizers import LSPParams, ZOParams
-from ds_zo.config.registry import BACKENDS, backend_names, entry_of
+from ds_zo.config.registry import BackendEntry, backend_names, entries, entry_of, imported
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
 from ds_zo.config.stock import parse
 from ds_zo.planner.estimate import Estimate, Limits
-from ds_zo.planner.lomo import estimate_lomo
-from ds_zo.planner.lsp import estimate_lsp
 from ds_zo.planner.models import Dtype, Model, load_model
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.stock import (
@@ -25,12 +22,9 @@ from ds_zo.planner.stock import (
     estimate_zero3,
     estimate_zero_offload,
 )
-from ds_zo.planner.zo import estimate_zo
 
 _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
 """Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
-_OF_ZO = {"wire_dtype", "master", "writeback_interval", "fuse_update"}
-"""Keys of `ds_zo.stream` that only ZO reads."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
@@ -48,33 +42,18 @@ class Options:
     """Whether one backend is planned. It then refuses keys of `stream` that it does not read; several ignore them."""
 
 
-def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
-    params = parse(ZOParams, options.params, at="optimizer.params")
-    limits = _limited(limits, options.stream)
-    return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
-
-
-def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Estimate:
-    return estimate_lomo(
+def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) -> Estimate:
+    """The estimate of one of our backends. Raises if `deepspeed.initialize` would refuse its JSON."""
+    found: Estimate = imported(entry.planner)(
         model,
         _limited(limits, options.stream),
-        backend=backend,
-        params=parse(entry_of(backend).params, options.params, at="optimizer.params").model_dump(exclude_unset=True),
-        stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
+        stream=options.stream if options.is_only else _without(options.stream, entry.unread_stream_keys),
+        params=parse(entry.params, options.params, at="optimizer.params"),
         offload=options.offload,
         checkpointing=options.checkpointing,
     )
-
-
-def _lsp(model: Model, limits: Limits, options: Options) -> Estimate:
-    return estimate_lsp(
-        model,
-        _limited(limits, options.stream),
-        stream=options.stream if options.is_only else _without(options.stream, _OF_ZO),
-        params=parse(LSPParams, options.params, at="optimizer.params"),
-        offload=options.offload,
-        checkpointing=options.checkpointing,
-    )
+    resolve(dict(found.config), world_size=1)
+    return found
 
 
 def _limited(limits: Limits, stream: StreamConfig) -> Limits:
@@ -87,11 +66,7 @@ def _stock(estimate: Callable[..., Estimate], model: Model, limits: Limits, opti
     return estimate(model, limits, checkpointing=options.checkpointing, **fixed)
 
 
-CONTENDERS: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
-    "zo": _zo,
-    "lomo": partial(_lomo, backend="lomo"),
-    "adalomo": partial(_lomo, backend="adalomo"),
-    "lsp": _lsp,
+_STOCK: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
     "zero-offload": partial(_stock, estimate_zero_offload),
     "zero-3": partial(_stock, estimate_zero3, offload_param=True),
     "zero-3-gpu-params": partial(_stock, estimate_zero3, offload_param=False),
@@ -101,7 +76,13 @@ CONTENDERS: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
     "lora": partial(_stock, estimate_low_rank, method="lora"),
     "galore": partial(_stock, estimate_low_rank, method="galore"),
 }
-"""The estimate of each backend and of each method that it is compared with, in the order of the table's rows."""
+"""The estimates of methods that our backends are compared with."""
+
+
+def contenders() -> dict[str, Callable[[Model, Limits, Options], Estimate]]:
+    """The estimate of each backend and of each method that it is compared with, in the order of the table's rows."""
+    own = {entry.name: partial(_own, entry) for entry in entries() if entry.planner is not None}
+    return {**own, **_STOCK}
 
 
 @dataclass(frozen=True)
@@ -165,21 +146,21 @@ def plan(
     Memory is in GB of 10**9 bytes; None means unlimited. `stream` is the `ds_zo.stream` section. `params` are the
     `optimizer.params` of the one backend that `backends` names. `offload` None: blocks stream where the device is too
     small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing."""
-    chosen = list(dict.fromkeys(backends or CONTENDERS))
-    unknown = [name for name in chosen if name not in CONTENDERS]
+    known = contenders()
+    chosen = list(dict.fromkeys(backends or known))
+    own = [name for name in known if name not in _STOCK]
+    unknown = [name for name in chosen if name not in known]
     if unknown and unknown[0] in backend_names():
         raise ValueError(
             f"the planner has no estimate for a backend registered from outside ds_zo, got {unknown[0]!r}; it plans "
-            f"{', '.join(CONTENDERS)} (--backend)"
+            f"{', '.join(known)} (--backend)"
         )
     if unknown:
-        raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(CONTENDERS)} (--backend)")
+        raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(known)} (--backend)")
     if params and len(chosen) != 1:
         raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
-    if params and chosen[0] not in BACKENDS:
-        raise ValueError(
-            f"params are planned for {', '.join(BACKENDS)}, got some of {chosen[0]}: leave them out (--params)"
-        )
+    if params and chosen[0] not in own:
+        raise ValueError(f"params are planned for {', '.join(own)}, got some of {chosen[0]}: leave them out (--params)")
     for option, value in (("--device-memory-gb", device_memory_gb), ("--host-memory-gb", host_memory_gb)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"memory must be > 0 GB, or left out for any amount, got {value:g} ({option})")
@@ -191,9 +172,10 @@ def plan(
     options = Options(section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1)
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
-    left_out = {"lsp": _NO_FP16} if model.dtype == "fp16" and "lsp" in chosen else {}
+    refusing = [name for name in chosen if name in own and entry_of(name).refuses_fp16]
+    left_out = dict.fromkeys(refusing, _NO_FP16) if model.dtype == "fp16" else {}
     if left_out and backends:
-        raise ValueError(f"lsp can't train in fp16: {_NO_FP16}")
+        raise ValueError(f"{refusing[0]} can't train in fp16: {_NO_FP16}")
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
     return Plan(
         model=model.name,
@@ -205,17 +187,9 @@ def plan(
         dtype=model.dtype,
         limits=limits,
         rates=model.rates,
-        estimates=tuple(_estimate(name, model, limits, options) for name in chosen if name not in left_out),
+        estimates=tuple(known[name](model, limits, options) for name in chosen if name not in left_out),
         left_out=left_out,
     )
-
-
-def _estimate(name: str, model: Model, limits: Limits, options: Options) -> Estimate:
-    """The estimate of one method. Raises if `deepspeed.initialize` would refuse the JSON of a backend."""
-    found = CONTENDERS[name](model, limits, options)
-    if name in BACKENDS:
-        resolve(dict(found.config), world_size=1)
-    return found
 
 
 def _without(stream: StreamConfig, keys: Collection[str]) -> StreamConfig:

@@ -18,16 +18,6 @@ from ds_zo.planner.rates import Rates
 from ds_zo.planner.table import grid
 from ds_zo.streaming.budget import fits
 
-SHARED_STORES = {
-    "zo": frozenset({"weights", "low_plane"}),
-    "lomo": frozenset({"weights"}),
-    "adalomo": frozenset({"weights"}),
-}
-"""For each backend, the parts of host memory that the ranks of a machine share under `zero_optimization.stage: 3`."""
-
-_GATHERING = frozenset({"zero-3-gpu-params"})
-"""Methods of DeepSpeed that keep a piece of the weights on each GPU."""
-
 
 @dataclass(frozen=True)
 class Scaled:
@@ -76,11 +66,11 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
     reduce_s = _reduce_s(e.reduced_nbytes, plan.rates, gpus=gpus, nodes=nodes)
     step_s = e.step_s - e.divided_s * (1 - 1 / nodes) + reduce_s
     tokens = ranks * plan.batch * plan.seq
-    at_stage_3 = replace(e, sharded=e.sharded | SHARED_STORES.get(e.contender, frozenset()))
+    at_stage_3 = replace(e, sharded=e.sharded | e.shared)
     host_nbytes = _host_nbytes(e, gpus=gpus, ranks=ranks)
     sharded_host_nbytes = _host_nbytes(at_stage_3, gpus=gpus, ranks=ranks)
     sharded_device_nbytes = _sharded_device_nbytes(plan, e, ranks=ranks)
-    stores = 1 if e.contender in SHARED_STORES else gpus
+    stores = 1 if e.shared else gpus
     ways = (
         (e.device_nbytes, host_nbytes + gpus * e.filling_nbytes),
         (
@@ -104,12 +94,8 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         efficiency=e.step_s / step_s,
-        fits="no: streams on one rank only" if ranks > 1 and _is_of_one_rank(e) else _fits(e.limits, *ways),
+        fits="no: streams on one rank only" if ranks > 1 and e.streams_on_one_rank else _fits(e.limits, *ways),
     )
-
-
-def _is_of_one_rank(e: Estimate) -> bool:
-    return e.contender == "lsp" and "offload_param" in e.config["zero_optimization"]
 
 
 def _fits(limits: Limits, *ways: tuple[int, int]) -> str:
@@ -131,7 +117,7 @@ def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
     for part, nbytes in e.host.items():
         if part not in e.sharded:
             total += gpus * nbytes
-        elif part in SHARED_STORES.get(e.contender, frozenset()):
+        elif part in e.shared:
             total += nbytes
         else:
             total += gpus * nbytes // ranks
@@ -144,7 +130,7 @@ def _sharded_device_nbytes(plan: Plan, e: Estimate, *, ranks: int) -> int:
     rest = e.device_nbytes - e.device.get("weights", 0) - e.device.get("slots", 0)
     if e.shards is not None:
         return rest + e.shards.device_nbytes(ranks=ranks)
-    if e.contender not in _GATHERING:
+    if not e.gathers_weights:
         return e.device_nbytes
     weights = plan.num_parameters * DTYPES[plan.dtype].itemsize
     return rest + weights // ranks + 2 * weights // max(1, plan.num_blocks)

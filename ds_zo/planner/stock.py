@@ -202,6 +202,7 @@ def estimate_zero3(
     kept = sum(map(_pinned, one_by_one)) if offload_param and not native_pins else 0
     return Estimate(
         contender="zero-3" if offload_param else "zero-3-gpu-params",
+        gathers_weights=not offload_param,
         setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned",
         device=parts(
             weights=there,

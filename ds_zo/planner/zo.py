@@ -58,8 +58,10 @@ def estimate_zo(
     stream: StreamConfig | None = None,
     params: ZOParams | None = None,
     offload: bool | None = None,
+    checkpointing: bool = True,
 ) -> Estimate:
-    """Estimates ZO. `offload` None: blocks stream only where the whole model does not fit the device."""
+    """Estimates ZO. `offload` None: blocks stream only where the whole model does not fit the device. `checkpointing`
+    changes nothing: ZO keeps no activations."""
     stream, params = stream or StreamConfig(), params or ZOParams()
     if offload is None:
         whole = _estimate(model, limits, stream, params, offload=False)
@@ -144,6 +146,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
             workspace=WORKSPACE_NBYTES + _table_nbytes(placement),
         ),
         host=parts(weights=store, low_plane=low_store, process=PROCESS_NBYTES),
+        shared=frozenset({"weights", "low_plane"}),
         filling_nbytes=whole_store - store - low_store if offload and stream.resident_blocks is None else 0,
         step_s=step_s,
         up_nbytes=int(up_nbytes),

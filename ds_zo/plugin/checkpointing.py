@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 
-from ds_zo.backends import Backend
+from ds_zo.backends.common.weight_access import WeightAccess
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
 from ds_zo.checkpoint.errors import reading_content
@@ -42,7 +42,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     """The part of `PluginEngine` that saves and loads."""
 
     resolved: Resolved
-    backend: Backend
+    backend: WeightAccess
     _background: BackgroundWriter
 
     # Saving

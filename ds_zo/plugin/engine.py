@@ -54,7 +54,7 @@ from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show, show_details
 from ds_zo.plugin.checkpointing import CheckpointingEngine
-from ds_zo.plugin.gathered_parameters import Zero3Attributes
+from ds_zo.plugin.gathered_parameters import Zero3Attributes, refuse_to_train_inside
 from ds_zo.plugin.rank_check import wait_for_all_ranks
 from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
 from ds_zo.plugin.throughput import EventTimer
@@ -303,8 +303,8 @@ class PluginEngine(CheckpointingEngine):
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, *args: Any, **kwargs: Any
     ) -> Any:
-        """Gives ranks that evaluate directions on one batch (ZO's `direction_parallel`) the same samples."""
-        num_sharing = getattr(self.resolved.optimizer, "direction_parallel", 1)
+        """Gives ranks that train on one batch (ZO's `direction_parallel`) the same samples."""
+        num_sharing = self.resolved.optimizer.ranks_per_batch
         if num_sharing > 1 and route == ROUTE_TRAIN and self.is_map_style_dataset(dataset) and len(args) < 2:
             num_replicas = max(1, self.dp_world_size // num_sharing)
             sampler: Any = DistributedSampler(dataset, num_replicas=num_replicas, rank=self.global_rank // num_sharing)
@@ -317,7 +317,7 @@ class PluginEngine(CheckpointingEngine):
         interrupts.release()
         if self.module.training and torch.is_grad_enabled():
             self._check_trains("a training forward")
-            self._check_live()
+            self._check_can_train()
         if self.monitor.enabled and self._window_began is None and self.module.training:
             self._window_began = time.perf_counter()
         replaced = self._forward_prologue(inputs, kwargs)
@@ -356,7 +356,8 @@ class PluginEngine(CheckpointingEngine):
                 "engine.eval() first (optimizer)"
             )
 
-    def _check_live(self) -> None:
+    def _check_can_train(self) -> None:
+        refuse_to_train_inside(self.module)
         if self not in _live_engines:
             raise RuntimeError(
                 "a destroyed engine cannot train, got one that was destroyed by engine.destroy(), by Accelerator's "
@@ -366,7 +367,7 @@ class PluginEngine(CheckpointingEngine):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         self._check_trains("engine.backward")
-        self._check_live()
+        self._check_can_train()
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(

@@ -3,20 +3,27 @@
 DeepSpeed's own context ignores such parameters. Between steps a parameter may show the weights of an earlier step, or a
 placeholder. Inside the context it shows its whole current weights. If the context has a `modifier_rank`, the values
 that this rank wrote are stored when the context ends.
+
+[Note: forwards inside] A forward materialises the stored weights, so it would not use values that a user has written to
+a copy. It is refused in a context with a `modifier_rank`, and after a change in another one. Training inside is refused
+too: the end of the context would overwrite an update of the stored weights.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_zo.backends.common.module_state import ModuleState
+from ds_zo.backends.common.plain_copies import Hook
 
 
 @functools.cache
@@ -48,28 +55,37 @@ class EngineParameters(GatheredParameters):
     """Parameters that show copies inside the context, with the state of their engine."""
     _ds_zo_own: set[int]
     """Ids of the parameters that this context made copies for; an enclosing context made the other copies."""
+    _ds_zo_handles: list[RemovableHandle]
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
         states = [(p, _state_of(p)) for p in self._ds_zo_listed]
         self._ds_zo_shown = [(p, state) for p, state in states if state is not None]
-        own: dict[ModuleState, list[nn.Parameter]] = {}
+        listed: dict[ModuleState, list[nn.Parameter]] = {}
         for parameter, state in self._ds_zo_shown:
-            if parameter not in state.gathered_copies:
-                own.setdefault(state, []).append(parameter)
-        for state, parameters in own.items():
-            state.gather(parameters)
-        self._ds_zo_own = {id(parameter) for parameters in own.values() for parameter in parameters}
+            listed.setdefault(state, []).append(parameter)
+        self._ds_zo_own = {id(p) for p, state in self._ds_zo_shown if not state.is_gathered(p)}
+        self._ds_zo_handles = []
+        is_written = self._ds_zo_modifier_rank is not None
+        for state, parameters in listed.items():
+            state.gather([p for p in parameters if id(p) in self._ds_zo_own])
+            for module, its in state.modules_that_materialise(parameters).items():
+                check = torch.compiler.disable(partial(_check_forward, state, its, is_written))
+                self._ds_zo_handles.append(module.register_forward_pre_hook(Hook(check), prepend=True))
+        _open_contexts.append(self)
         return entered
 
     def __exit__(self, *exception: Any) -> Any:
+        _open_contexts.remove(self)
+        for handle in self._ds_zo_handles:
+            handle.remove()
         keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
-        shown = [(p, state) for p, state in self._ds_zo_shown if p in state.gathered_copies]  # empty after destroy()
+        shown = [(p, state) for p, state in self._ds_zo_shown if _state_of(p) is state]  # empty after destroy()
         # All values are read before the first is stored: storing one binds its whole unit to its stored buffers.
-        values = [
-            state.gathered_copies.remove(p) if id(p) in self._ds_zo_own else state.gathered_copies.value_of(p)
-            for p, state in shown
-        ]
+        values = [state.gathered_value(p) for p, state in shown]
+        for p, state in shown:
+            if id(p) in self._ds_zo_own and state.is_gathered(p):
+                state.release(p)
         for (parameter, state), value in zip(shown, values, strict=True):
             if keeps:
                 if dist.is_initialized() and dist.get_world_size() > 1:
@@ -79,6 +95,27 @@ class EngineParameters(GatheredParameters):
             if id(parameter) in self._ds_zo_own:
                 state.bind_stored(parameter)
         return super().__exit__(*exception)
+
+
+_open_contexts: list[EngineParameters] = []
+"""Contexts that are entered and not left."""
+
+
+def refuse_to_train_inside(module: nn.Module) -> None:
+    """Raises inside a context that has a parameter of `module`. See [Note: forwards inside]."""
+    if not _open_contexts:
+        return
+    own = {id(p) for p in module.parameters()}
+    if any(id(p) in own for context in _open_contexts for p in context._ds_zo_listed):
+        raise RuntimeError(
+            "a model must not train inside deepspeed.zero.GatheredParameters, where its parameters show copies, got a "
+            "training forward or backward there: leave it first; a forward under torch.no_grad() works there"
+        )
+
+
+def _check_forward(state: ModuleState, parameters: list[nn.Parameter], is_written: bool, *hooked: Any) -> None:
+    """Hook before the forward of a module. `hooked`: the arguments of torch's hook."""
+    state.check_forward(parameters, is_written=is_written)
 
 
 class Zero3Attributes:

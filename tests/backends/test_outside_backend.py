@@ -7,6 +7,7 @@ It shows what adding a backend takes: its class, its parameters' class where it 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import ds_zo
 from ds_zo.backends import Backend, StepOutcome, backend_class
 from ds_zo.config import BACKENDS, ConfigError, OptimizerParams, backend_of, registry, resolve
 from ds_zo.config.docs import key_tables
-from ds_zo.planner import plan
+from ds_zo.planner import Estimate, Limits, Model, plan
 from ds_zo.plugin.engine import PluginEngine
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -253,9 +254,34 @@ def test_settings_that_it_cannot_serve_are_refused_or_reported(caplog: pytest.Lo
     assert "gradient_clipping 1 does not change PlainSGD" in caplog.text
 
 
-def test_the_planner_says_that_it_has_no_estimate() -> None:
+def estimate_sgd(model: Model, limits: Limits, *, params: OptimizerParams, **options: Any) -> Estimate:
+    assert set(options) == {"stream", "offload", "checkpointing"}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Planned", "params": {"lr": params.lr}}}
+    device = {"weights": model.weights_nbytes}
+    return Estimate("planned", "plain", device=device, host={}, step_s=1.0, config=config, limits=limits)
+
+
+def test_the_planner_uses_the_estimate_of_its_entry_and_says_if_there_is_none() -> None:
     with pytest.raises(ValueError, match="no estimate for a backend registered from outside ds_zo, got 'plainsgd'"):
         plan("random:opt-125m", backends=["plainsgd"])
+    ds_zo.register_backend("Planned", PlainSGD, planner=f"{__name__}:estimate_sgd", refuses_fp16=True)
+    found = plan("random:opt-125m", backends=["planned"], params={"lr": 0.5}, stream={"master": "wire"})
+    assert found["planned"].device_nbytes > 2e8 and found["planned"].config["optimizer"]["params"] == {"lr": 0.5}
+    with pytest.raises(ValueError, match="planned can't train in fp16"):
+        plan("random:opt-125m", backends=["planned"], dtype="fp16")
+    with pytest.raises(ConfigError, match="Planned does not scale losses"):
+        resolve(config(kind="planned", fp16={"enabled": True}))
+
+
+def test_config_planner_and_plugin_ask_for_capabilities_and_not_for_names() -> None:
+    """A backend is one folder and one entry: no other code compares its name or the class of its parameters."""
+    asks = re.compile(
+        r"(backend|name|contender) (==|!=|in) [(\[{]?\"(zo|lomo|adalomo|lsp)|"
+        r"(isinstance|issubclass)\(.*(ZO|LOMO|LSP)(Params|Backend)|params is \w+Params"
+    )
+    package = Path(ds_zo.__file__).parent
+    files = [path for folder in ("config", "planner", "plugin", "commands") for path in (package / folder).glob("*.py")]
+    assert files and not [path.name for path in files if asks.search(path.read_text())]
 
 
 # What may be registered.

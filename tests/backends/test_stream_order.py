@@ -281,7 +281,6 @@ OFFLOADED = {"stage": 0, "offload_param": {"device": "cpu"}, "offload_optimizer"
 LSP: dict[str, dict[str, Any]] = {
     "projected": {"clipping": 1.0},
     "whole": {"params": {"projector": "none"}},
-    "int8": {"params": {"payload_dtype": "int8"}},
     "at once": {"params": {"schedule": "sync"}},
     "streamed": {"zero_optimization": OFFLOADED, "params": {"projector": "none"}},
     "a slot a block": {"zero_optimization": OFFLOADED, "ds_zo": {"stream": {"device_slots": 3}}},

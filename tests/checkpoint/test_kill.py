@@ -40,7 +40,7 @@ random.seed(int(sys.argv[4]))
 CASES = [("fp32", {}), ("bf16 split", {"asynchronous": True}), ("bf16 wire", {"trajectory": True, "keep_last": 2}),
          ("fp8 split", {"trajectory": True, "asynchronous": True, "keep_last": 1}),
          ("LOMO, bf16, streamed", {"asynchronous": True}), ("AdaLOMO, bf16, streamed", {"keep_last": 2}),
-         ("LSP, int8, refits, window", {"asynchronous": True, "keep_last": 1})]
+         ("LSP, refits, window", {"asynchronous": True, "keep_last": 1})]
 
 class Run:
     # One case's engine, and how a step of it is made and looked at, whatever its backend.

@@ -30,8 +30,8 @@ def results() -> Results:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_are_one_of_the_global_batch(name: str, results: Results) -> None:
-    """To 1e-6; int8 rounds other numbers where sums are in another order, and so do fits that end on other bits."""
-    atol = 1e-6 if "learned" not in name and name != "int8" else 5e-5
+    """To 1e-6; fits that end on other bits differ by more."""
+    atol = 1e-6 if "learned" not in name else 5e-5
     alone = results[1][0][name]
     for num_ranks in (2, 4) if name in ON_FOUR else (2,):
         first, *others = (mine[name] for mine in results[num_ranks])
@@ -50,14 +50,10 @@ def test_bytes_on_the_wire_are_those_of_the_subspace(results: Results) -> None:
     vectors = 16 * (2 * num_blocks + 1)
     flags = num_matrices + 2 * num_blocks + 1
     averaged = 4 * (d * d * num_matrices + vectors + flags)
-    block = 256  # of int8: filled up, with a scale each
-    averaged_int8 = averaged + 4 * (block - d * d) * num_matrices
-    sent_int8 = sum(-(-(block + 4) * of_group // 16) * 16 for of_group in (7, 7, 1, 1))
     for num_ranks in (2, 4):
         for mine in results[num_ranks]:
             assert mine["random"]["bytes"] == averaged
             assert mine["owned"]["bytes"] == averaged + 4 * (d * d + 1) * num_matrices
-            assert mine["int8"]["bytes"] == averaged_int8 + sent_int8 + 4 * num_matrices
             assert mine["on the device"]["bytes"] == averaged
 
 

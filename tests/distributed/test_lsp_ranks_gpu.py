@@ -17,7 +17,7 @@ NUM_STEPS = 12
 CASES: dict[str, dict[str, Any]] = {
     "all step": {"stage": 0},
     "owned": {"stage": 2},
-    "owned, int8, clipped": {"stage": 2, "clipping": 0.1, "params": {"payload_dtype": "int8"}},
+    "owned, clipped": {"stage": 2, "clipping": 0.1},
     "owned, whole": {"stage": 1, "params": {"projector": "none"}},
     "owned, learned": {"stage": 1, "params": {"projector": "learned", "check_interval": 4, "fit_steps": 5}},
     "clipped together": {"stage": 2, "clipping": 0.1, "params": {"clip_scope": "global"}},

@@ -33,8 +33,8 @@ JSONS: dict[str, dict[str, Any]] = {
     "LOMO, bf16, streamed": _lomo(make=streamed, **BF16),
     "AdaLOMO, bf16, kahan, window": _lomo("AdaLOMO", **SEQUENTIAL, **BF16, ds_zo={"rounding": "kahan"}),
     "AdaLOMO, bf16, streamed": _lomo("AdaLOMO", make=streamed, **BF16),
-    "LSP, int8, refits, window": lsp_json(
-        params={**LEARNED, "check_interval": 1, "calibration_batches": 3, "payload_dtype": "int8"},
+    "LSP, refits, window": lsp_json(
+        params={**LEARNED, "check_interval": 1, "calibration_batches": 3},
         clipping=0.1,
         scheduler=SCHEDULE,
         **WINDOW,

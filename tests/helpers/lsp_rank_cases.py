@@ -31,13 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped together": {"stage": 2, "clipping": 0.1, "params": {"clip_scope": "global"}},
     "synchronous": {"stage": 2, "params": {"schedule": "sync"}},
     "poisoned": {"stage": 2},
-    "two losses": {"stage": 2},
-    "two losses, whole": {"params": {"projector": "none"}},
+    "two losses": {"stage": 2, "params": {"schedule": "sync"}},
     "forgotten": {"stage": 2},
     "bare": {"stage": 2},
-    "int8": {"stage": 2, "params": {"payload_dtype": "int8"}},
 }
-ON_FOUR = ("random", "owned", "on the device", "int8")
+ON_FOUR = ("random", "owned", "on the device")
 """What more ranks than two could change."""
 
 
@@ -72,7 +70,7 @@ def compare(rank: int) -> dict[str, Any]:
             if name == "poisoned" and step == 1 and rank == world_size - 1:
                 loss = loss * float("nan")
             loss.backward() if name == "bare" else engine.backward(loss)
-            if name.startswith("two losses"):
+            if name == "two losses":
                 engine.backward(engine(**batch_of(rank, step + 50, world_size)).loss)
             if name == "forgotten" and step == 1:
                 engine.zero_grad()
@@ -164,7 +162,7 @@ def death(rank: int, folder: Path) -> Any:
     return weights, "went on", 0.0
 
 
-CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "payload_dtype": "int8", "clip_scope": "global"}}
+CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "clip_scope": "global"}}
 MOMENTS = {"owned int8 learned": (3, 7, 11), "owned whole": (2, 4, 6)}
 """Steps: after the first one rank saves, after the second the four ranks that went on from there, and the last ends the
 run. Norms that ranks add up in different orders show in the long run, which clips by the norm."""

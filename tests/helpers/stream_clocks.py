@@ -265,8 +265,6 @@ def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[
             yield "upload buffer", upload_buffer.buffer, True
         for group in groups.on_host:
             yield f"sums of {group.name}", group._sums_device.view(torch.uint8), True
-            if group.payload_device.data_ptr() != group._sums_device.data_ptr():
-                yield f"payload of {group.name}", group.payload_device, True
             on_host = {
                 "gradients": group.gradients_host,
                 "directions": group.directions_host,

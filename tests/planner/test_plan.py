@@ -17,7 +17,7 @@ from planned_models import planned
 from ds_zo import planner
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import CONTENDERS, Limits, Plan, Rates, load_rates, plan, pricing, render, scale
+from ds_zo.planner import Limits, Plan, Rates, contenders, load_rates, plan, pricing, render, scale
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import lsp_step_s
 from ds_zo.planner.stock import FullBucket, full_buckets, zero_step_s
@@ -33,7 +33,7 @@ def tiny_plan() -> Plan:
 
 
 def test_every_contender_is_there_and_its_parts_add_up(tiny_plan: Plan) -> None:
-    assert [e.contender for e in tiny_plan.estimates] == list(CONTENDERS)
+    assert [e.contender for e in tiny_plan.estimates] == list(contenders())
     for estimate in tiny_plan.estimates:
         shown = json.loads(json.dumps(estimate.to_json()))
         assert shown["device_nbytes"] == sum(shown["device"].values()) > 0

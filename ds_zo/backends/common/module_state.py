@@ -21,7 +21,6 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_zo.backends.common.gathered_copies import GatheredCopies
 from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.streaming.intercepted import intercept, plain_class, stop_intercepting
 from ds_zo.streaming.units import PlacedParameter, Unit
@@ -47,7 +46,8 @@ class ModuleState(ABC):
         yet."""
         self._staged: list[nn.Parameter] = []
         """Parameters that point at temporary memory while `load_state_dict` writes to them."""
-        self.gathered_copies = GatheredCopies()
+        self._marks_of_copies: dict[int, tuple[int, int]] = {}
+        """Version and address of each gathered copy when it was made or last stored, by the parameter's id."""
         self._has_warned_of_copies = False
         self._handles = []
         for m in module.modules():
@@ -181,7 +181,7 @@ class ModuleState(ABC):
 
     def close(self) -> None:
         """Removes all hooks and attributes from the module and its parameters."""
-        self.gathered_copies.close(rebind=self.owns_module() and not sys.is_finalizing())
+        self.release_all(rebind=self.owns_module() and not sys.is_finalizing())
         if self.owns_module():
             self.stop_intercepting()
         self._units = []
@@ -200,7 +200,7 @@ class ModuleState(ABC):
     def _put_current_weights(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Hook after a module's `state_dict`: puts the weights of the current step in it."""
         for name, p in module._parameters.items():
-            if p is None or id(p) not in self._placement_of or p in self.gathered_copies:
+            if p is None or id(p) not in self._placement_of or self.is_gathered(p):
                 continue
             if prefix + name in state_dict:
                 state_dict[prefix + name] = self._read_into(state_dict, p)
@@ -244,26 +244,66 @@ class ModuleState(ABC):
         for p, value in values:
             self.store(p, value)
 
+    # Copies that parameters show inside DeepSpeed's `GatheredParameters`
+
     def gather(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Points parameters at copies of the current weights, until `gathered_copies.remove` and `bind_stored`.
-        DeepSpeed's `GatheredParameters` calls it on entry."""
-        owners: dict[int, list[nn.Module]] = {id(p): [] for p in parameters}
-        for m in self._module.modules():
-            for p in m._parameters.values():
-                if id(p) in owners:
-                    owners[id(p)].append(m)
-        # All reads come first, because a read may raise.
-        values = [self.read(p).clone() for p in parameters]
+        """Points parameters at copies of the current weights, until `release` and `bind_stored`."""
+        values = [self.read(p).clone() for p in parameters]  # first, because a read may raise
         for p, value in zip(parameters, values, strict=True):
-            unit = self._placement_of[id(p)][0] if id(p) in self._placement_of else None
-            checked_modules: list[nn.Module] = []
-            if unit is not None and self._is_materialised_in_forward(unit):
-                # A block is materialised as a whole, another unit by each module that owns one of its parameters.
-                checked_modules = [
-                    unit.module,
-                    *(m for m in owners[id(p)] if m is not unit.module and not unit.is_block),
-                ]
-            self.gathered_copies.add(p, value, unit=unit, checked_modules=checked_modules)
+            self._placement_of[id(p)][0].show_gathered_copy(p, value)
+            self._mark_unchanged(p)
+
+    def is_gathered(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._marks_of_copies
+
+    def gathered_value(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The parameter's copy, also while a forward has bound the parameter elsewhere."""
+        return self._placement_of[id(parameter)][0].gathered_copy(parameter)
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Drops the parameter's copy. The caller binds the parameter to its storage afterwards."""
+        del self._marks_of_copies[id(parameter)]
+        self._placement_of[id(parameter)][0].drop_gathered_copy(parameter)
+
+    def release_all(self, *, rebind: bool) -> None:
+        """Called where an engine is closed inside the context: drops all copies without storing them. `rebind`: the
+        parameters are bound to their storage."""
+        for unit, placed in self._placement_of.values() if self._marks_of_copies else ():
+            if self.is_gathered(placed.parameter):
+                self.release(placed.parameter)
+                if rebind:
+                    unit.bind_stored()
+
+    def _mark_unchanged(self, parameter: nn.Parameter) -> None:
+        self._marks_of_copies[id(parameter)] = parameter._version, self.gathered_value(parameter).data_ptr()
+
+    def modules_that_materialise(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
+        """The modules whose forwards use the stored weights of gathered parameters and not the copies, with these
+        parameters."""
+        units = {id(p): self._placement_of[id(p)][0] for p in parameters if self.is_gathered(p)}
+        units = {key: unit for key, unit in units.items() if self._is_materialised_in_forward(unit)}
+        found: dict[nn.Module, list[nn.Parameter]] = {}
+        for m in self._module.modules() if units else ():
+            # A block is materialised as a whole, another unit also by each module that owns one of its parameters.
+            its = [p for p in parameters if id(p) in units and units[id(p)].module is m]
+            own = [p for p in m._parameters.values() if p is not None and id(p) in units]
+            its += [p for p in own if units[id(p)].module is not m and not units[id(p)].is_block]
+            if its:
+                found[m] = its
+        return found
+
+    def check_forward(self, parameters: Sequence[nn.Parameter], *, is_written: bool) -> None:
+        """Refuses a forward that would use the stored weights of gathered parameters, if `is_written` or if a copy was
+        changed. A write through `.data` leaves no trace."""
+        for p in parameters:
+            if not self.is_gathered(p) or self._placement_of[id(p)][0].is_materialised:
+                continue
+            if is_written or self._marks_of_copies[id(p)] != (p._version, self.gathered_value(p).data_ptr()):
+                raise RuntimeError(
+                    "a forward uses the stored weights, so it must not run inside deepspeed.zero.GatheredParameters "
+                    "with a modifier_rank, nor after a change of a gathered weight, got one that uses "
+                    f"{self._placement_of[id(p)][1].name}: leave it first"
+                )
 
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
         """Whether a forward of the unit's module binds its parameters to memory other than the storage."""
@@ -277,7 +317,7 @@ class ModuleState(ABC):
         """The parameter's `__deepcopy__`: a plain parameter with the current weights, on the device that the parameter
         reports, without references to the engine."""
         device = parameter.device
-        if parameter in self.gathered_copies:
+        if self.is_gathered(parameter):
             value = parameter.detach().clone()
         else:
             value = self.read(parameter).to(device, copy=True)
@@ -287,5 +327,8 @@ class ModuleState(ABC):
     def store(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Stores a weight. If the parameter points at a gathered copy, the copy is updated too."""
         self.write(parameter, value)
-        if parameter in self.gathered_copies:
-            self.gathered_copies.update(parameter, value)
+        if self.is_gathered(parameter):
+            copy = self.gathered_value(parameter)
+            if copy.data_ptr() != value.data_ptr():
+                copy.copy_(value.detach())
+            self._mark_unchanged(parameter)

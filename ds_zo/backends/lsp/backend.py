@@ -357,6 +357,9 @@ class LSPBackend(Backend):
         }
         self.apply_pending_updates()  # of the layers that the forward pass did not use
         self._clear_sums_after_zero_grad()
+        started = next((group.name for group in self._host_groups if group.phase is GroupPhase.UPDATING), None)
+        if started is not None:
+            raise _after_start(started)
         self._param_group_index.follow(self.param_groups)
         self._calibration.begin_backward(self._num_steps, [matrix for matrix in self._matrices if self._trains(matrix)])
         for group in self._host_groups:
@@ -365,7 +368,10 @@ class LSPBackend(Backend):
         self._in_last_backward = self.is_last_micro_batch
         self._queue.last_first = False
         if self._backward_order is not None:
-            self._begin_backward_order(self._backward_order)
+            self._backward_order.begin(self._trains)
+            self._calibrates_on_averages = any(
+                self._calibration.wants_gradient(matrix) for matrix in self._matrices if self._trains(matrix)
+            )
         self._backward_timer.begin()
         streamed = self._streamed
         try:
@@ -398,10 +404,11 @@ class LSPBackend(Backend):
         if self._updated_at_backward and id(group) in self._updated_at_backward:
             p.grad = None
             raise _used_before_update(matrix.name)
-        if group is not None and group.phase is not GroupPhase.SUMMING:
-            self._on_gradient_after_start(group, matrix)
-            grad = p.grad
-            assert grad is not None
+        if group is not None and group.phase is GroupPhase.UPDATING:
+            p.grad = None
+            raise _after_start(matrix.name)
+        if group is not None:
+            group.apply_pending_update()
         if grad.is_sparse:
             grad = p.grad = grad.to_dense()
         if matrix.subspace is None:
@@ -460,33 +467,6 @@ class LSPBackend(Backend):
         compress_matrices([matrix])
         self._calibration.fit_or_test(matrix, grad)
 
-    def _on_gradient_after_start(self, group: HostGroup, matrix: MatrixState) -> None:
-        """Handles a gradient that comes after its group's host update has started ([Note: undone updates])."""
-        if group.phase is GroupPhase.UPDATE_PENDING:
-            group.apply_pending_update()
-            return
-        if self.ranks is not None:
-            raise RuntimeError(
-                f"all gradients of a layer must come before ranks average them, got one of {matrix.name} afterwards, "
-                "as reentrant checkpointing of a shared weight makes them: use_reentrant=False, or set "
-                '"schedule": "sync" (optimizer.params.schedule)'
-            )
-        p = matrix.parameter
-        arrived, p.grad = p.grad, None
-        assert arrived is not None
-        group.undo_update()
-        restored: torch.Tensor | None = p.grad
-        p.grad = arrived if restored is None else restored.add_(arrived)
-        self._stop_starting_early(matrix.name)
-
-    def _stop_starting_early(self, name: str) -> None:
-        if self._starts_early:
-            self._starts_early = False
-            logger.warning(
-                f"ds_zo: a gradient of {name} came after its layer's update had started (several backward passes a "
-                "step, or reentrant checkpointing of a shared weight): from now on, updates start in step()"
-            )
-
     def _start_early(self, group: HostGroup) -> None:
         """Starts a group's host update inside the backward pass."""
         self._queue.last_first = self._host_groups.index(group) <= self._backward_timer.transition(self._host_groups)
@@ -499,15 +479,6 @@ class LSPBackend(Backend):
             group.start()
 
     # Several ranks: [Note: one order of collectives]
-
-    def _begin_backward_order(self, order: BackwardOrder) -> None:
-        if any(group.phase is GroupPhase.UPDATING for group in self._host_groups):
-            self._groups.undo_updates()  # on every rank, also for layers that its batch does not use
-            self._stop_starting_early(self._host_groups[-1].name)
-        order.begin(self._trains)
-        self._calibrates_on_averages = any(
-            self._calibration.wants_gradient(matrix) for matrix in self._matrices if self._trains(matrix)
-        )
 
     @torch.no_grad()
     def _finish_layer(self, index: int) -> None:
@@ -637,9 +608,9 @@ class LSPBackend(Backend):
 
     def _adopt_candidates(self) -> None:
         self.apply_pending_updates()  # pending directions belong to the present projectors
-        for matrix, moments, feedbacks in self._groups.matrices_and_moments():
+        for matrix, moments in self._groups.matrices_and_moments():
             if matrix.candidate is not None and matrix.candidate.gain is not None:
-                adopt(matrix, moments, list(feedbacks.values()))
+                adopt(matrix, moments, [])
         self._held_gradients.launch_cache.clear()
 
     def zero_grad(self) -> None:
@@ -783,6 +754,16 @@ def _check_dtypes(module: nn.Module) -> None:
                 "model.float()",
                 at="bf16.enabled",
             )
+
+
+def _after_start(name: str) -> RuntimeError:
+    """The error for a gradient that comes after its layer's update has started."""
+    return RuntimeError(
+        "under the layer-wise schedule a step takes one engine.backward(), in which Adam starts layer by layer, got "
+        f"another gradient of {name}: add up the losses of a step and call engine.backward() once; if the first "
+        "backward failed, call engine.zero_grad() first; for reentrant checkpointing of a shared weight set "
+        'use_reentrant=False; or set "schedule": "sync" (optimizer.params.schedule)'
+    )
 
 
 def _used_before_update(names: str) -> ValueError:

@@ -11,7 +11,6 @@ import torch
 
 from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, HostScratch, TransferStreams
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
-from ds_zo.backends.lsp.payload import ErrorFeedback
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedDeviceGroup, SharedHostGroup
@@ -29,9 +28,8 @@ More threads would finish sooner, but they spin between layers and disturb the t
 at d = 512 took 187 ms a step with 2 threads and 210 ms with 14."""
 _MIN_THREADS = 2
 
-MatrixAndMoments = tuple[MatrixState, Moments | None, dict[str, tuple[ErrorFeedback, int]]]
-"""A parameter, its moments, and by direction ("down", "up") the error feedback with the parameter's index in it.
-Moments are None, and the dict is empty, if another rank keeps them; the dict is also empty for Adam on the device."""
+MatrixAndMoments = tuple[MatrixState, Moments | None]
+"""A parameter and its moments; None if another rank keeps them."""
 
 
 class LSPGroups:
@@ -127,14 +125,10 @@ class LSPGroups:
         """All parameters with their moments, for checkpoints and for new projectors."""
         found: list[MatrixAndMoments] = []
         for group in self.on_host:
-            if not group.keeps_states:
-                found += [(matrix, None, {}) for matrix in group.matrices]
-                continue
-            for i, (matrix, moments) in enumerate(zip(group.matrices, group.moments, strict=True)):
-                found.append((matrix, moments, {"down": (group.feedback_down, i), "up": (group.feedback_up, i)}))
+            moments = group.moments if group.keeps_states else [None] * len(group.matrices)
+            found += zip(group.matrices, moments, strict=True)
         for device_group in self.on_device:
-            pairs = zip(device_group.matrices, device_group.moments, strict=True)
-            found += [(matrix, moments, {}) for matrix, moments in pairs]
+            found += zip(device_group.matrices, device_group.moments, strict=True)
         return found
 
     def footprint(self, matrices: Sequence[MatrixState]) -> dict[str, int]:
@@ -144,9 +138,7 @@ class LSPGroups:
         on_device += sum(matrix.total.nbytes for matrix in matrices if matrix.total is not None)
         on_device += sum(m.num_bytes for group in self.on_device for m in group.moments)
         on_device += 0 if self.streams is None else self.streams.num_bytes
-        on_device += sum(group.payload_bytes["device"] for group in self.on_host)
-        on_host = sum(group.payload_bytes["host"] for group in self.on_host)
-        on_host += self.store.nbytes + sum(m.num_bytes for group in self.on_host for m in group.moments)
+        on_host = self.store.nbytes + sum(m.num_bytes for group in self.on_host for m in group.moments)
         return {"device_bytes": on_device, "host_bytes": on_host}
 
 

@@ -9,14 +9,12 @@
 So weights never change inside a backward pass. The synchronous schedule does the same work without overlap and gives
 the same bits.
 
-[Note: undone updates] A host update that started inside a backward pass must be undone if a second backward or
-`zero_grad` comes before `step`. Adam's moments are then restored by subtracting the gradient's part, exactly but for
-rounding.
+[Note: undone updates] A host update that started inside a backward pass must be undone if `zero_grad` or a checkpoint
+comes before `step`. Adam's moments are then restored by subtracting the gradient's part, exactly but for rounding.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -24,7 +22,7 @@ import torch
 
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
-from ds_zo.backends.lsp.payload import ALIGNMENT, BufferLayout, ErrorFeedback, PayloadCodec, Span
+from ds_zo.backends.lsp.payload import BufferLayout
 from ds_zo.backends.lsp.products import LaunchCache, Rate, apply_directions_, apply_directions_cached_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
 from ds_zo.config import LSPParams
@@ -47,7 +45,6 @@ from ds_zo.streaming.units import Unit
 
 NUM_UPLOAD_BUFFERS = 3
 """Layers whose directions can be on the device ahead of their application."""
-_PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class GroupPhase(Enum):
@@ -98,7 +95,7 @@ class TransferStreams:
 
 
 class HostScratch:
-    """Float32 memory of the Adam thread for decoded gradients and for directions that are not yet encoded."""
+    """Float32 memory of the Adam thread for gradients and directions of whole parameters in another dtype."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -137,7 +134,7 @@ class HostGroup:
         num_extra: int = 0,
         keeps_states: bool = True,
     ) -> None:
-        """`num_extra`: float32 numbers that a subclass uses behind the sums and behind the payload.
+        """`num_extra`: float32 numbers that a subclass uses behind the sums.
         `keeps_states`: this rank keeps the moments and runs Adam."""
         self.name, self.is_block = group.name, group.is_block
         self.matrices = sorted(group.matrices, key=lambda matrix: matrix.subspace is None)
@@ -162,49 +159,28 @@ class HostGroup:
         self._num_projected = sum(matrix.subspace is not None for matrix in self.matrices)
         shapes = [matrix.shape for matrix in self.matrices]
         num_projected = self._num_projected
-        payload = _PAYLOADS[settings.payload_dtype]
-        self._is_lossy = payload is not torch.float32
-        float32 = [torch.float32] * num_projected
-        self._layout = BufferLayout(shapes[:num_projected], float32, alignment=PayloadCodec.alignment(payload))
+        self._layout = BufferLayout(shapes[:num_projected], [torch.float32] * num_projected)
         """The places of projected matrices in the flat float32 buffers of sums, moments and directions."""
-        self._codec = PayloadCodec(self._layout.end // 4, payload)
-        self._payload_bytes = -(-self._codec.num_bytes // ALIGNMENT) * ALIGNMENT
+        self._projected_bytes = self._layout.end
         whole = [_whole_payload_dtype(matrix.parameter) for matrix in self.matrices[num_projected:]]
-        self._whole_layout = BufferLayout(shapes[num_projected:], whole, start=self._payload_bytes)
-        self.payload_device = torch.zeros(self._payload_bytes + 4 * num_extra, dtype=torch.uint8, device=device)
-        """The bytes that are downloaded. In a float32 payload they are the sums themselves."""
-        sums = self.payload_device
-        if self._is_lossy:
-            sums = torch.zeros(self._layout.end + 4 * num_extra, dtype=torch.uint8, device=device)
-        self._sums_device = sums.view(torch.float32)
+        self._whole_layout = BufferLayout(shapes[num_projected:], whole, start=self._projected_bytes)
+        self._sums_device = torch.zeros(self._projected_bytes // 4 + num_extra, device=device)
         for i, matrix in enumerate(self.matrices[:num_projected]):
-            matrix.total = self._layout.view(i, sums)
+            matrix.total = self._matrix_in(i, self._sums_device)
         self.keeps_states = keeps_states
         self.gradients_host, self.directions_host = (
             store.take(self._whole_layout.end) if keeps_states else torch.empty(0, dtype=torch.uint8) for _ in range(2)
         )
         self.moments: list[Moments] = []
         if keeps_states:
-            self._flat = FlatMoments.zeros(self._codec.numel, num_projected, self._matrix_in)
+            self._flat = FlatMoments.zeros(self._projected_bytes // 4, num_projected, self._matrix_in)
             self.moments = [*self._flat.parts, *(Moments.zeros(shape, "cpu") for shape in shapes[num_projected:])]
         num_whole = len(shapes) - num_projected if keeps_states else 0
         self._whole_norms_host = store.take(4 * num_whole).view(torch.float32) if num_whole else torch.empty(0)
         """Norms of whole gradients. The device computes them, which saves a pass through host memory."""
-        self.feedback_down, self.feedback_up = (
-            ErrorFeedback(self._codec, self._layout, where) for where in (device, torch.device("cpu"))
-        )
         self._device = device
         self.download_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """Recorded before and after the last download; None: nothing was downloaded, or the device is a CPU."""
-
-    @property
-    def payload_bytes(self) -> dict[str, int]:
-        """Bytes that lossy payloads need besides the sums: payload and errors on the device, two errors on the host."""
-        errors = 4 * self._codec.numel if self._is_lossy else 0
-        return {
-            "device": errors + self.payload_device.nbytes if errors else 0,
-            "host": 2 * errors if self.keeps_states else 0,
-        }
 
     # Download
 
@@ -221,10 +197,8 @@ class HostGroup:
     def _download(self) -> torch.cuda.Event | None:
         """Starts the copies to the host. Returns the event that they end with; None: they have ended."""
         projected = [i for i in self._active if i < self._num_projected]
-        if self._is_lossy and projected:
-            self.feedback_down.encode(self._sums_device, self.payload_device, self._layout.spans(projected))
         copies = (
-            [(self.gradients_host[: self._payload_bytes], self.payload_device[: self._payload_bytes])]
+            [(self._flat_view(self.gradients_host), self._sums_device[: self._projected_bytes // 4])]
             if projected
             else []
         )
@@ -265,42 +239,18 @@ class HostGroup:
         active = self._active
         if not active:
             return torch.zeros(0)
-        projected = [i for i in active if i < self._num_projected]
-        flat_in, flat_out = self._flat_buffers(projected)
         if len(active) == self._num_projected == len(self.matrices):
-            norms = self._update_flat(flat_out, flat_in)
-        else:
-            norms = self._update_parts(flat_out, flat_in)
-        if self._is_lossy and projected and all(map(math.isfinite, norms.tolist())):
-            self.feedback_up.encode(flat_out, self.directions_host, self._layout.spans(projected))
-        return norms
+            return self._update_flat()
+        return self._update_parts()
 
-    def _flat_buffers(self, projected: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float32 gradients that Adam reads and the directions that it writes, of all projected matrices.
-
-        A float32 payload is used in place. A lossy one is decoded to scratch memory, and encoded from there."""
-        if not self._is_lossy:
-            return self._flat_view(self.gradients_host), self._flat_view(self.directions_host)
-        numel = (self._codec.numel,)
-        [down], [up] = (self._scratch.get(f"flat {side}", [numel]) for side in ("in", "out"))
-        self._decode(down, self.gradients_host, self._layout.spans(projected))
-        return down, up
-
-    def _decode(self, out: torch.Tensor, buffer: torch.Tensor, spans: list[Span]) -> None:
-        for span in spans:
-            self._codec.decode_(out[slice(*span)], buffer, span)
-
-    def _update_flat(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def _update_flat(self) -> torch.Tensor:
         """Runs Adam where all parameters are projected and all have a gradient, which is the usual case."""
-        if self._is_lossy:
-            outs, grads = ([self._matrix_in(i, side) for i in self._active] for side in (out, grad))
-        else:
-            outs, grads = (
-                [self._view(i, side) for i in self._active] for side in (self.directions_host, self.gradients_host)
-            )
+        outs, grads = (
+            [self._view(i, side) for i in self._active] for side in (self.directions_host, self.gradients_host)
+        )
         return flat_directions_(
-            out,
-            grad,
+            self._flat_view(self.directions_host),
+            self._flat_view(self.gradients_host),
             self._flat,
             parts=(outs, grads),
             max_norm=self._max_norm,
@@ -308,13 +258,12 @@ class HostGroup:
             eps=self._settings.eps,
         )
 
-    def _update_parts(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Runs Adam on the parameters that have a gradient. `out` and `grad`: the flat buffers of projected ones."""
-        active, first_whole = self._active, self._num_projected
-        whole = [k for k, i in enumerate(active) if i >= first_whole]
+    def _update_parts(self) -> torch.Tensor:
+        """Runs Adam on the parameters that have a gradient."""
+        active = self._active
+        whole = [k for k, i in enumerate(active) if i >= self._num_projected]
         sources, targets = (
-            [self._matrix_in(i, flat) if self._is_lossy and i < first_whole else self._view(i, side) for i in active]
-            for flat, side in ((grad, self.gradients_host), (out, self.directions_host))
+            [self._view(i, side) for i in active] for side in (self.gradients_host, self.directions_host)
         )
         narrow = [k for k in whole if sources[k].dtype is not torch.float32]
         if uses_chunks():  # then Adam converts them chunk by chunk
@@ -335,11 +284,6 @@ class HostGroup:
         )
         for k in narrow:
             targets[k].copy_(to_encode[k])
-        # Padding shares a scale with a matrix's last numbers, and scratch memory holds another group's data there.
-        if self._is_lossy:
-            for i in active[: len(active) - len(whole)]:
-                [(first, last)] = self._layout.spans([i])
-                out[first + self.moments[i].mean.numel() : last].zero_()
         return norms
 
     def _matrix_in(self, i: int, flat: torch.Tensor) -> torch.Tensor:
@@ -353,34 +297,22 @@ class HostGroup:
         """Undoes `start`: gradients and moments are as before it, and the group is SUMMING again."""
         assert self.phase is GroupPhase.UPDATING and self.job is not None
         norms = self.job.wait()
-        grads = self._received_gradients()
+        grads = [self._view(i, self.gradients_host).float() for i in self._active]
         coefs = torch.ones_like(norms)
         if self._max_norm > 0:
             coefs = (self._max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
         for k, i in enumerate(self._active):
             is_whole = i >= self._num_projected
-            dtype = self._whole_layout.dtypes[i - self._num_projected] if is_whole else self._codec.dtype
-            in_place = dtype is torch.float32  # then Adam has clipped the gradient in `gradients_host`
+            # Adam has clipped a float32 gradient in `gradients_host` itself.
+            in_place = not is_whole or self._whole_layout.dtypes[i - self._num_projected] is torch.float32
             if is_whole:
                 self._restore_whole_gradient(i, grads[k] / coefs[k] if in_place else grads[k])
             if not in_place:
                 grads[k] = grads[k] * coefs[k]
-        self.feedback_down.undo()
-        self.feedback_up.undo()
         if bool(norms.isfinite().all()):
             undo_moments_(grads, [self.moments[i] for i in self._active], betas=self._settings.betas)
         self.job = None
         self.phase = GroupPhase.SUMMING
-
-    def _received_gradients(self) -> list[torch.Tensor]:
-        """The downloaded gradients of `_active`, in float32."""
-        if not self._is_lossy:
-            return [self._view(i, self.gradients_host).float() for i in self._active]
-        projected = [i for i in self._active if i < self._num_projected]
-        flat = torch.zeros(self._codec.numel)
-        self._decode(flat, self.gradients_host, self._layout.spans(projected))
-        whole = [self._view(i, self.gradients_host).float() for i in self._active[len(projected) :]]
-        return [*(self._matrix_in(i, flat) for i in projected), *whole]
 
     def _restore_whole_gradient(self, i: int, grad: torch.Tensor) -> None:
         self.matrices[i].restore_gradient(grad, device=self._device)
@@ -433,24 +365,12 @@ class HostGroup:
         if upload_buffer is not None:
             upload_buffer.drained.record(torch.cuda.current_stream(self._device))
             upload_buffer.group = None
-        self._end_error_feedback(is_used=job.is_finite)
         self.phase = GroupPhase.SUMMING
-
-    def _end_error_feedback(self, *, is_used: bool) -> None:
-        """Keeps the payloads' rounding errors for the next step, or, in a skipped step, restores the errors before."""
-        for feedback in (self.feedback_down, self.feedback_up):
-            if is_used:
-                feedback.commit()
-            else:
-                feedback.undo()
 
     def _apply(self, source: torch.Tensor) -> None:
         """Moves the weights by the directions in `source`, a buffer laid out as `directions_host`."""
         rates = [self._rates[i] for i in self._active]
         matrices = [self.matrices[i] for i in self._active]
-        if self._is_lossy:  # decoded over the sums, which the step has used
-            spans = self._layout.spans([i for i in self._active if i < self._num_projected])
-            self._decode(self._sums_device, source, spans)
         directions = [self._direction(i, source) for i in self._active]
         rate = rates[0] if rates else None
         if rate is not None and all(other is rate for other in rates):
@@ -460,11 +380,10 @@ class HostGroup:
         apply_directions_((matrix, direction, rate) for matrix, direction, rate in triples if rate is not None)
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        total = self.matrices[i].total
-        return total if self._is_lossy and total is not None else self._view(i, buffer)
+        return self._view(i, buffer)
 
     def _view(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        """The i-th matrix in a buffer that holds it undecoded: whole, or projected in a float32 payload."""
+        """The i-th matrix in a buffer laid out as `gradients_host`."""
         key = i, buffer.data_ptr()
         view = self._views.get(key)
         if view is None:
@@ -475,7 +394,7 @@ class HostGroup:
         return view
 
     def _flat_view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The projected matrices of a float32 payload, as one vector."""
+        """The projected matrices in a buffer laid out as `gradients_host`, as one vector."""
         key = -1, buffer.data_ptr()
         if key not in self._views:
             self._views[key] = buffer[: self._layout.end].view(torch.float32)

@@ -139,9 +139,8 @@ def describe_matrices(
         f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
         f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
         f"and head: {settings.edge}",
-        f"ds_zo: Adam on the {'CPU' if on_host else 'device'}, schedule {settings.schedule}, payload "
-        f"{settings.payload_dtype}; besides weights {device_bytes / 2**20:.0f} MiB on the device, "
-        f"{host_bytes / 2**20:.0f} MiB on the host",
+        f"ds_zo: Adam on the {'CPU' if on_host else 'device'}, schedule {settings.schedule}; besides "
+        f"weights {device_bytes / 2**20:.0f} MiB on the device, {host_bytes / 2**20:.0f} MiB on the host",
     ]
 
 

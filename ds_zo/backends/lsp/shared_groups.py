@@ -2,7 +2,7 @@
 
 [Note: owners of layers] At ZeRO stage 0 every rank keeps all of Adam's moments and runs the same Adam step. From stage
 1 on each layer has one owner rank, assigned round-robin. Only the owner downloads the averages, keeps the moments and
-runs Adam. It then broadcasts the directions, in the payload's format, into the device memory of the sums. At every
+runs Adam. It then broadcasts the directions into the device memory of the sums. At every
 stage all ranks apply the same bits.
 """
 
@@ -52,8 +52,8 @@ class SharedHostGroup(HostGroup):
         self._ranks = ranks
         self._flags = self._sums_device[-num_matrices:]
         """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one."""
-        self._norms_device = self.payload_device[self._payload_bytes :].view(torch.float32)
-        """Norms of the gradients, broadcast by the owner."""
+        self._norms_device = self._flags
+        """Norms of the gradients, broadcast by the owner with the directions."""
         self._norms_host = store.take(4 * num_matrices).view(torch.float32)
         self._whole_grads: dict[int, torch.Tensor] = {}
         """Gradients of whole parameters by index, kept on the device until the step is committed."""
@@ -179,12 +179,11 @@ class SharedHostGroup(HostGroup):
                 self._norms_host.fill_(_NO_GRADIENT)
                 self._norms_host[self._active] = norms
                 self._norms_device.copy_(self._norms_host, non_blocking=True)
-                self.payload_device[: self._payload_bytes].copy_(
-                    self.directions_host[: self._payload_bytes], non_blocking=True
-                )
+                directions = self._flat_view(self.directions_host)
+                self._sums_device[: directions.numel()].copy_(directions, non_blocking=True)
                 for i, direction in whole_directions.items():
                     direction.copy_(self._view(i, self.directions_host), non_blocking=True)
-            self._ranks.broadcast_(self.payload_device, self.owner)
+            self._ranks.broadcast_(self._sums_device, self.owner)
             for direction in whole_directions.values():
                 self._ranks.broadcast_(direction, self.owner)
             self._whole_directions = whole_directions
@@ -213,12 +212,11 @@ class SharedHostGroup(HostGroup):
         is_finite = bool(norms.isfinite().all())
         with interrupts.deferred(), without_interception():
             if is_finite:
-                self._apply(self.payload_device)
+                self._apply(self._sums_device.view(torch.uint8))
             if self._device.type == "cuda":
                 for direction in self._whole_directions.values():
                     direction.record_stream(torch.cuda.current_stream(self._device))
             self._whole_directions = {}
-            self._end_error_feedback(is_used=is_finite)
             self.phase = GroupPhase.SUMMING
 
     def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,8 +29,6 @@ class UpdateOnAccessState(ModuleState):
         self._parameters: list[nn.Parameter] = []
         super().__init__((), module, device=device)
         self._parameters = [p for p in module.parameters() if p.is_floating_point()]
-        self._own_data: dict[int, torch.Tensor] = {}
-        """A parameter's own weights, by its id, while the parameter shows a gathered copy."""
         for p in self._parameters:
             self._attach_accessors(p, partial(self._full, p))
 
@@ -38,7 +36,7 @@ class UpdateOnAccessState(ModuleState):
         """Watches accesses to parameters while an update is pending. Only the backend's own work makes updates
         pending, so this need not be called at other times."""
         if self._has_pending():
-            intercept(p for p in self._parameters if p not in self.gathered_copies)
+            intercept(self._parameters)
 
     def stop_intercepting(self) -> None:
         stop_intercepting(self._parameters)
@@ -54,17 +52,22 @@ class UpdateOnAccessState(ModuleState):
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         self._apply_pending_updates()
-        return self._own_data.setdefault(id(parameter), parameter.data)
+        return parameter.data
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self._apply_pending_updates()
-        self._own_data.get(id(parameter), parameter.data).copy_(value)
+        parameter.data.copy_(value)
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes no copies: a parameter is its own storage."""
+        self._apply_pending_updates()
+
+    def gathered_value(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.data
 
     def bind_stored(self, parameter: nn.Parameter) -> None:
-        own_data = self._own_data.pop(id(parameter), None)
-        if own_data is not None:
-            parameter.data = own_data
+        """Does nothing: a parameter is its own storage."""
 
     def _full(self, parameter: nn.Parameter) -> torch.Tensor:
         self._apply_pending_updates()
@@ -79,6 +82,5 @@ class UpdateOnAccessState(ModuleState):
     def close(self) -> None:
         super().close()
         for p in self._parameters:
-            self.bind_stored(p)
             self._detach_accessors(p)
         self._parameters = []

@@ -629,7 +629,7 @@ class ZOBackend(Backend):
             # again.
             if not self._closed and not sys.is_finalizing() and self.state.owns_module():
                 self.state.stop_intercepting()
-                self.state.gathered_copies.close(rebind=True)
+                self.state.release_all(rebind=True)
                 self._return_weights_to_module()
             self._closed = True
             self._working_copies.close()

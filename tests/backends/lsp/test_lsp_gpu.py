@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "projected": {},
     "learned": {"params": {"projector": "learned", "check_interval": 20, "fit_steps": 5}, "num_steps": 50},
     "whole": {"params": {"projector": "none"}},
-    "int8, clipped": {"params": {"payload_dtype": "int8"}, "clipping": 0.1},
+    "clipped": {"clipping": 0.1},
     "fp32": {"bf16": {"enabled": False}, "num_steps": 50},
     "streamed": {"zero_optimization": STREAMED, "num_steps": 50, "clipping": 0.1, "ds_zo": NONE_STAYS},
     "streamed until the device is filled": {"zero_optimization": STREAMED, "num_steps": 20},

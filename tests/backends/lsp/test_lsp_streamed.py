@@ -25,7 +25,7 @@ def on_host(config: dict[str, Any], **stream: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"clipping": 0.1}, {}),
     "sync": ("llama", {"params": {"schedule": "sync"}}, {}),
-    "bf16": ("gpt2", {"bf16": {"enabled": True}, "params": {"payload_dtype": "int8", **LEARNED}}, {"device_slots": 3}),
+    "bf16": ("gpt2", {"bf16": {"enabled": True}, "params": LEARNED}, {"device_slots": 3}),
     "accumulated": ("gpt2", {"gradient_accumulation_steps": 2, "params": {"weight_decay": 0.1}}, {"overlap": False}),
     "some stay": ("llama", {"clipping": 0.1, "params": {"clip_scope": "global"}}, {"resident_blocks": 1}),
     "learned": ("llama", {"params": {"fit_steps": 2, **LEARNED}}, {}),
@@ -104,9 +104,9 @@ def test_readers_and_a_resumed_run_see_the_step_that_was_made(tmp_path: Path) ->
 
 
 def test_two_losses_a_step_add_up() -> None:
-    """The second takes a trip back that the first began."""
     data = list(batches("llama", 2))
-    engines = [start(config, small()) for config in (lsp_json(), on_host(lsp_json()))]
+    at_once = lsp_json(params={"schedule": "sync"})
+    engines = [start(config, small()) for config in (at_once, on_host(at_once))]
     for engine in engines:
         for batch in data:
             engine.backward(engine(**batch).loss)
