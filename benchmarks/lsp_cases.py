@@ -33,6 +33,7 @@ from ds_zo.bench.trainer import (
     part_seconds,
     random_batch,
     set_checkpointing,
+    torch_adamw_trainer,
 )
 from ds_zo.records.environment import host_peak_gb
 from ds_zo.records.rows import Row
@@ -241,24 +242,7 @@ def _forward_backward(model: nn.Module, clipping: float) -> Trainer:
     return Trainer(loss_of(model), torch.Tensor.backward, lambda: None, "gradients dropped, no update")
 
 
-def _torch_adamw(model: nn.Module, clipping: float) -> Trainer:
-    """The fastest AdamW that torch has: weights, gradients and moments in bf16, nothing in float32. It trains worse,
-    since small updates are rounded away."""
-    parameters = list(model.parameters())
-    fused = parameters[0].device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=fused)
-
-    def update() -> None:
-        if clipping > 0:
-            nn.utils.clip_grad_norm_(parameters, clipping, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    settings = "torch alone, fused kernel, weights and moments in bf16, no master weights"
-    return Trainer(loss_of(model), torch.Tensor.backward, update, settings)
-
-
 _WITHOUT_DEEPSPEED: dict[str, Callable[[nn.Module, float], Trainer]] = {
     "forward_backward": _forward_backward,
-    "adamw-torch": _torch_adamw,
+    "adamw-torch": lambda model, clipping: torch_adamw_trainer(model, clipping=clipping),
 }

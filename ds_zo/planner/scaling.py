@@ -25,7 +25,7 @@ SHARED_STORES = {
 }
 """For each backend, the parts of host memory that the ranks of a machine share under `zero_optimization.stage: 3`."""
 
-_GATHERING = frozenset({"zero-3-gpu-params"})
+_GATHERING = frozenset({"zero-3-gpu-params", "zero-3-gpu-params-bf16"})
 """Methods of DeepSpeed that keep a piece of the weights on each GPU."""
 
 
