@@ -383,7 +383,9 @@ def in_order_of_runs(names: Sequence[str] | None) -> list[Contender]:
     return sorted(chosen(names), key=lambda contender: place[contender.name])
 
 
-def settings_of(contender: Contender, env: Mapping[str, str], *, accumulation: int = 1, starts_uncapped: bool = False) -> str:
+def settings_of(
+    contender: Contender, env: Mapping[str, str], *, accumulation: int = 1, starts_uncapped: bool = False
+) -> str:
     """The set-up in words, with what its case was given: environment variables, micro-batches, a cap that only its
     steps have."""
     told = all(env.get(key) == value for key, value in EXACT_PINNING.items())
@@ -430,8 +432,8 @@ def config_of(
 
 
 def shared_config(*, batch: int, dtype: str, gradient_clipping: float = 0.0, accumulation: int = 1) -> Section:
-    """Keys that every contender's JSON has. `batch` is a step's, of `accumulation` micro-batches. Clipping is off by default: it costs LOMO a second pass and the other
-    methods little."""
+    """Keys that every contender's JSON has. `batch` is a step's, in `accumulation` micro-batches. Clipping is off by
+    default: it costs LOMO a second pass and the other methods little."""
     return {
         "train_micro_batch_size_per_gpu": batch // accumulation,
         "gradient_accumulation_steps": accumulation,

@@ -77,7 +77,9 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
             gradient_clipping=args.gradient_clipping,
             accumulation=accumulation,
         )
-        own = replace(spec, accumulation=accumulation, starts_uncapped=args.start_uncapped and contender.backend is None)
+        own = replace(
+            spec, accumulation=accumulation, starts_uncapped=args.start_uncapped and contender.backend is None
+        )
         exact = device == "cuda" and _pins_exactly(contender, num_parameters)
         host_gb = contender.host_bytes(num_parameters, exact=exact) / 1e9
         config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
@@ -167,8 +169,8 @@ def _micro_batches(args: argparse.Namespace) -> dict[str, int]:
     for name, number in given.items():
         if number < 1 or args.batch % number:
             raise ValueError(
-                f"micro-batches must divide the batch, got {number:g} for {name} and a batch of {args.batch}: change one "
-                "of them (--accumulate, --batch)"
+                f"micro-batches must divide the batch, got {number:g} for {name} and a batch of {args.batch}: "
+                "change one of them (--accumulate, --batch)"
             )
         if number > 1 and ALL[name].peer is not None:
             raise ValueError(f"{name} does not accumulate gradients here, got {number:g}: leave it out (--accumulate)")

@@ -165,7 +165,10 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--gradient-clipping", "-1"], "must be >= 0, got -1 (--gradient-clipping)"),
         (["--min-free-host-gib", "nan"], "must be >= 0, got nan (--min-free-host-gib)"),
         (["--data", "/no/such/file"], "data must be a text file, got /no/such/file"),
-        (["--accumulate", "zo=3", "--batch", "4"], "micro-batches must divide the batch, got 3 for zo and a batch of 4"),
+        (
+            ["--accumulate", "zo=3", "--batch", "4"],
+            "micro-batches must divide the batch, got 3 for zo and a batch of 4",
+        ),
         (["--accumulate", "adamw-lean=2", "--batch", "4"], "adamw-lean does not accumulate gradients here, got 2"),
         (["--into", "README.md"], "name the results to summarise (--headline DIR ...)"),
     ):

@@ -26,7 +26,7 @@ def calls_of(lines: Iterator[str] | list[str]) -> list[list[str]]:
     ]
 
 
-def test_the_result_set_is_planned_in_three_calls(
+def test_the_result_set_is_planned_in_six_calls(
     h200: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--preset", "results", "--device", "cuda", "--dry-run", "--total-s", "540", "--out", str(tmp_path)]
@@ -35,7 +35,10 @@ def test_the_result_set_is_planned_in_three_calls(
     assert calls_of(lines) == [
         ["llama-7b, main", "opt-13b, main"],
         ["opt-6.7b, main"],
-        ["llama-1.3b, main", *(f"{table.folder}, variants" for table in PRESETS["results"])],
+        ["llama-1.3b, main", "llama-1.3b, lean"],
+        ["llama-7b, lean"],
+        ["opt-6.7b, lean"],
+        ["opt-13b, lean", *(f"{table.folder}, variants" for table in PRESETS["results"])],
     ]
     left_s = [float(line.split(": ")[1].split()[0]) for line in lines if line.endswith(" s left")]
     assert sum(left_s[:4]) < 1060, "of a lease of 1,800 s, in which other things are wanted too"
@@ -43,7 +46,10 @@ def test_the_result_set_is_planned_in_three_calls(
     offload = next(line for line in of_13b if "zero2-offload" in line)
     assert "not run: planned 232.9 of " in offload
     assert main([*arguments, "--only", "llama-1.3b", "--total-s", "330"]) == 0
-    assert calls_of(capsys.readouterr().out.splitlines()) == [["llama-1.3b, main"], ["llama-1.3b, variants"]]
+    assert calls_of(capsys.readouterr().out.splitlines()) == [
+        ["llama-1.3b, main"],
+        ["llama-1.3b, lean", "llama-1.3b, variants"],
+    ]
     assert main([*arguments, "--only", "llama-1b"]) == 1
     assert "llama-1.3b, opt-13b, got llama-1b" in capsys.readouterr().err
 
