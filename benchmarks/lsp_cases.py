@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benchmarks.slower_link import slower_link
 from benchmarks.training_case import TrainingCase
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
@@ -56,6 +57,8 @@ class LSPCase(TrainingCase):
     then_batch: int | None = None
     """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
     None: one batch size only."""
+    link_gbps: float | None = None
+    """GB/s of an emulated link between host and device, slower than the machine's; None: the machine's own."""
     take_apart: bool = False
     """Whether the step is measured again without its parts: [Note: taken apart by switching off]."""
 
@@ -68,8 +71,13 @@ def speed(**settings: Any) -> Row:
     """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`. A compiler that fails ends the
     case."""
     case = LSPCase(**settings)
-    method, clipping = case.method, case.clipping
     where = start_device(case.device, cap_gb=case.cap_gb)
+    with slower_link(case.link_gbps if where.type == "cuda" else None):
+        return _speed(case, where)
+
+
+def _speed(case: LSPCase, where: torch.device) -> Row:
+    method, clipping = case.method, case.clipping
     if where.type != "cuda":
         case = replace(case, dtype="fp32")
     model = case.lazy_model(where)
@@ -102,6 +110,7 @@ def speed(**settings: Any) -> Row:
         "gradient_clipping": clipping,
         "compiled": case.compiled,
         "cap_gb": case.cap_gb,
+        "link_gbps": case.link_gbps,
         "load_s": load_s,
         "first_step_s": first_step_s,
         **measured,

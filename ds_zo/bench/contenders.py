@@ -417,7 +417,7 @@ def config_of(
     if shared["gradient_clipping"]:
         config["zero_optimization"].pop("compute_grad_norm", None)  # clipping needs the norm
     if contender.bf16:
-        config["bf16"] |= contender.bf16
+        config["bf16"] = {"enabled": True, **contender.bf16}
     if contender.ds_zo is not None:
         config["ds_zo"] = copy.deepcopy(contender.ds_zo)
     if device_memory_gb is not None:
