@@ -92,7 +92,11 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
                 env=EXACT_PINNING if exact else {},
                 planned_host_gb=host_gb + _IMPORTS_GB if device == "cuda" else None,
                 expected_s=expected_s(
-                    contender, num_parameters, own, host_gb=host_gb, card_gb=device_memory_gb or gpu_memory_gb()
+                    contender,
+                    num_parameters,
+                    own,
+                    host_gb=host_gb,
+                    card_gb=(None if own.starts_uncapped else device_memory_gb) or gpu_memory_gb(),
                 )
                 if device == "cuda"
                 else 0.0,
