@@ -259,7 +259,7 @@ def lomo_2() -> str:
 
 def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mapping[str, str], link: str) -> str:
     """LOMO beside LoRA by task, in words. `rows`: by method and task, the test scores of its seeds."""
-    better, worse = [], []
+    better, worse = list[str](), list[str]()
     for task, title in tasks.items():
         lomo, lora = (statistics.mean(rows[method][task]) for method in ("lomo", "lora"))
         lower_is_better = task == "alpaca"

@@ -44,6 +44,8 @@ _PAGEABLE_GBPS = 5.7
 _HOST_PASSES = 14 / 28
 """Host memory traffic of ZeRO-3's step besides Adam, as a share of Adam's 28 bytes a parameter: 14 bytes, to unscale
 gradients and to convert weights to 16 bits."""
+_BF16_HOST_PASSES = 4 / 28
+"""The same with states in bf16, where weights need no conversion."""
 
 
 def estimate_on_device(
@@ -200,7 +202,8 @@ def estimate_zero3(
     forward_s = max(trace.forward.seconds, gathers / uploads / (rates.link_up_gbps * 1e9))
     backward_s = max(trace.backward.seconds, gathers * (uploads - 1) / uploads / (rates.link_duplex_gbps * 1e9))
     backward_s += (model.weights_nbytes + flat) / (rates.link_down_gbps * 1e9)
-    step_s = forward_s + backward_s + (1 + _HOST_PASSES) * model.numel / (rates.cpu_adam_gparams * 1e9)
+    passes = 1 + (_BF16_HOST_PASSES if bf16_states else _HOST_PASSES)
+    step_s = forward_s + backward_s + passes * model.numel / (rates.cpu_adam_gparams * 1e9)
     step_s += 0.0 if offload_param else model.weights_nbytes / (min(_PAGEABLE_GBPS, rates.link_up_gbps) * 1e9)
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
     if offload_param:
