@@ -122,6 +122,28 @@ cost more than the steps), and loss and validation accuracy by step of LOMO and 
 draws both."""
 
 
+_LORA_LOMO_RUN: dict[str, Any] = {"warmups": (0.05,), "lora_ranks": (1, 2, 4, 8), **_BOOLQ}
+
+LORA_LOMO_RATES = Grid(
+    {
+        "lora": Method(ADAMW, lrs=(5e-4, 2e-3), **_LORA_LOMO_RUN),
+        **{
+            f"lora+lomo-{adapter:g}": Method(
+                _config("LOMO", clipping=1.0, params={"adapter": {"lr": adapter}}),
+                lrs=(5e-3,),
+                arguments=("--train-base",),
+                **_LORA_LOMO_RUN,
+            )
+            for adapter in (5e-4, 2e-3)
+        },
+    },
+    tasks=("boolq",),
+    seeds=(0, 1),
+    arguments=ON_ONE_GPU,
+)
+"""LoRA + LOMO beside LoRA, two rates of the adapters each, the same ones, two seeds, and as many looks at dev."""
+
+
 def lsp_glue(width: int) -> Grid:
     """Chen et al. (LSP-Offload), GLUE: d = 512 of RoBERTa's 768, so two thirds of a model's `width`; r = 16, threshold
     0.3, batch 16. GaLore's rank is half of d, which takes about the memory of LSP's states. Two epochs of 1,000 rows;
@@ -299,6 +321,26 @@ LSP_TIME = Grid(
 kernels are to be built before (a sweep with `--steps 1` into another file); LSP's fit is part of its first step, which
 `python -m benchmarks.equal_score` shows apart."""
 
+_BF16: Config = {"bf16": {"enabled": True}}
+_OVERLAPPED = {**ZERO_OFFLOAD_ADAMW["zero_optimization"], "overlap_comm": True, "contiguous_gradients": True}
+_LOW_MEMORY = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+_TWO_RATES: dict[str, Any] = {**_LSP_TIME, "lrs": (5e-5, 1e-4)}
+
+LSP_EQUAL_TIME = Grid(
+    {
+        "lsp-512": Method({**_lsp(512), **_BF16}, **_TWO_RATES),
+        "zero-offload": Method({**ZERO_OFFLOAD_ADAMW, **_BF16, "zero_optimization": _OVERLAPPED}, **_TWO_RATES),
+        "zero-offload-bf16": Method(
+            {**ZERO_OFFLOAD_ADAMW, "bf16": _LOW_MEMORY, "zero_optimization": _OVERLAPPED}, **_TWO_RATES
+        ),
+    },
+    tasks=("alpaca",),
+    seeds=(0, 1),
+    arguments=_ALPACA[1:],
+)
+"""As `lsp-time`, with nothing that only one side has: bf16, clipping by 1.0, two rates and two seeds each, and
+ZeRO-Offload's copies overlapped. It also runs with DeepSpeed's states in bf16."""
+
 LSP_RATES = Grid(
     {
         "adamw": Method(ADAMW, lrs=(3e-4, 1e-3, 3e-3), batch_size=8, steps=120, eval_every=40, warmups=(0.05,)),
@@ -364,11 +406,13 @@ GRIDS: dict[str, Grid] = {
     "mezo": MEZO_PAPER,
     "lomo": LOMO_PAPER,
     "lora-lomo": LORA_LOMO,
+    "lora-lomo-rates": LORA_LOMO_RATES,
     "lsp-glue": lsp_glue(576),
     "equal-z": EQUAL_Z,
     "curves": CURVES,
     "lsp-curves": LSP_CURVES,
     "lsp-time": LSP_TIME,
+    "lsp-equal-time": LSP_EQUAL_TIME,
     "lsp-rates": LSP_RATES,
     "smoke": SMOKE,
     "probe": PROBE,

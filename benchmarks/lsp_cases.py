@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benchmarks.slower_link import slower_link
 from benchmarks.training_case import TrainingCase
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
@@ -33,6 +34,7 @@ from ds_zo.bench.trainer import (
     part_seconds,
     random_batch,
     set_checkpointing,
+    torch_adamw_trainer,
 )
 from ds_zo.records.environment import host_peak_gb
 from ds_zo.records.rows import Row
@@ -55,6 +57,8 @@ class LSPCase(TrainingCase):
     then_batch: int | None = None
     """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
     None: one batch size only."""
+    link_gbps: float | None = None
+    """GB/s of an emulated link between host and device, slower than the machine's; None: the machine's own."""
     take_apart: bool = False
     """Whether the step is measured again without its parts: [Note: taken apart by switching off]."""
 
@@ -67,8 +71,13 @@ def speed(**settings: Any) -> Row:
     """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`. A compiler that fails ends the
     case."""
     case = LSPCase(**settings)
-    method, clipping = case.method, case.clipping
     where = start_device(case.device, cap_gb=case.cap_gb)
+    with slower_link(case.link_gbps if where.type == "cuda" else None):
+        return _speed(case, where)
+
+
+def _speed(case: LSPCase, where: torch.device) -> Row:
+    method, clipping = case.method, case.clipping
     if where.type != "cuda":
         case = replace(case, dtype="fp32")
     model = case.lazy_model(where)
@@ -101,6 +110,7 @@ def speed(**settings: Any) -> Row:
         "gradient_clipping": clipping,
         "compiled": case.compiled,
         "cap_gb": case.cap_gb,
+        "link_gbps": case.link_gbps,
         "load_s": load_s,
         "first_step_s": first_step_s,
         **measured,
@@ -241,24 +251,7 @@ def _forward_backward(model: nn.Module, clipping: float) -> Trainer:
     return Trainer(loss_of(model), torch.Tensor.backward, lambda: None, "gradients dropped, no update")
 
 
-def _torch_adamw(model: nn.Module, clipping: float) -> Trainer:
-    """The fastest AdamW that torch has: weights, gradients and moments in bf16, nothing in float32. It trains worse,
-    since small updates are rounded away."""
-    parameters = list(model.parameters())
-    fused = parameters[0].device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=fused)
-
-    def update() -> None:
-        if clipping > 0:
-            nn.utils.clip_grad_norm_(parameters, clipping, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    settings = "torch alone, fused kernel, weights and moments in bf16, no master weights"
-    return Trainer(loss_of(model), torch.Tensor.backward, update, settings)
-
-
 _WITHOUT_DEEPSPEED: dict[str, Callable[[nn.Module, float], Trainer]] = {
     "forward_backward": _forward_backward,
-    "adamw-torch": _torch_adamw,
+    "adamw-torch": lambda model, clipping: torch_adamw_trainer(model, clipping=clipping),
 }

@@ -3,6 +3,7 @@
 python -m benchmarks.lsp_speed run --preset issue --total-s 550 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset speed --only 1.3b/4 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset breakdown --out rows.jsonl
+python -m benchmarks.lsp_speed run --preset figure5 --total-s 550 --out rows.jsonl
 python -m benchmarks.lsp_speed report rows.jsonl
 """
 
@@ -17,6 +18,7 @@ from benchmarks.lsp_cases import LSPCase
 from benchmarks.lsp_claims import BATCHES, by_batch, claims_table
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.runner import WARM, Case
+from ds_zo.planner.shapes import LLAMA
 from ds_zo.records.rows import Row, table_lines
 
 TINY = {**presets.TINY, "num_hidden_layers": 2}
@@ -106,7 +108,38 @@ def capped_cases() -> list[Case]:
     return [*small, *large, *streamed]
 
 
+_FIGURE_5 = (
+    # shape, batch, length: the LSP paper's four cases; LLaMA of the same size stands for DeepSeek-Coder
+    ("gpt2-774m", 4, 512),
+    ("llama-1.3b", 1, 384),
+    ("llama-3b", 16, 512),
+    ("llama-7b", 4, 1024),
+)
+_LINKS_GBPS = (None, 20.0, 10.0)
+
+
+def figure_5_cases() -> list[Case]:
+    """LSP beside ZeRO-Offload on the machine's link and on slower ones, with the time that a step waits for CPU and
+    copies (Figure 6). ZeRO-Offload has its states in float32, and in bf16, which LLaMA-7B needs to fit the host."""
+    names = ("ceiling", "lsp-512", "zero2-offload-bf16", "zero2-offload")
+    contenders = {name: CONTENDERS.get(name, (name, {})) for name in names}
+    cases = []
+    for shape, batch, length in _FIGURE_5:
+        for link in _LINKS_GBPS:
+            for name, (method, params) in contenders.items():
+                if (method == "zero2-offload" and shape == "llama-7b") or (link and name == "ceiling"):
+                    continue
+                settings: dict[str, Any] = {"batch": batch, "length": length, "max_s": 4.0, "link_gbps": link}
+                case = LSPCase(shape, method, params=params, take_apart=name != "ceiling", **settings)
+                title = f"figure5/{'own' if link is None else f'{link:g}'}/{shape}/{name}"
+                host_gb = 8.0 + (ALL[method].host_bytes(_FIGURE_5_NUMEL[shape]) if method in ALL else 0) / 1e9
+                cases.append(case.to_run(title, _SPEED, timeout_s=150, planned_host_gb=host_gb))
+    return cases
+
+
 _NUMEL = {"1.3b": 1_345_423_360, "3b": 3_426_473_600}
+_FIGURE_5_NUMEL = {f"llama-{size}": numel for size, numel in _NUMEL.items()}
+_FIGURE_5_NUMEL |= {"gpt2-774m": 774_000_000, "llama-7b": 6_738_415_616}
 _ISSUE_S = {
     "1.3b": {
         "ceiling": 8,
@@ -163,6 +196,7 @@ PRESETS: dict[str, Callable[[], list[Case]]] = {
     "breakdown": breakdown_cases,
     "ablation": ablation_cases,
     "capped": capped_cases,
+    "figure5": figure_5_cases,
 }
 
 
@@ -182,7 +216,8 @@ def _tiny(case: LSPCase) -> LSPCase:
     params = dict(case.params or {})
     params |= {"fit_steps": 1} if case.method == "lsp" else {}
     params |= {"subspace_dim": 8} if "subspace_dim" in params else {}
-    sizes: dict[str, Any] = {"overrides": TINY, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+    tiny = TINY if case.shape in LLAMA else {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97}
+    sizes: dict[str, Any] = {"overrides": tiny, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
     sizes |= {"then_batch": None if case.then_batch is None else 1, "stream": None if case.stream is None else {}}
     return replace(case, params=params, **sizes)
 

@@ -24,6 +24,7 @@ from benchmarks.accuracy import at_chosen_rates
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
 from benchmarks.grids import read_grid
+from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.sweep import rows_of
 from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row, read_objects, table
@@ -463,6 +464,18 @@ def all_quality() -> str:
     )
 
 
+def lomo_beside_lora() -> str:
+    chosen = at_chosen_rates(_accuracy_rows(), read_grid("accuracy"))
+    scores = {
+        method: {
+            task: [row["after"] for row in by_seed([r for r in chosen[method] if r["task"] == task]).values()]
+            for task in TASKS
+        }
+        for method in ("lomo", "lora")
+    }
+    return lomo_lora(scores, tasks=TASKS, link=f"{SMOLLM}. {source(ACCURACY)}")
+
+
 def checkpoints() -> str:
     file, run = "h200_checkpoint_speed.jsonl", "20261115T130850Z"
     body = []
@@ -591,6 +604,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quality": all_quality,
     "checkpoints": checkpoints,
     "records": records,
+    "paper-lomo-lora": lomo_beside_lora,
+    **PAPER_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.bloom_attention import attend_in_pieces
 from ds_zo.bench.runner import Case
 from ds_zo.bench.shapes import random_model
 from ds_zo.planner.models import DTYPES
@@ -40,7 +41,8 @@ class TrainingCase:
     overrides: Mapping[str, Any] | None = None
     """Fields of the model's configuration that differ from the shape's."""
     attention: str | None = None
-    """The model's attention implementation; None: the one that transformers chooses."""
+    """The model's attention implementation; None: the one that transformers chooses. `pieces`, for BLOOM: a few heads
+    at a time."""
     stream: Mapping[str, Any] | None = None
     """The section `ds_zo.stream`; None: weights stay on the device."""
     params: Mapping[str, Any] | None = None
@@ -67,9 +69,11 @@ class TrainingCase:
         config = config_of(self.shape, num_layers=self.layers, max_length=self.num_positions)
         for name, value in (self.overrides or {}).items():
             setattr(config, name, value)
-        if self.attention is not None:
+        in_pieces = self.attention == "pieces"
+        if self.attention is not None and not in_pieces:
             config._attn_implementation = self.attention
-        return random_model(config, dtype=DTYPES[self.dtype], device=device)
+        model = random_model(config, dtype=DTYPES[self.dtype], device=device)
+        return attend_in_pieces(model) if in_pieces else model
 
     def settings(self) -> dict[str, Any]:
         """Model, method and input, and the other fields that differ from their defaults, as JSON holds them."""

@@ -1,6 +1,7 @@
-"""The cases of ZO's two presets: `targets`, what the project set out to reach, and `paper`, the ZO paper's tables.
+"""The cases of ZO's presets: `targets`, what the project set out to reach, `paper`, the ZO paper's tables with models
+cut in depth, and `full`, the same tables at full depth.
 
-Both are ordered so that a run that is cut off has its most telling rows. Random token ids stand for SST-2: a step costs
+They are ordered so that a run that is cut off has its most telling rows. Random token ids stand for SST-2: a step costs
 what its shapes cost.
 """
 
@@ -149,25 +150,52 @@ def _table_1(sizes: Sequence[tuple[str, int | None, int | None]]) -> Iterator[Ca
             yield _case(f"t1.{size}.{dtype}.zo", shape, stream=_STREAMED, **common, age=not slow)
 
 
-def _ablations(shape: str, *, layers: int) -> Iterator[Case]:
+_FULL_TABLE_1 = (
+    # shape, dtypes: as far as 128 GiB of host memory go
+    *((f"opt-{size}", ("fp16", "fp32")) for size in ("13b", "6.7b", "1.3b")),
+    ("opt-30b", ("fp16",)),
+    *((f"opt-{size}", ("fp16", "fp32")) for size in ("2.7b", "350m", "125m")),
+)
+
+
+def full() -> list[Case]:
+    """Tables 1 to 3, 5 and 7 to 10 at full depth, MeZO beside ZO in one run. `checkpoint_speed` has Table 6."""
+    return [_MACHINE_CASE, *_full()]
+
+
+def _full() -> Iterator[Case]:
+    for shape, dtypes in _FULL_TABLE_1:
+        yield from (case for case in _table_1([(shape, None, None)]) if case.name.split(".")[-2] in dtypes)
+    fp8 = {**_STREAMED, "wire_dtype": "fp8"}
+    yield _case("t1.66b.fp8.zo", "opt-66b", stream=fp8, dtype="fp16", warmup=2, steps=4)
+    for size in ("6.7b", "1.3b", "13b"):
+        yield from _ablations(f"opt-{size}", prefix=f"t2.{size}")
+    for size in ("6.7b", "2.7b", "1.3b"):
+        yield from _amp(f"opt-{size}", prefix=f"amp.{size}")
+    yield from _sweeps((("opt-6.7b", None), ("opt-2.7b", None), ("opt-1.3b", None)))
+    yield from _table_10(12.0)
+
+
+def _ablations(shape: str, *, layers: int | None = None, prefix: str = "t2") -> Iterator[Case]:
     """Tables 2 and 5: each feature off, written back every step as in the paper, and at the automatic interval."""
     common: dict[str, Any] = {"dtype": "fp16", "layers": layers, "steps": 5}
-    yield _case("t2.mezo", shape, "mezo", **common)
+    yield _case(f"{prefix}.mezo", shape, "mezo", **common)
     for interval in (1, None):
         stream = {**_STREAMED, "writeback_interval": interval}
         label = "auto" if interval is None else str(interval)
-        yield _case(f"t2.{label}.all", shape, stream=stream, **common)
+        yield _case(f"{prefix}.{label}.all", shape, stream=stream, **common)
         for feature in _ABLATED:
             if interval == 1 or feature != "fuse_update":  # a sweep of its own folds every step
-                yield _case(f"t2.{label}.no_{feature}", shape, stream={**stream, feature: False}, **common)
+                yield _case(f"{prefix}.{label}.no_{feature}", shape, stream={**stream, feature: False}, **common)
 
 
-def _amp(shape: str, *, layers: int) -> Iterator[Case]:
-    """Tables 3 and 9: a float32 model, computed under autocast, stored and carried in fewer bits."""
-    for compute in ("bf16", "fp16", "tf32"):
+def _amp(shape: str, *, layers: int | None = None, prefix: str = "amp") -> Iterator[Case]:
+    """Tables 3 and 9: a float32 model, computed under autocast, stored and carried in fewer bits. TF32, which the paper
+    has not, at a cut depth only."""
+    for compute in ("bf16", "fp16", "tf32") if layers else ("fp16", "bf16"):
         for wire in ("fp32", "fp16", "bf16", "fp8"):
             yield _case(
-                f"amp.{compute}.{wire}",
+                f"{prefix}.{compute}.{wire}",
                 shape,
                 dtype="fp32",
                 layers=layers,
@@ -177,10 +205,10 @@ def _amp(shape: str, *, layers: int) -> Iterator[Case]:
             )
 
 
-def _sweeps() -> Iterator[Case]:
+def _sweeps(models: Sequence[tuple[str, int | None]] = (("opt-1.3b", None), ("opt-6.7b", 8))) -> Iterator[Case]:
     """Tables 7 and 8: batches of 1 to 8 and lengths of 1,024 to 8,192. MeZO's on one loaded model; ZO chooses its
     interval by the first step, so each input has an engine of its own."""
-    for shape, layers in (("opt-1.3b", None), ("opt-6.7b", 8)):
+    for shape, layers in models:
         size = shape.partition("-")[2]
         common: dict[str, Any] = {"dtype": "fp16", "layers": layers, "warmup": 2, "steps": 3}
         yield _case(f"t78.{size}.mezo", shape, "mezo", inputs=[list(pair) for pair in _SWEEP], **common)
@@ -193,18 +221,25 @@ def _table_10(host_gb: float) -> Iterator[Case]:
     """True layer shapes and edges, as many layers as `host_gb` holds, within what a 24 GB card has.
 
     BLOOM's embedding alone is 7.2 GB, and a step needs a working copy of it: only fp8 slots fit beside them. Its
-    attention keeps the scores of 112 heads, 8 GB in all at 2,048 tokens, which do not.
+    attention keeps the scores of 112 heads, 8 GB in all at 2,048 tokens, which do not: there it attends in pieces. The
+    logits of 2,048 tokens may still be too many for 24 GB, so that length also runs on the whole card.
     """
-    for shape, dtype, wire, length in (("opt-175b", "fp16", "fp16", 2048), ("bloom-176b", "bf16", "fp8", 512)):
+    for name, shape, dtype, wire, length, cap_gb in (
+        ("opt-175b", "opt-175b", "fp16", "fp16", 2048, CAP_GB),
+        ("bloom-176b", "bloom-176b", "bf16", "fp8", 512, CAP_GB),
+        ("bloom-176b.2048", "bloom-176b", "bf16", "fp8", 2048, CAP_GB),
+        ("bloom-176b.2048.uncapped", "bloom-176b", "bf16", "fp8", 2048, None),
+    ):
         layers = max(2, int(host_gb * 1e9 / (_block_numel(shape) * _NBYTES[wire])))
         yield _case(
-            f"t10.{shape}",
+            f"t10.{name}",
             shape,
             dtype=dtype,
             layers=min(layers, _shape(shape)[0]),
             length=length,
-            stream={**_STREAMED, "wire_dtype": wire, "device_memory_gb": CAP_GB},
-            cap_gb=CAP_GB,
+            attention="pieces" if length == 2048 and shape in BLOOM else None,
+            stream={**_STREAMED, "wire_dtype": wire, "device_memory_gb": cap_gb},
+            cap_gb=cap_gb,
             warmup=2,
             steps=3,
         )
@@ -234,7 +269,7 @@ def everything(*, host_gb: float = 12.0) -> list[Case]:
     return [_MACHINE_CASE, *_targets(), timeline, *_paper(host_gb)]
 
 
-PRESETS = {"targets": targets, "paper": paper, "all": everything}
+PRESETS = {"targets": targets, "paper": paper, "full": full, "all": everything}
 _MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
 
 

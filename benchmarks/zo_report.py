@@ -255,7 +255,7 @@ def table_1(rows: Rows) -> str | None:
     """GB and tokens/s a size and dtype; in brackets ZO over MeZO."""
     body = []
     for size in _sizes(rows, "t1."):
-        for dtype in ("fp32", "fp16"):
+        for dtype in ("fp32", "fp16", "fp8"):
             mezo, ours = rows.get(f"t1.{size}.{dtype}.mezo", {}), rows.get(f"t1.{size}.{dtype}.zo", {})
             either = ours if "layers" in ours else mezo
             if "layers" in either:
@@ -276,28 +276,30 @@ def table_1(rows: Rows) -> str | None:
 def ablation_table(rows: Rows) -> str | None:
     body = []
     for name, row in rows.items():
-        parts = name.split(".")
-        if parts[0] != "t2" or len(parts) != 3:
+        prefix, _, rest = name.rpartition(".")
+        prefix, _, asked = prefix.rpartition(".")
+        if not name.startswith("t2.") or row.get("method") == "mezo":
             continue
-        whole = rows.get(f"t2.{parts[1]}.all", {})
-        cells = [parts[2].replace("_", " "), parts[1], str(row.get("interval", "")), _depth(row)]
+        whole = rows.get(f"{prefix}.{asked}.all", {})
+        cells = [str(row.get("shape")), rest.replace("_", " "), asked, str(row.get("interval", "")), _depth(row)]
         ratio = ratio_to_mezo(row, rows) if row.get("tokens_per_s") else None
         body.append([*cells, _number(row.get("tokens_per_s")), _over(row, whole, "tokens_per_s"), _number(ratio)])
-    heads = ["features", "interval asked", "used", "layers", "tokens/s", "x all features", "x MeZO"]
+    heads = ["model", "features", "interval asked", "used", "layers", "tokens/s", "x all features", "x MeZO"]
     return table(heads, body) if body else None
 
 
 def amp_table(rows: Rows) -> str | None:
     body = []
     for name, row in rows.items():
-        parts = name.split(".")
-        if parts[0] != "amp":
+        prefix, _, wire = name.rpartition(".")
+        if not name.startswith("amp."):
             continue
-        plain = rows.get(f"amp.{parts[1]}.fp32", {})
+        plain = rows.get(f"{prefix}.fp32", {})
         tokens, over = _number(row.get("tokens_per_s")), _over(row, plain, "tokens_per_s")
         up, part = row.get("up_gb_a_step"), _over(row, plain, "up_gb_a_step")
-        body.append([parts[1], parts[2], tokens, over, _number(up), part, _number(row.get("peak_gb"))])
-    heads = ["compute", "wire", "tokens/s", "x fp32 wire", "up GB a step", "x fp32 wire", "GPU GB"]
+        cells = [str(row.get("shape")), _depth(row), prefix.rpartition(".")[2], wire]
+        body.append([*cells, tokens, over, _number(up), part, _number(row.get("peak_gb"))])
+    heads = ["model", "layers", "compute", "wire", "tokens/s", "x fp32 wire", "up GB a step", "x fp32 wire", "GPU GB"]
     return table(heads, body) if body else None
 
 

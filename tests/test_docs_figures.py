@@ -20,7 +20,17 @@ sys.path.insert(0, str(REPO / "launch"))
 import draw_docs  # noqa: E402
 
 DOCS = REPO / "docs"
-NAMES = ["how-zo", "how-lomo", "how-lsp", "how-streaming", "benchmarks", "records"]
+NAMES = [
+    "how-zo",
+    "how-lomo",
+    "how-lsp",
+    "how-streaming",
+    "benchmarks",
+    "records",
+    "paper-zo",
+    "paper-lomo",
+    "paper-lsp",
+]
 FIGURE = re.compile(r"\d[\d,.]*\s*(?:tokens/s|TB|GB|GiB|MB|ms\b|s\b|%|points|times)")
 """A number with a unit that somebody has to measure."""
 CARD = re.compile(r"[Ww]ithin \d+ GB")

@@ -39,6 +39,10 @@ _HOST_STEP_S = {
     "zero2-offload": 0.4,
     "zero3-offload": 0.93,
     "zero3-offload-param": 1.0,
+    "zero2-offload-bf16": 0.3,
+    "zero2-offload-bf16-act": 0.3,
+    "zero3-offload-bf16": 0.55,
+    "zero3-offload-param-bf16": 0.6,
     "zenflow": 0.25,
     "superoffload": 0.7,
 }

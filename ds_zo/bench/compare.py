@@ -53,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contenders", metavar="A,B", help="default: all; `ds-zo bench --list` says which there are and their settings"
     )
     what.add_argument("--lr", action="append", default=[], metavar="NAME=LR", help="a contender's learning rate")
+    what.add_argument(
+        "--accumulate",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="divide a contender's batch into N micro-batches, so that tokens a step stay equal",
+    )
     what.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     what.add_argument("--gradient-clipping", type=float, default=0.0, help="default: none (it costs LOMO a pass)")
     what.add_argument(
@@ -61,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB[,GB]",
         default=[None],
         help="emulate smaller cards, on which allocations beyond this fail; none: the whole card",
+    )
+    what.add_argument(
+        "--start-uncapped",
+        action="store_true",
+        help="stock DeepSpeed and peers: limit the memory of steps only, and start on the whole card",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--steps", type=int, default=8, help="timed steps (default: %(default)s)")

@@ -1,5 +1,5 @@
-"""The contenders: each is a choice of `optimizer`, `zero_optimization` and `ds_zo`; all other keys of the JSON are
-shared.
+"""The contenders: each is a choice of `optimizer`, `zero_optimization`, `ds_zo` and further keys of `bf16`; all other
+keys of the JSON are shared.
 
 Stock DeepSpeed is set up as its documentation advises (tutorials on ZeRO-Offload, ZenFlow and SuperOffload): pinned
 memory, copies overlapped with compute, its vectorised Adam on the CPU, all cores for the single rank. `settings` says
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 Section = dict[str, Any]
-DIFFERING = ("optimizer", "zero_optimization", "ds_zo")
-"""The only keys of the JSON in which contenders may differ."""
+DIFFERING = ("optimizer", "zero_optimization", "ds_zo", "bf16")
+"""The only keys of the JSON in which contenders may differ. Of `bf16`, `enabled` is the same for all."""
 
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 _BUCKET_NUMEL = 500_000_000
@@ -50,6 +50,11 @@ _OFFLOAD3: Section = {
     "sub_group_size": _GROUP_NUMEL,
 }
 
+_BF16_STATES: Section = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+"""DeepSpeed's low-memory states: master weights, gradients and moments in bf16, 10 bytes a parameter in place of 18. It
+refuses the second key without the first, and with CPU offload it needs DeepSpeedCPUAdam."""
+_ACTIVATION_OFFLOAD = "deepspeed.runtime.activation_checkpointing.offload_activations"
+
 _BUDGET_SHARE = 0.96
 """Share of an emulated card that ds_zo's budget may use. Memory that the allocator caches beyond it counts against the
 card."""
@@ -60,9 +65,14 @@ TIERS = {
         *("zo", "lomo", "lsp", "lomo-streamed", "adamw", "sgd", "lomo-optim", "zero2-offload"),
         *("zero3-offload-param", "zero3-offload", "zenflow", "superoffload"),
     ),
-    "variants": ("zo-streamed", "adalomo", "adamw-flat", "zo-wire"),
+    "lean": (
+        *("adamw-lean", "adamw-flat", "zero2-offload-bf16", "zero3-offload-bf16", "zero3-offload-param-bf16"),
+        "zero2-offload-bf16-act",
+    ),
+    "variants": ("zo-streamed", "adalomo", "zo-wire"),
 }
-"""The order of runs. Every table has the contenders of `main`, the most important first; `variants` come last."""
+"""The order of runs. Every table has the contenders of `main`, the most important first. `lean` are stock DeepSpeed and
+AdamW in the least memory that they can do with. `variants` come last."""
 EXACT_PINNING = {"DS_PIN_MEMORY_BACKEND": "native"}
 """Variables that select DeepSpeed's own pinned memory. The default, PyTorch's, takes up to twice as much: see
 `_pinned`."""
@@ -94,10 +104,17 @@ class Contender:
     """Steps after which the kinds of step repeat: timing fewer of them says little."""
     peer: str | None = None
     """A package that trains without DeepSpeed and must be installed; None: DeepSpeed trains."""
+    bf16: Section = field(default_factory=dict)
+    """Keys of the `bf16` section besides `enabled`. Such a contender trains in bf16 only."""
+    offloads_activations: bool = False
+    """Whether the inputs of recomputed blocks are kept in host memory, by DeepSpeed's context manager for that."""
 
-    @property
-    def missing(self) -> str | None:
-        """Why the contender cannot run on this machine; None: it can."""
+    def missing(self, dtype: str) -> str | None:
+        """Why the contender cannot run on this machine, or in this dtype; None: it can."""
+        if self.bf16 and dtype != "bf16":
+            return f"its states are in bf16, and the table's dtype is {dtype} (--dtype)"
+        if self.offloads_activations and importlib.util.find_spec(_ACTIVATION_OFFLOAD) is None:
+            return "this version of DeepSpeed does not offload activations"
         absent = self.peer is not None and importlib.util.find_spec(self.peer) is None
         return f"{self.peer} is not installed" if absent else None
 
@@ -107,9 +124,10 @@ def _pinned(nbytes: int, exact: bool) -> int:
     return nbytes if exact or not nbytes else 1 << (nbytes - 1).bit_length()
 
 
-def _stage2_on_host(num_parameters: int, *, exact: bool = False) -> int:
-    """Bytes of master weights and gradients in float32 and of 16-bit staging, all pinned, and of two moments."""
-    return 8 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + _pinned(2 * num_parameters, exact)
+def _stage2_on_host(num_parameters: int, *, exact: bool = False, each: int = 4) -> int:
+    """Bytes of master weights and gradients, of `each` bytes, and of 16-bit staging, all pinned, and of two moments."""
+    states = 2 * each * num_parameters
+    return states + 2 * _pinned(each * num_parameters, exact) + _pinned(2 * num_parameters, exact)
 
 
 def _zenflow_on_host(num_parameters: int, *, exact: bool = False) -> int:
@@ -119,13 +137,13 @@ def _zenflow_on_host(num_parameters: int, *, exact: bool = False) -> int:
 
 
 def _stage3_on_host(
-    num_parameters: int, *, exact: bool = False, group: int = _GROUP_NUMEL, weights: bool = False
+    num_parameters: int, *, exact: bool = False, group: int = _GROUP_NUMEL, weights: bool = False, each: int = 4
 ) -> int:
-    """Bytes of master weights and moments, and of pinned gradients: in float32 one request per group, in 16 bits one
-    request in all."""
+    """Bytes of master weights and moments, of `each` bytes, and of pinned gradients: in the master's dtype one request
+    per group, in 16 bits one request in all."""
     whole, rest = divmod(num_parameters, group)
-    gradients = whole * _pinned(4 * group, exact) + _pinned(4 * rest, exact) + _pinned(2 * num_parameters, exact)
-    return 12 * num_parameters + gradients + (_pinned(2 * num_parameters, exact) if weights else 0)
+    gradients = whole * _pinned(each * group, exact) + _pinned(each * rest, exact) + _pinned(2 * num_parameters, exact)
+    return 3 * each * num_parameters + gradients + (_pinned(2 * num_parameters, exact) if weights else 0)
 
 
 def _superoffload_on_host(num_parameters: int, *, exact: bool = False) -> int:
@@ -167,6 +185,15 @@ ALL: dict[str, Contender] = {
             device_bytes_each=16,
         ),
         Contender(
+            "adamw-lean",
+            "AdamW on the GPU, no master weights",
+            "torch alone, fused kernel, weights, gradients and moments in the model's dtype",
+            _ADAMW,
+            {"stage": 0},
+            device_bytes_each=8,
+            peer="torch",
+        ),
+        Contender(
             "sgd",
             "SGD on the GPU",
             "stage 0, no momentum, float32 master weights on the GPU",
@@ -199,6 +226,46 @@ ALL: dict[str, Contender] = {
             _ADAMW,
             {**_OFFLOAD3, "offload_param": _HOST},
             host_bytes=partial(_stage3_on_host, weights=True),
+        ),
+        Contender(
+            "zero2-offload-bf16",
+            "ZeRO-Offload (stage 2), bf16 states",
+            "stock: as zero2-offload, bf16_master_weights_and_grads and bf16_optimizer_states",
+            _ADAMW,
+            _OFFLOAD2,
+            host_bytes=partial(_stage2_on_host, each=2),
+            device_bytes_each=4,
+            bf16=_BF16_STATES,
+        ),
+        Contender(
+            "zero2-offload-bf16-act",
+            "ZeRO-Offload (stage 2), bf16 states, activations offloaded",
+            "stock: as zero2-offload-bf16, inputs of recomputed blocks in pinned host memory",
+            _ADAMW,
+            _OFFLOAD2,
+            host_bytes=partial(_stage2_on_host, each=2),
+            device_bytes_each=4,
+            bf16=_BF16_STATES,
+            offloads_activations=True,
+        ),
+        Contender(
+            "zero3-offload-bf16",
+            "ZeRO-3, optimizer offloaded, bf16 states",
+            "stock: as zero3-offload, bf16_master_weights_and_grads and bf16_optimizer_states",
+            _ADAMW,
+            _OFFLOAD3,
+            host_bytes=partial(_stage3_on_host, each=2),
+            device_bytes_each=2,
+            bf16=_BF16_STATES,
+        ),
+        Contender(
+            "zero3-offload-param-bf16",
+            "ZeRO-3, optimizer and parameters offloaded, bf16 states",
+            "stock: as zero3-offload-param, bf16_master_weights_and_grads and bf16_optimizer_states",
+            _ADAMW,
+            {**_OFFLOAD3, "offload_param": _HOST},
+            host_bytes=partial(_stage3_on_host, weights=True, each=2),
+            bf16=_BF16_STATES,
         ),
         Contender(
             "zenflow",
@@ -316,11 +383,16 @@ def in_order_of_runs(names: Sequence[str] | None) -> list[Contender]:
     return sorted(chosen(names), key=lambda contender: place[contender.name])
 
 
-def settings_of(contender: Contender, env: Mapping[str, str]) -> str:
-    """The set-up in words, with the environment variables that its case was given."""
+def settings_of(
+    contender: Contender, env: Mapping[str, str], *, accumulation: int = 1, starts_uncapped: bool = False
+) -> str:
+    """The set-up in words, with what its case was given: environment variables, micro-batches, a cap that only its
+    steps have."""
     told = all(env.get(key) == value for key, value in EXACT_PINNING.items())
     pins = contender.backend is None and "offload_optimizer" in contender.zero_optimization
-    return contender.settings + (EXACTLY if told and pins else "")
+    words = contender.settings + (f"; {accumulation} micro-batches a step" if accumulation > 1 else "")
+    words += "; started on the whole card, within the cap from the first step on" if starts_uncapped else ""
+    return words + (EXACTLY if told and pins else "")
 
 
 def chosen(names: Sequence[str] | None) -> list[Contender]:
@@ -344,6 +416,8 @@ def config_of(
     config["zero_optimization"] = copy.deepcopy(contender.zero_optimization)
     if shared["gradient_clipping"]:
         config["zero_optimization"].pop("compute_grad_norm", None)  # clipping needs the norm
+    if contender.bf16:
+        config["bf16"] = {"enabled": True, **contender.bf16}
     if contender.ds_zo is not None:
         config["ds_zo"] = copy.deepcopy(contender.ds_zo)
     if device_memory_gb is not None:
@@ -357,12 +431,12 @@ def config_of(
     return config
 
 
-def shared_config(*, batch: int, dtype: str, gradient_clipping: float = 0.0) -> Section:
-    """Keys that every contender's JSON has. Clipping is off by default: it costs LOMO a second pass and the other
-    methods little."""
+def shared_config(*, batch: int, dtype: str, gradient_clipping: float = 0.0, accumulation: int = 1) -> Section:
+    """Keys that every contender's JSON has. `batch` is a step's, in `accumulation` micro-batches. Clipping is off by
+    default: it costs LOMO a second pass and the other methods little."""
     return {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": batch // accumulation,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": gradient_clipping,
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
         "steps_per_print": 1_000_000,

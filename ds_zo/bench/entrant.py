@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ds_zo.bench.contenders import ALL, Contender, settings_of
 from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
-from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing
+from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing, torch_adamw_trainer
 from ds_zo.bench.workload import batches_of
 from ds_zo.planner.models import DTYPES
 from ds_zo.records.rows import Row
@@ -49,6 +49,10 @@ class EntrantSpec:
     data: str | None = None
     seed: int = 0
     profile: bool = True
+    accumulation: int = 1
+    """Micro-batches of a step: `batch` is divided by it."""
+    starts_uncapped: bool = False
+    """Whether `device_memory_gb` limits the steps only, and the model and its engine are made on the whole card."""
     max_s: float | None = None
     """Most seconds that the timed steps may take: fewer steps are timed if they would take longer. None: no limit."""
 
@@ -88,11 +92,15 @@ def run_contender(
     if wanted.device == "cuda":
         torch.cuda.set_device(wanted.where)
         expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: fragmentation must not decide whether a model fits
-        if wanted.device_memory_gb is not None:
+        if wanted.device_memory_gb is not None and not wanted.starts_uncapped:
             cap_device_memory(wanted.device_memory_gb, wanted.where)
     torch.manual_seed(wanted.seed)
     clock = _Clock()
     trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted, change_model)
+    if wanted.starts_uncapped and wanted.device == "cuda" and wanted.device_memory_gb is not None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(wanted.where)
+        cap_device_memory(wanted.device_memory_gb, wanted.where)
     clock.lap("load")
 
     model_config = config_of_model(wanted.model, num_layers=wanted.layers, max_length=wanted.length)
@@ -105,17 +113,20 @@ def run_contender(
         seed=wanted.seed,
     )
     num_done = 0
+    micro_batch = wanted.batch // wanted.accumulation
     losses: list[torch.Tensor] = []
 
     def batch() -> Batch:
         nonlocal num_done
+        index, part = divmod(num_done, wanted.accumulation)
         num_done += 1
-        ids = batches(num_done - 1).to(wanted.where, non_blocking=True)
+        ids = batches(index)[part * micro_batch : (part + 1) * micro_batch].to(wanted.where, non_blocking=True)
         return {"input_ids": ids, "labels": ids}
 
     def step() -> torch.Tensor:
-        loss = trainer.step(batch())
-        losses.append(loss.clone())
+        parts = [trainer.step(batch()) for _ in range(wanted.accumulation)]
+        loss = parts[0].clone() if len(parts) == 1 else torch.stack(parts).mean()
+        losses.append(loss)
         return loss
 
     measured = measure_steps(
@@ -133,7 +144,9 @@ def run_contender(
     row: Row = {
         "contender": contender,
         "title": entrant.title,
-        "settings": settings_of(entrant, os.environ),
+        "settings": settings_of(
+            entrant, os.environ, accumulation=wanted.accumulation, starts_uncapped=wanted.starts_uncapped
+        ),
         **trainer.facts,
         "tokens_per_s": tokens / measured["step_s"],
         "tokens_per_s_mean": tokens / measured["step_wall_s"],
@@ -142,7 +155,7 @@ def run_contender(
     }
     few = next(number for longest_s, number in EXTRA_STEPS if measured["step_s"] < longest_s)
     num_extra = max(entrant.period, few)
-    row |= part_seconds(trainer, batch, wanted.where, steps=num_extra)
+    row |= part_seconds(trainer, batch, wanted.where, steps=num_extra, accumulation=wanted.accumulation)
     clock.lap("parts")
     if wanted.profile and wanted.device == "cuda":
         try:
@@ -182,7 +195,26 @@ def _engine(
     engine.train()
     as_given = _starts_as_given(model) if entrant.backend is None else None
     facts = _facts(_classes(engine.optimizer), starts_as_given=as_given, parameters=num_parameters)
-    return Trainer(loss_of(engine), engine.backward, engine.step, entrant.settings, engine, facts=facts)
+    trainer = Trainer(loss_of(engine), engine.backward, engine.step, entrant.settings, engine, facts=facts)
+    return _offloading_activations(trainer) if entrant.offloads_activations else trainer
+
+
+def _offloading_activations(trainer: Trainer) -> Trainer:
+    """Keeps the inputs of recomputed blocks in host memory from the forward pass to the end of the backward pass."""
+    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+
+    manager: Any = CheckpointHiddenStatesOffload()
+
+    def forward(batch: Batch) -> torch.Tensor:
+        manager.__enter__()
+        return trainer.forward(batch)
+
+    def backward(loss: torch.Tensor) -> None:
+        trainer.backward(loss)
+        trainer.facts["activations_offloaded_gb"] = manager.stats.offloaded_bytes / 1e9
+        manager.__exit__(None, None, None)
+
+    return replace(trainer, forward=forward, backward=backward)
 
 
 def _facts(running: str, *, starts_as_given: bool | None, parameters: int) -> Row:
@@ -266,7 +298,10 @@ def _peer(entrant: Contender, config: Row, spec: EntrantSpec) -> Trainer:
     set_checkpointing(model, spec.checkpointing)
     model.train()
     lr = config["optimizer"]["params"]["lr"]
-    trainer = lomo_optim_trainer("peer_lomo", model, lr=lr)
+    if entrant.peer == "torch":
+        trainer = torch_adamw_trainer(model, lr=lr, clipping=config["gradient_clipping"])
+    else:
+        trainer = lomo_optim_trainer("peer_lomo", model, lr=lr)
     num_parameters = sum(p.numel() for p in model.parameters())
     trainer.facts |= _facts(entrant.peer or "", starts_as_given=None, parameters=num_parameters)
     return trainer

@@ -137,7 +137,7 @@ def memory_key(rows: Sequence[Row]) -> str:
 
 
 def _is_ours(row: Row) -> bool:
-    return not str(row.get("settings", "")).startswith(("stock", "stage ", "the authors"))
+    return row["contender"] in ALL and ALL[row["contender"]].backend is not None
 
 
 def _marker(row: Row) -> str:

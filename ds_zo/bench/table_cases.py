@@ -15,7 +15,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
     from ds_zo.records.environment import gpu_memory_gb
 
     names = [name for word in args.contenders.split(",") if (name := word.strip())] if args.contenders else None
-    rates = _rates(args.lr)
-    shared = shared_config(batch=args.batch, dtype=args.dtype, gradient_clipping=args.gradient_clipping)
+    rates = _named_numbers(args.lr, option="--lr", what="a learning rate", example="zo=1e-6")
+    micro_batches = _micro_batches(args)
     spec = EntrantSpec(
         model=args.model,
         batch=args.batch,
@@ -66,9 +66,20 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
     num_parameters = count_parameters(spec.model, layers=spec.layers, length=spec.length)
     cases: list[Case] = []
     for contender in in_order_of_runs(names):
-        if contender.missing is not None:
-            print(f"{contender.name} left out: {contender.missing}", file=sys.stderr)
+        lacking = contender.missing(args.dtype)
+        if lacking is not None:
+            print(f"{contender.name} left out: {lacking}", file=sys.stderr)
             continue
+        accumulation = micro_batches.get(contender.name, 1)
+        shared = shared_config(
+            batch=args.batch,
+            dtype=args.dtype,
+            gradient_clipping=args.gradient_clipping,
+            accumulation=accumulation,
+        )
+        own = replace(
+            spec, accumulation=accumulation, starts_uncapped=args.start_uncapped and contender.backend is None
+        )
         exact = device == "cuda" and _pins_exactly(contender, num_parameters)
         host_gb = contender.host_bytes(num_parameters, exact=exact) / 1e9
         config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
@@ -76,12 +87,16 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
             Case(
                 contender.name,
                 "ds_zo.bench.entrant:run_contender",
-                {"contender": contender.name, "config": config, "spec": asdict(spec)},
+                {"contender": contender.name, "config": config, "spec": asdict(own)},
                 timeout_s=args.timeout_s,
                 env=EXACT_PINNING if exact else {},
                 planned_host_gb=host_gb + _IMPORTS_GB if device == "cuda" else None,
                 expected_s=expected_s(
-                    contender, num_parameters, spec, host_gb=host_gb, card_gb=device_memory_gb or gpu_memory_gb()
+                    contender,
+                    num_parameters,
+                    own,
+                    host_gb=host_gb,
+                    card_gb=(None if own.starts_uncapped else device_memory_gb) or gpu_memory_gb(),
                 )
                 if device == "cuda"
                 else 0.0,
@@ -133,19 +148,37 @@ def likely_carried_over(case: Case) -> bool:
     return likely_holds(ALL[case.name], num_parameters, spec["device_memory_gb"])
 
 
-def _rates(given: Sequence[str]) -> dict[str, float]:
+def _named_numbers(given: Sequence[str], *, option: str, what: str, example: str) -> dict[str, float]:
+    """Reads a number for each of some contenders."""
     from ds_zo.bench.contenders import ALL
 
-    rates = {}
+    numbers = {}
     for text in given:
-        name, _, rate = text.partition("=")
+        name, _, number = text.partition("=")
         try:
-            rates[name] = float(rate)
+            numbers[name] = float(number)
         except ValueError:
-            raise ValueError(f"a learning rate is NAME=NUMBER, got {text!r}, say zo=1e-6 (--lr)") from None
-        if name not in ALL or not 0 <= rates[name] < math.inf:
-            raise ValueError(f"a learning rate is one of {', '.join(ALL)}, and >= 0, got {text!r} (--lr)")
-    return rates
+            raise ValueError(f"{what} is NAME=NUMBER, got {text!r}, say {example} ({option})") from None
+        if name not in ALL or not 0 <= numbers[name] < math.inf:
+            raise ValueError(f"{what} is one of {', '.join(ALL)}, and >= 0, got {text!r} ({option})")
+    return numbers
+
+
+def _micro_batches(args: argparse.Namespace) -> dict[str, int]:
+    """Number of micro-batches into which a contender's batch is divided."""
+    from ds_zo.bench.contenders import ALL
+
+    example = "zero2-offload=4"
+    given = _named_numbers(args.accumulate, option="--accumulate", what="a number of micro-batches", example=example)
+    for name, number in given.items():
+        if number < 1 or args.batch % number:
+            raise ValueError(
+                f"micro-batches must divide the batch, got {number:g} for {name} and a batch of {args.batch}: "
+                "change one of them (--accumulate, --batch)"
+            )
+        if number > 1 and ALL[name].peer is not None:
+            raise ValueError(f"{name} does not accumulate gradients here, got {number:g}: leave it out (--accumulate)")
+    return {name: int(number) for name, number in given.items()}
 
 
 def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:

@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, shown
 from ds_zo.config.optimizers import STOCK_PARAMS
-from ds_zo.config.registry import entries, entry_of, unknown_optimizer
+from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import REFUSED, check_top_level

@@ -25,6 +25,8 @@ from ds_zo.planner.stock import (
 
 _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
 """Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
+_IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
+_BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
@@ -70,6 +72,9 @@ _STOCK: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
     "zero-offload": partial(_stock, estimate_zero_offload),
     "zero-3": partial(_stock, estimate_zero3, offload_param=True),
     "zero-3-gpu-params": partial(_stock, estimate_zero3, offload_param=False),
+    "zero-offload-bf16": partial(_stock, estimate_zero_offload, bf16_states=True),
+    "zero-3-bf16": partial(_stock, estimate_zero3, offload_param=True, bf16_states=True),
+    "zero-3-gpu-params-bf16": partial(_stock, estimate_zero3, offload_param=False, bf16_states=True),
     "adamw": partial(_stock, estimate_on_device, optimizer="adamw"),
     "torch-adamw": partial(_stock, estimate_torch_adamw),
     "sgd": partial(_stock, estimate_on_device, optimizer="sgd"),
@@ -174,8 +179,10 @@ def plan(
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
     refusing = [name for name in chosen if name in own and entry_of(name).refuses_fp16]
     left_out = dict.fromkeys(refusing, _NO_FP16) if model.dtype == "fp16" else {}
+    left_out |= {name: _BF16_ONLY for name in _IN_BF16 if model.dtype != "bf16" and name in chosen}
     if left_out and backends:
-        raise ValueError(f"{refusing[0]} can't train in fp16: {_NO_FP16}")
+        name, why = next(iter(left_out.items()))
+        raise ValueError(f"{name} can't train in {model.dtype}: {why}")
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
     return Plan(
         model=model.name,

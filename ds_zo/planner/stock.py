@@ -1,7 +1,8 @@
 """Estimates of the methods that ds_zo is compared with: DeepSpeed's own optimizers and low-rank training.
 
 The bytes of a parameter are those of DeepSpeed 0.19's bf16 and fp16 optimizers: a 16-bit weight and gradient, and in
-float32 the master weight, the gradient and two moments.
+float32 the master weight, the gradient and two moments. `bf16_states` puts these four in bf16, as DeepSpeed does with
+`bf16_master_weights_and_grads` and `bf16_optimizer_states`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _NORM_NUMEL = 250_000_000
 `_NORM_NUMEL` elements at a time."""
 _ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.0}}
 _PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+_BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LOW_RANK = 16
 _PARAMETER_LOOP_S = 1.2e-4
 """Host time of one parameter in DeepSpeed's bf16 optimizer. The device is idle meanwhile."""
@@ -42,6 +44,8 @@ _PAGEABLE_GBPS = 5.7
 _HOST_PASSES = 14 / 28
 """Host memory traffic of ZeRO-3's step besides Adam, as a share of Adam's 28 bytes a parameter: 14 bytes, to unscale
 gradients and to convert weights to 16 bits."""
+_BF16_HOST_PASSES = 4 / 28
+"""The same with states in bf16, where weights need no conversion."""
 
 
 def estimate_on_device(
@@ -109,11 +113,17 @@ def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = 
 
 
 def estimate_zero_offload(
-    model: Model, limits: Limits, *, checkpointing: bool = True, native_pins: bool = False
+    model: Model,
+    limits: Limits,
+    *,
+    checkpointing: bool = True,
+    native_pins: bool = False,
+    bf16_states: bool = False,
 ) -> Estimate:
     """Estimates ZeRO-Offload (stage 2): the download of gradients, Adam on the CPU and the upload of weights follow one
-    another. Gradients are downloaded in float32 on the compute stream. `native_pins`: DS_PIN_MEMORY_BACKEND=native is
-    set, so that pinned buffers are not rounded up to powers of two."""
+    another. Gradients are downloaded in the dtype of the states on the compute stream. Adam is planned at the rate of
+    float32 states. `native_pins`: DS_PIN_MEMORY_BACKEND=native is set, so that pinned buffers are not rounded up to
+    powers of two."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
     largest = max(p.numel() for p in model.module.parameters()) * itemsize
@@ -122,15 +132,15 @@ def estimate_zero_offload(
     buckets = 2 * _REDUCE_BUCKET_NUMEL * itemsize
     reducing = max(b.alive + itemsize * b.oversize_numel + _NORM_NBYTES * b.largest_numel for b in full_buckets(trace))
     peak = _ReductionPeak.of(trace, at_all_times=0, from_first_gradient=buckets, reducing=reducing)
-    flat = 4 * model.numel
+    flat = (2 if bf16_states else 4) * model.numel
     rates = model.rates
     forward_s, backward_s = trace.forward.seconds, trace.backward.seconds
     down_s, up_s = flat / (rates.link_down_gbps * 1e9), model.weights_nbytes / (rates.link_up_gbps * 1e9)
     step_s = forward_s + backward_s + down_s + model.numel / (rates.cpu_adam_gparams * 1e9) + up_s
     pin = int if native_pins else _pinned
     return Estimate(
-        contender="zero-offload",
-        setting="stage 2, Adam on the CPU, pinned, overlap_comm",
+        contender="zero-offload-bf16" if bf16_states else "zero-offload",
+        setting="stage 2, Adam on the CPU, pinned, overlap_comm" + (", bf16 states" if bf16_states else ""),
         device=parts(
             weights=model.weights_nbytes,
             gradients=largest + peak.gradients,
@@ -152,9 +162,9 @@ def estimate_zero_offload(
         down_nbytes=flat,
         reduced_nbytes=model.weights_nbytes,
         sharded=frozenset({"master", "gradients", "staging", "states"}),
-        config=base_config(batch=model.batch, dtype=model.dtype)
+        config=_base_config(model, bf16_states=bf16_states)
         | {"optimizer": _ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED, "overlap_comm": True}},
-        notes=(_at_best(model, forward_s, backward_s), _exactly(18 * model.numel)),
+        notes=(_at_best(model, forward_s, backward_s), _exactly(4 * flat + model.weights_nbytes)),
         limits=limits,
     )
 
@@ -166,11 +176,12 @@ def estimate_zero3(
     offload_param: bool = True,
     checkpointing: bool = True,
     native_pins: bool = False,
+    bf16_states: bool = False,
 ) -> Estimate:
     """Estimates ZeRO-3 with Adam on the CPU, and with the parameters in host memory too if `offload_param`.
 
-    Gradients are downloaded in 16 bits, uploaded again, and downloaded in float32. New weights are uploaded from
-    pageable memory."""
+    Gradients are downloaded in 16 bits, uploaded again, and downloaded in the dtype of the states. New weights are
+    uploaded from pageable memory. Adam and that upload are planned at the rates of float32 states."""
     trace = model.backward_trace(checkpointing=checkpointing)
     itemsize = model.weights_nbytes // model.numel
     # There is one bucket at all times. DeepSpeed copies its gradients to reduce them; each is then uploaded again.
@@ -182,7 +193,7 @@ def estimate_zero3(
         for b in full_buckets(trace)
     )
     peak = _ReductionPeak.of(trace, at_all_times=bucket, from_first_gradient=0, reducing=reducing)
-    flat = 4 * model.numel
+    flat = (2 if bf16_states else 4) * model.numel
     sub_groups = _sub_groups(model)
     uploads = 3 if checkpointing else 2  # each use gathers a layer anew, above the limit of live parameters
     there = min(model.numel, _LIVE_NUMEL) * itemsize if offload_param else model.weights_nbytes
@@ -191,7 +202,8 @@ def estimate_zero3(
     forward_s = max(trace.forward.seconds, gathers / uploads / (rates.link_up_gbps * 1e9))
     backward_s = max(trace.backward.seconds, gathers * (uploads - 1) / uploads / (rates.link_duplex_gbps * 1e9))
     backward_s += (model.weights_nbytes + flat) / (rates.link_down_gbps * 1e9)
-    step_s = forward_s + backward_s + (1 + _HOST_PASSES) * model.numel / (rates.cpu_adam_gparams * 1e9)
+    passes = 1 + (_BF16_HOST_PASSES if bf16_states else _HOST_PASSES)
+    step_s = forward_s + backward_s + passes * model.numel / (rates.cpu_adam_gparams * 1e9)
     step_s += 0.0 if offload_param else model.weights_nbytes / (min(_PAGEABLE_GBPS, rates.link_up_gbps) * 1e9)
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
     if offload_param:
@@ -201,9 +213,10 @@ def estimate_zero3(
     one_by_one = (p.numel() * itemsize for p in model.module.parameters() if p.numel() > _PERSISTENT_NUMEL)
     kept = sum(map(_pinned, one_by_one)) if offload_param and not native_pins else 0
     return Estimate(
-        contender="zero-3" if offload_param else "zero-3-gpu-params",
+        contender=("zero-3" if offload_param else "zero-3-gpu-params") + ("-bf16" if bf16_states else ""),
         gathers_weights=not offload_param,
-        setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned",
+        setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned"
+        + (", bf16 states" if bf16_states else ""),
         device=parts(
             weights=there,
             gradients=peak.gradients,
@@ -214,9 +227,9 @@ def estimate_zero3(
         host=parts(
             weights=pin(model.weights_nbytes) + kept if offload_param else 0,
             master=flat,
-            gradients=sum(pin(4 * numel) for numel in sub_groups),
+            gradients=sum(pin(flat // model.numel * numel) for numel in sub_groups),
             # Where weights are on the GPU, new ones are converted to 16 bits one sub-group at a time.
-            staging=pin(model.weights_nbytes) + (0 if offload_param else itemsize * max(sub_groups)),
+            staging=pin(model.weights_nbytes) + (0 if offload_param or bf16_states else itemsize * max(sub_groups)),
             states=2 * flat,
             process=PROCESS_NBYTES + BACKWARD_NBYTES,
         ),
@@ -226,10 +239,10 @@ def estimate_zero3(
         down_nbytes=model.weights_nbytes + flat,
         reduced_nbytes=3 * model.weights_nbytes // 2,  # two all-gathers and a reduce-scatter, of 1/2 all-reduce each
         sharded=frozenset({"weights", "master", "gradients", "staging", "states"}),
-        config=base_config(batch=model.batch, dtype=model.dtype) | {"optimizer": _ADAM, "zero_optimization": zero},
+        config=_base_config(model, bf16_states=bf16_states) | {"optimizer": _ADAM, "zero_optimization": zero},
         notes=(
             _at_best(model, trace.forward.seconds, trace.backward.seconds),
-            _exactly((20 if offload_param else 18) * model.numel),
+            _exactly(4 * flat + (2 if offload_param else 1) * model.weights_nbytes),
         ),
         limits=limits,
     )
@@ -344,6 +357,13 @@ def estimate_low_rank(
         notes=("extra memory by Table 2 of the LSP paper; needs its own library (PEFT, galore-torch)",),
         limits=limits,
     )
+
+
+def _base_config(model: Model, *, bf16_states: bool) -> dict[str, Any]:
+    config: dict[str, Any] = base_config(batch=model.batch, dtype=model.dtype)
+    if bf16_states:
+        config["bf16"] = {**config["bf16"], **_BF16_STATES}
+    return config
 
 
 def _at_best(model: Model, forward_s: float, backward_s: float) -> str:

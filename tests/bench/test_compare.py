@@ -111,6 +111,8 @@ def test_stock_is_pinned_so_that_it_fits_the_host(h200: pytest.MonkeyPatch) -> N
     # 6.66 B parameters at 18 bytes, where PyTorch's powers of two would make it 137 GB.
     assert dict(whole["zero2-offload"].env) == EXACT_PINNING and whole["zero2-offload"].planned_host_gb < 122
     assert not whole["zo"].env and whole["zo"].planned_host_gb > 4 * 6.6
+    lean = whole["zero2-offload-bf16"]
+    assert not lean.env and lean.planned_host_gb < 81, "and without exact pinning"
     assert whole["zero2-offload"].expected_s > whole["zo"].expected_s > whole["lomo"].expected_s > 5
     assert small["adamw"].expected_s < 5, "it runs, and soon out of memory"
     h200.setattr(environment, "may_lock_memory", lambda: False)
@@ -163,6 +165,11 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--gradient-clipping", "-1"], "must be >= 0, got -1 (--gradient-clipping)"),
         (["--min-free-host-gib", "nan"], "must be >= 0, got nan (--min-free-host-gib)"),
         (["--data", "/no/such/file"], "data must be a text file, got /no/such/file"),
+        (
+            ["--accumulate", "zo=3", "--batch", "4"],
+            "micro-batches must divide the batch, got 3 for zo and a batch of 4",
+        ),
+        (["--accumulate", "adamw-lean=2", "--batch", "4"], "adamw-lean does not accumulate gradients here, got 2"),
         (["--into", "README.md"], "name the results to summarise (--headline DIR ...)"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1

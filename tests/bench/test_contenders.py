@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_zo.bench.case_costs import expected_s
 from ds_zo.bench.contenders import ALL, DIFFERING, TIERS, chosen, config_of, shared_config
-from ds_zo.bench.entrant import EntrantSpec, _partitioned
+from ds_zo.bench.entrant import EntrantSpec, _partitioned, run_contender
 from ds_zo.bench.runner import read_rows
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.table_cases import MACHINE
@@ -27,9 +28,12 @@ SHARED = shared_config(batch=2, dtype="bf16")
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if ALL[name].peer is None])
-def test_a_contender_is_its_three_sections_and_deepspeed_accepts_them(name: str) -> None:
+def test_a_contender_is_its_own_sections_and_deepspeed_accepts_them(name: str) -> None:
     config = config_of(ALL[name], SHARED)
-    assert {key: value for key, value in config.items() if key not in DIFFERING} == SHARED
+    assert [{key: c[key] for key in SHARED if key not in DIFFERING} for c in (config, SHARED)] == [
+        {key: value for key, value in c.items() if key not in DIFFERING} for c in (SHARED, config)
+    ]
+    assert config["bf16"] == {"enabled": True} | ALL[name].bf16
     assert not DeepSpeedConfig(config).timers_config.enabled, "it would wait for the device twice a step"
     assert backend_of(config) == ALL[name].backend
     if ALL[name].backend is not None:
@@ -92,9 +96,42 @@ def test_host_memory_planned_for_offload_is_what_was_measured() -> None:
     assert ALL["zero2-offload"].host_bytes(1_345_423_360) / 1e9 + 1.5 == pytest.approx(34.2, rel=0.05)
 
 
+def numel_and_nbytes(optimizer: Any) -> tuple[int, int]:
+    """Elements of an offloading optimizer's master weights, and bytes of all that it keeps in host memory."""
+    stage3 = hasattr(optimizer, "grad_partitions_flat_buffer")
+    masters = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
+    staging = (
+        [optimizer.grad_partitions_flat_buffer] if stage3 else optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+    )
+    states = [t for state in optimizer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    kept = [*masters, *(p.grad for p in masters), *staging, *(t for t in states if t.numel() > 1)]
+    return sum(p.numel() for p in masters), sum(t.nbytes for t in kept)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_low_memory_states_take_the_planned_bytes_and_train_as_adamw_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in micro-batches, and with activations offloaded."""
+    engines: list[Any] = []
+    monkeypatch.setattr("ds_zo.bench.entrant._ageing", lambda entrant, config, engine: engines.append(engine))
+    losses = {}
+    cases = ("adamw-lean", 1), ("zero2-offload", 1), ("zero2-offload-bf16-act", 2), ("zero3-offload-bf16", 1)
+    for name, accumulation in cases:
+        spec = EntrantSpec("random:llama-tiny", batch=4, length=8, steps=2, warmup=1, dtype="bf16", device="cpu")
+        spec = replace(spec, layers=1, accumulation=accumulation)
+        config = config_of(ALL[name], shared_config(batch=4, dtype="bf16", accumulation=accumulation))
+        row = run_contender(contender=name, config=config, spec=asdict(spec))
+        losses[name] = row["losses"]
+        assert ("2 micro-batches a step" in row["settings"]) == (accumulation == 2)
+        if ALL[name].peer is None:
+            numel, nbytes = numel_and_nbytes(engines[-1].optimizer)
+            assert nbytes == ALL[name].host_bytes(numel, exact=True) == (18 if name == "zero2-offload" else 10) * numel
+    assert all(found == pytest.approx(losses["adamw-lean"], abs=2e-3) for found in losses.values()), losses
+    assert losses["adamw-lean"][0] - losses["adamw-lean"][2] > 0.01, "a model that does not learn would agree, too"
+
+
 def test_contenders_are_chosen_by_name() -> None:
     assert [c.name for c in chosen(["zo", "adamw"])] == ["adamw", "zo"]
-    with pytest.raises(ValueError, match="unknown contender adam; there are adamw, adamw-flat, sgd"):
+    with pytest.raises(ValueError, match="unknown contender adam; there are adamw, adamw-flat, adamw-lean, sgd"):
         chosen(["adam"])
 
 

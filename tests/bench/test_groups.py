@@ -26,7 +26,7 @@ def calls_of(lines: Iterator[str] | list[str]) -> list[list[str]]:
     ]
 
 
-def test_the_result_set_is_planned_in_three_calls(
+def test_the_result_set_is_planned_in_six_calls(
     h200: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--preset", "results", "--device", "cuda", "--dry-run", "--total-s", "540", "--out", str(tmp_path)]
@@ -35,7 +35,10 @@ def test_the_result_set_is_planned_in_three_calls(
     assert calls_of(lines) == [
         ["llama-7b, main", "opt-13b, main"],
         ["opt-6.7b, main"],
-        ["llama-1.3b, main", *(f"{table.folder}, variants" for table in PRESETS["results"])],
+        ["llama-1.3b, main", "llama-1.3b, lean"],
+        ["llama-7b, lean"],
+        ["opt-6.7b, lean"],
+        ["opt-13b, lean", *(f"{table.folder}, variants" for table in PRESETS["results"])],
     ]
     left_s = [float(line.split(": ")[1].split()[0]) for line in lines if line.endswith(" s left")]
     assert sum(left_s[:4]) < 1060, "of a lease of 1,800 s, in which other things are wanted too"
@@ -43,7 +46,10 @@ def test_the_result_set_is_planned_in_three_calls(
     offload = next(line for line in of_13b if "zero2-offload" in line)
     assert "not run: planned 232.9 of " in offload
     assert main([*arguments, "--only", "llama-1.3b", "--total-s", "330"]) == 0
-    assert calls_of(capsys.readouterr().out.splitlines()) == [["llama-1.3b, main"], ["llama-1.3b, variants"]]
+    assert calls_of(capsys.readouterr().out.splitlines()) == [
+        ["llama-1.3b, main"],
+        ["llama-1.3b, lean", "llama-1.3b, variants"],
+    ]
     assert main([*arguments, "--only", "llama-1b"]) == 1
     assert "llama-1.3b, opt-13b, got llama-1b" in capsys.readouterr().err
 
@@ -92,15 +98,17 @@ def test_what_another_machine_left_whole_stays_as_it_is(
     there, here = (begun[f"{model}, main"] for model in models)
     leave_rows(there, machine="another")
     capsys.readouterr()
-    assert runs() == {f"{models[1]}, main": "new", f"{models[1]}, variants": "new"}
+    later = [tier for tier in TIERS if tier != "main"]
+    assert runs() == {f"{models[1]}, {tier}": "new" for tier in TIERS}
     stays = f"{models[0]}, variants: of another machine, left as it is"
     assert stays in capsys.readouterr().err
     assert main([*arguments, "--dry-run", "--total-s", "60"]) == 0
     planned = capsys.readouterr().out.splitlines()
     assert stays in planned and calls_of(planned) == [[f"{models[1]}, {tier}" for tier in TIERS]]
     leave_rows(here, machine=machine_id())
-    assert runs() == {f"{models[1]}, variants": "old"}
+    of_old = {f"{models[1]}, {tier}": "old" for tier in later}
+    assert runs() == of_old
     out = there.parts[-1].out
     out.write_text("".join(out.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
-    unfinished = {f"{models[0]}, main": "new", f"{models[0]}, variants": "new"}
-    assert runs() == {**unfinished, f"{models[1]}, variants": "old"}, "a table is of one machine: it begins anew"
+    unfinished = {f"{models[0]}, {tier}": "new" for tier in TIERS}
+    assert runs() == {**unfinished, **of_old}, "a table is of one machine: it begins anew"

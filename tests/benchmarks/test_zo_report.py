@@ -119,6 +119,8 @@ def test_paper_tables_name_what_did_not_run() -> None:
         row("t1.66b.fp32.zo.whole", status="skipped", error="needs about 276.0 GB", tokens_per_s=None),
         row("t2.1.all", tokens_per_s=1_000.0, interval=1),
         row("t2.1.no_overlap", tokens_per_s=500.0, interval=1),
+        row("t2.1.3b.auto.all", shape="opt-1.3b", tokens_per_s=1_000.0, interval=5),
+        row("t2.1.3b.auto.no_overlap", shape="opt-1.3b", tokens_per_s=700.0, interval=5),
         row("amp.bf16.fp32", up_gb_a_step=4.0),
         row("amp.bf16.fp8", up_gb_a_step=1.0, tokens_per_s=20_480.0),
         row("t78.6.7b.mezo", "mezo", dtype="fp16", points=[{**p, "tokens_per_s": 50.0} for p in points]),
@@ -130,8 +132,9 @@ def test_paper_tables_name_what_did_not_run() -> None:
     text = zo_report.report(rows)
     assert "| 6.7b | fp32 | 32 | 30 | 6 (0.20) | 2,000 | 2,200 (1.10) |" in text
     assert "all, mezo: needs 260 GB, there are 140" in text and "all, zo: needs about 276.0 GB" in text
-    assert "| no overlap | 1 | 1 | 32 | 500 | 0.50 |" in text
-    assert "| bf16 | fp8 | 20,480 | 2.00 | 1 | 0.25 |" in text
+    assert "| opt-6.7b | no overlap | 1 | 1 | 32 | 500 | 0.50 |" in text
+    assert "| opt-1.3b | no overlap | auto | 5 | 32 | 700 | 0.70 |" in text
+    assert "| opt-6.7b | 32 | bf16 | fp8 | 20,480 | 2.00 | 1 | 0.25 |" in text
     assert "| opt-6.7b | 32 | 2 | 2048 | 3 | 3 (1.00) | 50 | 200 (4.00) |" in text
     assert "| bloom-176b | 4 of 70 |" in text
     assert "| 6.7b | 127 |  | 30 | 6 |" in text and "| 13b | needs 260 |" in text

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ds_zo.bench.contenders import ALL
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Limits, Model, load_model
@@ -182,3 +183,21 @@ def test_offload_and_adamw_of_llama_1_3b() -> None:
     assert offload.host_nbytes / 1e9 == pytest.approx(34.2, rel=0.05)
     assert estimate_zero3(llama, Limits()).host_nbytes / 1e9 == pytest.approx(36.6, rel=0.05)
     assert estimate_on_device(llama, Limits()).device_nbytes / 1e9 == pytest.approx(28.3, rel=0.05)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_low_memory_states_take_the_bytes_of_their_contender(native: bool) -> None:
+    """`tests/bench/test_contenders.py` compares those with the tensors of DeepSpeed's engine."""
+    llama = model("llama-1.3b", 4, 1024)
+    own = ("master", "gradients", "staging", "states")
+    largest = max(p.numel() for p in llama.module.parameters()) * 2
+    beside = largest if native else 1 << (largest - 1).bit_length()
+    for each, of_planner in (("zero2-offload", {}), ("zero2-offload-bf16", {"bf16_states": True})):
+        planned = estimate_zero_offload(llama, Limits(), native_pins=native, **of_planner)
+        expected = ALL[each].host_bytes(llama.numel, exact=native)
+        assert sum(planned.host[part] for part in own) - beside == expected, each
+    planned = estimate_zero3(llama, Limits(), offload_param=False, native_pins=native, bf16_states=True)
+    assert sum(planned.host[part] for part in own) == pytest.approx(
+        ALL["zero3-offload-bf16"].host_bytes(llama.numel, exact=native), rel=0.1 if not native else 0
+    )
+    assert planned.config["bf16"] == {"enabled": True, **ALL["zero3-offload-bf16"].bf16}
