@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from benchmarks.accuracy import at_chosen_rates
+from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
 from benchmarks.grids import read_grid
