@@ -274,7 +274,6 @@ class LSPParams(OptimizerParams):
     fit_steps: int = Field(60, ge=0, le=1_000_000)
     """Largest number of steps of one fit, over all of `calibration_batches`."""
 
-
     projector: Literal["learned", "random", "none"] = "learned"
     """learned: fitted projectors; random: projectors as they are drawn; none: no projection."""
 
