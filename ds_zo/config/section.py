@@ -32,6 +32,11 @@ class StreamConfig(ConfigModel):
     for a bf16 model) keeps a master copy on the host. bf12 is bf16 in 12 bits: the same mantissa, and an exponent
     shared by 256 values. fp8 takes half the bytes of bf16."""
 
+    frozen_dtype: Literal["auto", "bf12", "fp8", "nf4"] = "auto"
+    """Format in which the host stores frozen matrices of blocks (ZO), such as the base model under LoRA; auto: the
+    model's dtype. nf4 is the four-bit format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. Frozen
+    vectors keep the model's dtype, and trained parameters are stored as `wire_dtype` says."""
+
     master: Literal["split", "wire"] = "split"
     """split: the host keeps the low bits of float32 weights in a second buffer. wire: weights exist only in
     `wire_dtype`, and each update is rounded to it."""

@@ -27,9 +27,9 @@ from ds_zo.planner.stock import (
 )
 from ds_zo.planner.zo import estimate_zo
 
-_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
+_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype")
 """Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
-_OF_ZO = {"wire_dtype", "master", "writeback_interval", "fuse_update"}
+_OF_ZO = {"wire_dtype", "frozen_dtype", "master", "writeback_interval", "fuse_update"}
 """Keys of `ds_zo.stream` that only ZO reads."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 

@@ -73,6 +73,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         [{"params": list(model.module.parameters())}],
         block_paths=stream.blocks,
         wire=WIRE[stream.wire_dtype],
+        frozen_wire=WIRE[stream.frozen_dtype],
         split=stream.master == "split",
     )
     trace = model.forward_trace()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.ops.formats import FORMATS
+from ds_zo.ops import nf4
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
 
 ALIGN = ops.SEGMENT_ALIGNMENT
@@ -72,8 +72,8 @@ class Part:
     dtype: torch.dtype
     wire: torch.dtype
     split: bool
-    direct: bool
-    """The parameters are frozen and stored in their own dtype: the forward reads the stored bytes themselves."""
+    frozen: bool
+    """The parameters are never trained: their stored bytes do not change."""
     numel: int = 0
     _tables: dict[torch.device, Any] = field(default_factory=dict)
 
@@ -83,9 +83,32 @@ class Part:
             self.numel += -(-placed.numel // ALIGN) * ALIGN
 
     @property
+    def direct(self) -> bool:
+        """Whether the forward reads the stored bytes themselves: frozen parameters in their own dtype."""
+        return self.frozen and self.viewable
+
+    @property
     def _format(self) -> ops.Format | None:
-        """The storage format; None for frozen parameters, which may have any dtype and which no kernel decodes."""
-        return None if self.direct else FORMATS.get(self.wire)
+        """The storage format; None for direct parameters, which may have any dtype and which no kernel decodes."""
+        return None if self.direct else ops.format_of(self.wire)
+
+    def stored(self, placed: PlacedParameter, storage: torch.Tensor) -> torch.Tensor:
+        """The parameter's stored elements, a view of the part's storage plane. It has the parameter's shape, except in
+        formats that pack several elements into one item."""
+        packed = 1 if self._format is None else self._format.packed_numel
+        if packed == 1:
+            return placed.view(storage)
+        return storage[placed.start // packed : -(-(placed.start + placed.numel) // packed)]
+
+    def decode_(self, out: torch.Tensor, planes: Planes) -> None:
+        """Writes the values of frozen parameters to `out`, in its dtype."""
+        assert self.frozen
+        if self.wire is ops.NF4.dtype:
+            assert planes.exponents is not None
+            ops.dequantise_nf4_(out, planes.storage, planes.exponents)
+        else:
+            table = self.table(out.device)
+            ops.replay_perturb(planes.storage, table=table, out=out, exponents_in=planes.exponents, seed=0, step=0)
 
     def scales_of(self, placed: PlacedParameter) -> slice:
         """The parameter's slice of the plane of scales."""
@@ -109,12 +132,19 @@ class Part:
     @property
     def loses_bits(self) -> bool:
         """Whether a fold rounds the weights and nothing keeps the bits that it drops."""
-        return not self.direct and not self.split and self.wire.itemsize < 4
+        return not self.frozen and not self.split and self.wire.itemsize < 4
 
     @property
     def nbytes(self) -> int:
-        scales = 0 if self._format is None else self.numel // ALIGN * self._format.scale_nbytes
-        return self.numel * self.wire.itemsize + scales
+        fmt = self._format
+        scales = 0 if fmt is None else self.numel // fmt.group_numel * fmt.scale_nbytes
+        return self.storage_nbytes + scales
+
+    @property
+    def storage_nbytes(self) -> int:
+        """Bytes of the stored elements, without scales."""
+        packed = 1 if self._format is None else self._format.packed_numel
+        return self.numel * self.wire.itemsize // packed
 
     @property
     def low_nbytes(self) -> int:
@@ -156,6 +186,8 @@ class Unit:
         self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
         self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
         self.scratch_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.direct)
+        self.second_copy_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.frozen)
+        """Bytes of a second working copy. It has no frozen parameters, which both copies share."""
         self.store_buffer: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self.low_buffer: torch.Tensor | None = None
         self.streamed = False
@@ -218,7 +250,7 @@ class Unit:
         """Each part's tensors as views of a buffer laid out like `store_buffer` and of one like `low_buffer`."""
         found, at, low_at = [], 0, 0
         for part in self.parts:
-            nbytes = part.numel * part.wire.itemsize
+            nbytes = part.storage_nbytes
             storage = buffer[at : at + nbytes].view(part.wire)
             dtype = part.scale_dtype
             exponents = None if dtype is None else buffer[at + nbytes : at + part.nbytes].view(dtype)
@@ -230,9 +262,9 @@ class Unit:
             found.append(Planes(storage, exponents, part_low))
         return found
 
-    def outs(self, scratch: torch.Tensor) -> list[torch.Tensor | None]:
+    def outs(self, scratch: torch.Tensor, *, second: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """Each part's plane in `scratch` for values in the parameters' dtype; None where the forward reads the stored
-        bytes themselves."""
+        bytes themselves. With `second`, the planes of parts that are not frozen are there instead."""
         found: list[torch.Tensor | None] = []
         at = 0
         for part in self.parts:
@@ -240,7 +272,8 @@ class Unit:
                 found.append(None)
                 continue
             nbytes = part.numel * part.dtype.itemsize
-            found.append(scratch[at : at + nbytes].view(part.dtype))
+            memory = scratch if second is None or part.frozen else second
+            found.append(memory[at : at + nbytes].view(part.dtype))
             at += _padded(nbytes)
         return found
 
@@ -361,6 +394,16 @@ class Unit:
             ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:
                 placed.view(planes.low).zero_()
+            return
+        if part.wire is ops.NF4.dtype:
+            assert planes.exponents is not None
+            flat, first = value.reshape(-1), part.scales_of(placed).start
+            packed = part.stored(placed, planes.storage).view(torch.uint8)
+            for start in range(0, placed.numel, ops.PIECE_NUMEL):  # a multiple of a group
+                codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via))
+                ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
+                at = first + start // nf4.GROUP_NUMEL
+                ops.copy_staged_(planes.exponents[at : at + absmax.numel()], absmax)
             return
         end = placed.start + -(-placed.numel // ALIGN) * ALIGN
         span = slice(placed.start, end)

@@ -27,8 +27,8 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
         placed.append(PlacedParameter(f"p{i}", parameter, offset, 0, parameter.requires_grad))
         offset += value.numel()
     parts = [
-        Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, direct=False),
-        Part([p for p in placed if not p.trainable], dtype, dtype, split=False, direct=True),
+        Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, frozen=False),
+        Part([p for p in placed if not p.trainable], dtype, dtype, split=False, frozen=True),
     ]
     unit = Unit("u", nn.Module(), parts, index=0, is_block=True)
     low = torch.empty(unit.low_nbytes, dtype=torch.uint8) if unit.low_nbytes else None

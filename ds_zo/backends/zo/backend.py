@@ -474,7 +474,7 @@ class ZOBackend(Backend):
             return
         placed = [(part, p) for unit in self.block_store.placement.units for part in unit.parts for p in part.placed]
         for (part, p), (_, trainable) in zip(placed, signature, strict=True):
-            if trainable and part.direct:
+            if trainable and part.frozen:
                 raise ValueError(
                     f"parameter {p.name} was frozen when deepspeed.initialize ran, and its storage cannot be trained: "
                     "unfreeze it before initialize, and give it to an optimizer group"

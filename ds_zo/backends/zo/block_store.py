@@ -78,9 +78,16 @@ class ZOBlockStore:
             param_groups,
             block_paths=self._stream.blocks,
             wire=WIRE[self._stream.wire_dtype],
+            frozen_wire=WIRE[self._stream.frozen_dtype],
             split=self._stream.master == "split",
         )
         _check_dtypes(self.placement)
+        if self._stream.frozen_dtype != "auto" and not self.placement.decodes_frozen:
+            raise ConfigError(
+                f"frozen_dtype stores frozen matrices of blocks, got {self._stream.frozen_dtype} and a model that "
+                "trains all of them: freeze the base model (PEFT does), or leave the key out",
+                at="ds_zo.stream.frozen_dtype",
+            )
         num_blocks = len(self.placement.blocks)
         num_resident = min(num_blocks, self._stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[self._stream.master] if num_resident < num_blocks else 1
