@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
-ReadParameter = Callable[[PlacedParameter], torch.Tensor]
+ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
 """Returns a parameter's initial value."""
 
 

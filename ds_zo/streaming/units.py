@@ -291,6 +291,7 @@ class Unit:
         for placed in self.placed:
             p = placed.parameter
             if p.is_meta:
+                p.__class__ = nn.Parameter  # `loading.UnreadParameter` before
                 hollow = nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)
                 # torch.utils.swap_tensors without its check for weak references: they stay valid, as the object stays.
                 torch._C._swap_tensor_impl(p, hollow)
@@ -371,7 +372,9 @@ class Unit:
             if copy is not None and copy.data_ptr() != placed.parameter.data_ptr():
                 self._gathered_copies[id(placed.parameter)] = placed.parameter.data
 
-    def store(self, read: Callable[[PlacedParameter], torch.Tensor], *, via: torch.device | None = None) -> None:
+    def store(
+        self, read: Callable[[PlacedParameter], torch.Tensor | nf4.Quantised], *, via: torch.device | None = None
+    ) -> None:
         """Fills the buffers from `read(placed)`, one parameter at a time, rounded to nearest. Encodes on the device
         `via` (None: where `store_buffer` is)."""
         via = via or self.store_buffer.device
@@ -385,25 +388,24 @@ class Unit:
                 self._store(part, planes, placed, value, via=value.device)
 
     def _store(
-        self, part: Part, planes: Planes, placed: PlacedParameter, value: torch.Tensor, *, via: torch.device
+        self,
+        part: Part,
+        planes: Planes,
+        placed: PlacedParameter,
+        value: torch.Tensor | nf4.Quantised,
+        *,
+        via: torch.device,
     ) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
-        value = value.detach()
+        if part.wire is ops.NF4.dtype:
+            self._store_nf4(part, planes, placed, value, via=via)
+            return
+        value = value.values() if isinstance(value, nf4.Quantised) else value.detach()
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
             ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:
                 placed.view(planes.low).zero_()
-            return
-        if part.wire is ops.NF4.dtype:
-            assert planes.exponents is not None
-            flat, first = value.reshape(-1), part.scales_of(placed).start
-            packed = part.stored(placed, planes.storage).view(torch.uint8)
-            for start in range(0, placed.numel, ops.PIECE_NUMEL):  # a multiple of a group
-                codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via))
-                ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
-                at = first + start // nf4.GROUP_NUMEL
-                ops.copy_staged_(planes.exponents[at : at + absmax.numel()], absmax)
             return
         end = placed.start + -(-placed.numel // ALIGN) * ALIGN
         span = slice(placed.start, end)
@@ -415,6 +417,30 @@ class Unit:
             low=None if planes.low is None else planes.low[span],
             exponents=None if planes.exponents is None else planes.exponents[part.scales_of(placed)],
         )
+
+    @staticmethod
+    def _store_nf4(
+        part: Part,
+        planes: Planes,
+        placed: PlacedParameter,
+        value: torch.Tensor | nf4.Quantised,
+        *,
+        via: torch.device,
+    ) -> None:
+        """Stores a frozen parameter in NF4, piece by piece. Values that are quantised already keep their bytes."""
+        assert planes.exponents is not None
+        packed = part.stored(placed, planes.storage).view(torch.uint8)
+        scales = planes.exponents[part.scales_of(placed)]
+        if isinstance(value, nf4.Quantised):
+            ops.copy_staged_(packed, value.packed)
+            ops.copy_staged_(scales, value.absmax)
+            return
+        flat = value.detach().reshape(-1)
+        for start in range(0, placed.numel, ops.PIECE_NUMEL):  # a multiple of a group
+            codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via))
+            ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
+            at = start // nf4.GROUP_NUMEL
+            ops.copy_staged_(scales[at : at + absmax.numel()], absmax)
 
 
 def _padded(nbytes: int) -> int:

@@ -40,7 +40,7 @@ from ds_zo.streaming.budget import (
 )
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, reader_of
 from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -73,18 +73,22 @@ class ZOBlockStore:
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
+        frozen_dtype = self._stream.frozen_dtype
+        if frozen_dtype == "auto" and config.stream:
+            frozen_dtype = frozen_dtype_of(module) or "auto"
+        check_frozen_dtype(module, frozen_dtype)
         self.placement = plan_units(
             module,
             param_groups,
             block_paths=self._stream.blocks,
             wire=WIRE[self._stream.wire_dtype],
-            frozen_wire=WIRE[self._stream.frozen_dtype],
+            frozen_wire=WIRE[frozen_dtype],
             split=self._stream.master == "split",
         )
         _check_dtypes(self.placement)
-        if self._stream.frozen_dtype != "auto" and not self.placement.decodes_frozen:
+        if frozen_dtype != "auto" and not self.placement.decodes_frozen:
             raise ConfigError(
-                f"frozen_dtype stores frozen matrices of blocks, got {self._stream.frozen_dtype} and a model that "
+                f"frozen_dtype stores frozen matrices of blocks, got {frozen_dtype} and a model that "
                 "trains all of them: freeze the base model (PEFT does), or leave the key out",
                 at="ds_zo.stream.frozen_dtype",
             )
