@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,13 @@ _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_
 """Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
 _OF_ZO = {"wire_dtype", "frozen_dtype", "master", "writeback_interval", "fuse_update"}
 """Keys of `ds_zo.stream` that only ZO reads."""
+_NARROWER: tuple[dict[str, str], ...] = (
+    {"wire_dtype": "bf12", "master": "wire"},
+    {"wire_dtype": "fp8", "master": "wire"},
+    {"frozen_dtype": "fp8"},
+    {"frozen_dtype": "nf4"},
+)
+"""Stored forms that are suggested where the asked one does not fit, with the fewest bits last."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
@@ -51,7 +59,22 @@ class Options:
 def _zo(model: Model, limits: Limits, options: Options) -> Estimate:
     params = parse(ZOParams, options.params, at="optimizer.params")
     limits = _limited(limits, options.stream)
-    return estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
+    found = estimate_zo(model, limits, stream=options.stream, params=params, offload=options.offload)
+    if found.fits:
+        return found
+    written = options.stream.model_dump(exclude_unset=True)
+    for form in _NARROWER:
+        other = estimate_zo(
+            model, limits, stream=StreamConfig(**{**written, **form}), params=params, offload=options.offload
+        )
+        if other.fits:
+            adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
+            note = (
+                f"does not fit; with {json.dumps(form)}{adapters} it would: {other.device_peak_nbytes / 1e9:.1f} GB on "
+                f"the GPU, {other.host_peak_nbytes / 1e9:.1f} GB on the host (--stream)"
+            )
+            return replace(found, notes=(*found.notes, note))
+    return found
 
 
 def _lomo(model: Model, limits: Limits, options: Options, *, backend: Any) -> Estimate:

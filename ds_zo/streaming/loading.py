@@ -85,6 +85,12 @@ def has_source(module: nn.Module, parameter: nn.Parameter) -> bool:
     return parameter in getattr(module, _NAMES, ())
 
 
+def source_of(module: nn.Module) -> str:
+    """The folder that the module's weights are read from, or the kind of their source."""
+    source = getattr(module, _SOURCE, None)
+    return str(source.folder) if isinstance(source, SafetensorsSource) else type(source).__name__
+
+
 def frozen_dtype_of(module: nn.Module) -> str | None:
     """The `frozen_dtype` that `load_pretrained` was given for this module; None without one."""
     found: str | None = getattr(module, _FROZEN_DTYPE, None)
@@ -131,6 +137,7 @@ class SafetensorsSource:
     """Reads tensors by name from a folder with `model.safetensors` or an index and its shards."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from deepspeed.utils import safe_get_full_fp32_param
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
@@ -354,3 +354,30 @@ def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
             engine_for(model, config)
     with pytest.raises(NotImplementedError, match=r"from_pretrained if adapters are made from its weights \(DoRA"):
         lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), use_dora=True)
+
+
+def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:
+    folders = [save(tiny_model("llama", seed=seed).bfloat16(), tmp_path / f"{seed}") for seed in range(2)]
+    config = zo_json(bf16={"enabled": True})
+
+    def engine_over(folder: str) -> Any:
+        return engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4")), config)
+
+    engine = engine_over(folders[0])
+    adapter_losses(engine)
+    engine.save_checkpoint(str(tmp_path / "saved"), tag="a")
+    written = [name for file in (tmp_path / "saved" / "a").glob("weights-*") for name in load_file(file)]
+    assert {name.partition(":")[0] for name in written} == {n for n, p in named(engine.module) if p.requires_grad}
+    losses = adapter_losses(engine)
+    resumed = engine_over(folders[0])
+    resumed.load_checkpoint(str(tmp_path / "saved"), tag="a")
+    assert adapter_losses(resumed) == losses
+    before = engine.module.state_dict()
+    other = engine_over(folders[1])
+    with pytest.raises(RuntimeError, match=rf"needs the base that its run read from {folders[0]} .*, got another base"):
+        other.load_checkpoint(str(tmp_path / "saved"), tag="a")
+    changed = next(name for name in before if "k_proj" in name)
+    engine.module.load_state_dict({**before, changed: torch.ones_like(before[changed])})
+    engine.save_checkpoint(str(tmp_path / "saved"), tag="b")
+    written = [name for file in (tmp_path / "saved" / "b").glob("weights-*") for name in load_file(file)]
+    assert changed in written, "it is no more what the files hold"

@@ -500,7 +500,8 @@ class ZOBackend(Backend):
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         self.block_store.must_choose_interval = False  # the checkpoint holds the interval
-        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen)
+        # A trajectory starts from a checkpoint with all weights.
+        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         self._checkpoint.restore(saved, resume=resume, strict=strict)

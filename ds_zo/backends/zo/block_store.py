@@ -73,7 +73,7 @@ class ZOBlockStore:
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
-        frozen_dtype = self._stream.frozen_dtype
+        frozen_dtype: str = self._stream.frozen_dtype
         if frozen_dtype == "auto" and config.stream:
             frozen_dtype = frozen_dtype_of(module) or "auto"
         check_frozen_dtype(module, frozen_dtype)
@@ -128,6 +128,13 @@ class ZOBlockStore:
         spare_store = self.store if self.shared is None else HostStore(device, pin=False)
         self.claims = Claims(spare_store, swaps=self.shared is None)
         resident_ids = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
+        self.base = {
+            p.name
+            for part in (part for unit in self.placement.units for part in unit.parts)
+            for p in part.placed
+            if part.frozen and p.parameter.is_meta and self.placement.decodes_frozen
+        }
+        """Names of frozen parameters that hold what the model's files hold. Checkpoints leave them out."""
         release_cached_memory(device)
         place_units(
             self.placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)

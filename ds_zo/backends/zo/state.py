@@ -97,6 +97,7 @@ class ReplayedState(ModuleState):
         with self._block_store.rewriting(unit) as writes:
             if writes(unit):
                 unit.store_one(placed, value)
+        self._block_store.base.discard(placed.name)
         unit.bind_stored()
         self._block_store.materialiser.runtime.invalidate_slots()
         self._cached = None
