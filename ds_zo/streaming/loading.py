@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ds_zo.config.section import FrozenDtype
@@ -158,9 +158,15 @@ class SafetensorsSource:
             return found.get_dtype(), tuple(found.get_shape())
 
     def _tensor(self, name: str) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        try:
+            with safe_open(self._file_of[name], framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._file_of[name]} is damaged or cut off, so {name} cannot be read ({error}): download or save "
+                "the model again"
+            ) from error
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
         """The weight as the files hold it."""

@@ -356,6 +356,15 @@ def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
         lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), use_dora=True)
 
 
+def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model", sharded=True)
+    shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder))
+    with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut off, so .* cannot be read"):
+        engine_for(model, zo_json(**NF4))
+
+
 def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:
     folders = [save(tiny_model("llama", seed=seed).bfloat16(), tmp_path / f"{seed}") for seed in range(2)]
     config = zo_json(bf16={"enabled": True})
