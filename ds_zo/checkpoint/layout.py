@@ -1,8 +1,8 @@
 """Units as named tensors, and descriptions from which units are made again without the model.
 
 A unit's planes are saved parameter by parameter, without padding. The tensor `NAME` holds the bytes of a parameter as
-the host store keeps them. `NAME:low` holds the low bits of a split master, and `NAME:exponents` the scales of fp8 and
-bf12.
+the host store keeps them. `NAME:low` holds the low bits of a split master, and `NAME:exponents` the scales of fp8, bf12
+and nf4.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo import ops
 from ds_zo.streaming.units import Part, PlacedParameter, Planes, Unit
 
 LOW = ":low"
@@ -45,7 +46,8 @@ def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
 
 
 def _views(part: Part, placed: PlacedParameter, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
-    yield placed.name, placed.view(planes.storage)
+    stored = part.stored(placed, planes.storage)
+    yield placed.name, stored.view(torch.uint8) if stored.dtype is ops.NF4.dtype else stored
     if planes.low is not None:
         yield placed.name + LOW, placed.view(planes.low)
     if planes.exponents is not None:
@@ -64,6 +66,7 @@ def describe(unit: Unit) -> dict[str, Any]:
                 "wire": _name(part.wire),
                 "split": part.split,
                 "direct": part.direct,
+                **({"frozen": True} if part.frozen and not part.direct else {}),
                 "params": [
                     {
                         "name": p.name,
@@ -99,7 +102,7 @@ def rebuild(description: Mapping[str, Any]) -> Unit:
             _dtype(part["dtype"]),
             _dtype(part["wire"]),
             split=part["split"],
-            direct=part["direct"],
+            frozen=part["direct"] or part.get("frozen", False),
         )
         for part in description["parts"]
     ]

@@ -37,7 +37,7 @@ def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:
     """Folds the updates of steps `unit.version` to `step - 1` into the stored planes, as the forward of `step` does."""
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
-        if part.direct:
+        if part.frozen:
             continue
         ops.replay_perturb(
             planes.storage,
@@ -71,6 +71,10 @@ def values(
             continue
         dtype = torch.float32 if exact else part.dtype
         out = torch.empty(part.numel, dtype=dtype, device=unit.store_buffer.device)
+        if part.frozen:
+            part.decode_(out, planes)
+            yield from ((placed, placed.view(out)) for placed in part.placed)
+            continue
         ops.replay_perturb(
             planes.storage,
             table=part.table(unit.store_buffer.device),

@@ -62,7 +62,7 @@ _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
 _LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-_STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype")
+_STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype")
 _STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 

@@ -72,7 +72,8 @@ class BackendEntry:
     `checkpoint.trajectory`. False: the configuration refuses them."""
 
     stores_other_dtypes: bool = False
-    """The backend reads `stream.wire_dtype` and `stream.master`. False: weights are stored in the model's dtype."""
+    """The backend reads `wire_dtype`, `frozen_dtype` and `master` of `stream`. False: weights are stored in the model's
+    dtype."""
 
     rounds_by_kahan: bool = False
     """The backend has `rounding` kahan for weights on the device. False: the configuration refuses it."""
@@ -90,7 +91,7 @@ class BackendEntry:
     def unread_stream_keys(self) -> tuple[str, ...]:
         """Keys of `ds_zo.stream` that the backend does not read."""
         of_replay = () if self.replays_updates else ("writeback_interval", "fuse_update")
-        return of_replay if self.stores_other_dtypes else ("wire_dtype", "master", *of_replay)
+        return of_replay if self.stores_other_dtypes else ("wire_dtype", "frozen_dtype", "master", *of_replay)
 
 
 _BUILT_IN = (

@@ -116,7 +116,7 @@ def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
     place = read_stock(ds_config, world_size=None).zero.offload_param
     streams = place is not None and place.device == "cpu"
     entry = next(e for e in entries() if (e.streams and e.stores_other_dtypes if streams else e.shards_device))
-    unread = set(entry.unread_stream_keys) - {"wire_dtype"}  # which is refused without streaming
+    unread = set(entry.unread_stream_keys) - {"wire_dtype", "frozen_dtype"}  # refused without streaming
     used = {"backend": entry.name, "stream": section.stream.model_dump(exclude_unset=True, exclude=unread)}
     # The profiler and the scheduler are for training, and a backend may refuse them.
     kept = {key: value for key, value in ds_config.items() if key not in ("flops_profiler", "scheduler")}

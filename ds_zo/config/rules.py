@@ -175,7 +175,7 @@ def _check_streaming(config: Resolved) -> None:
     if config.stream:
         return
     stream = config.section.stream
-    for key in ("device_memory_gb", "resident_blocks", "wire_dtype"):
+    for key in ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype"):
         value = getattr(stream, key)
         if value not in (None, "auto"):
             text = (
@@ -207,6 +207,9 @@ def _check_capabilities(config: Resolved) -> None:
             f"model's dtype, got {shown(stream.wire_dtype)}; leave it out"
         )
         raise ConfigError(text, at="ds_zo.stream.wire_dtype")
+    if stream.frozen_dtype != "auto" and not entry.stores_other_dtypes:
+        text = f"frozen_dtype belongs to ZO, got {shown(stream.frozen_dtype)} under {config.backend}; leave it out"
+        raise ConfigError(text, at="ds_zo.stream.frozen_dtype")
     if stream.master == "split" and "master" in stream.model_fields_set and not entry.stores_other_dtypes:
         text = (
             f"master split belongs to ZO, got it under {config.backend}, which stores no low bits; leave it out, and "

@@ -10,6 +10,8 @@ from typing_extensions import Self
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error, shown
 
+FrozenDtype = Literal["auto", "bf12", "fp8", "nf4"]
+"""A format of frozen matrices; auto: the model's dtype."""
 BackendName = NewType("BackendName", str)
 """The name of a registered backend, in lower case."""
 
@@ -31,6 +33,11 @@ class StreamConfig(ConfigModel):
     """Dtype in which the host stores blocks and copies them to the device; auto: the model's dtype. A wider one (fp32
     for a bf16 model) keeps a master copy on the host. bf12 is bf16 in 12 bits: the same mantissa, and an exponent
     shared by 256 values. fp8 takes half the bytes of bf16."""
+
+    frozen_dtype: FrozenDtype = "auto"
+    """Format in which the host stores frozen matrices of blocks (ZO), such as the base model under LoRA; auto: the
+    model's dtype. nf4 is the four-bit format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. Frozen
+    vectors keep the model's dtype, and trained parameters are stored as `wire_dtype` says."""
 
     master: Literal["split", "wire"] = "split"
     """split: the host keeps the low bits of float32 weights in a second buffer. wire: weights exist only in

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ds_zo.ops.codecs import copy_staged_, decode, encode_
-from ds_zo.ops.formats import Format, rounding_std, storage_format
+from ds_zo.ops import nf4
+from ds_zo.ops.codecs import PIECE_NUMEL, copy_staged_, decode, encode_
+from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
+from ds_zo.ops.nf4 import NF4
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import NOISE_VERSION, Distribution
@@ -18,7 +20,9 @@ from ds_zo.ops.schema import KernelCall, Rounding
 from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
 
 __all__ = [
+    "NF4",
     "NOISE_VERSION",
+    "PIECE_NUMEL",
     "SEGMENT_ALIGNMENT",
     "Distribution",
     "Format",
@@ -28,7 +32,9 @@ __all__ = [
     "build_table",
     "copy_staged_",
     "decode",
+    "dequantise_nf4_",
     "encode_",
+    "format_of",
     "noise",
     "philox4x32",
     "replay_perturb",
@@ -115,6 +121,24 @@ def replay_perturb(
         replay_perturb_triton(call)
     else:
         replay_perturb_reference(call)
+
+
+def format_of(dtype: torch.dtype) -> Format | None:
+    """The format of stored bytes of a dtype; None if it has none. The uint8 of bf12 and the bits4x2 of nf4 are used for
+    nothing else."""
+    return NF4 if dtype is NF4.dtype else FORMATS.get(dtype)
+
+
+def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
+    """Writes the values of an nf4 plane to `out`, rounded to its dtype. See [Note: nf4] in `ops.nf4`."""
+    packed = packed.view(torch.uint8)
+    nf4.check(out, packed, absmax)
+    if out.is_cuda:
+        from ds_zo.ops.triton_nf4 import dequantise_triton_
+
+        dequantise_triton_(out, packed, absmax)
+    else:
+        nf4.dequantise_(out, packed, absmax)
 
 
 def noise(

@@ -64,6 +64,10 @@ class Format:
     """Dtype of the plane of scales; None if the format has none. See [Note: group scales]."""
     scale_numel: int = 0
     """Elements of the plane of scales for one group; the first is the group's exponent."""
+    group_numel: int = SEGMENT_ALIGNMENT
+    """Elements that share a scale."""
+    packed_numel: int = 1
+    """Elements in one item of the storage's dtype."""
 
     @property
     def scaled(self) -> bool:
@@ -81,7 +85,7 @@ class Format:
 
     def scales_of(self, start: int, stop: int) -> slice:
         """The slice of the plane of scales for elements [start, stop); `start` must be a group's first element."""
-        return slice(start // SEGMENT_ALIGNMENT * self.scale_numel, -(-stop // SEGMENT_ALIGNMENT) * self.scale_numel)
+        return slice(start // self.group_numel * self.scale_numel, -(-stop // self.group_numel) * self.scale_numel)
 
 
 FORMATS: dict[torch.dtype, Format] = {

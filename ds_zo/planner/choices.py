@@ -18,8 +18,9 @@ WIRE: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "bf12": torch.uint8,
+    "nf4": torch.bits4x2,
 }
-"""The torch dtype of ZO's stored blocks for each `wire_dtype`; None: the dtype of the model."""
+"""The torch dtype of ZO's stored blocks for each `wire_dtype` and `frozen_dtype`; None: the dtype of the model."""
 
 MOST_RECORDED_FLOPS = 0.5e12
 """FLOPs of a block's forward below which launching its kernels from Python takes longer than they take on an H200. ZO

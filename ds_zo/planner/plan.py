@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +24,17 @@ from ds_zo.planner.stock import (
     estimate_zero_offload,
 )
 
-_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype")
+_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype")
 """Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
 _IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
 _BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
+_NARROWER: tuple[dict[str, str], ...] = (
+    {"wire_dtype": "bf12", "master": "wire"},
+    {"wire_dtype": "fp8", "master": "wire"},
+    {"frozen_dtype": "fp8"},
+    {"frozen_dtype": "nf4"},
+)
+"""Stored forms that are suggested where the asked one does not fit, with the fewest bits last."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
@@ -45,7 +53,25 @@ class Options:
 
 
 def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) -> Estimate:
-    """The estimate of one of our backends. Raises if `deepspeed.initialize` would refuse its JSON."""
+    """The estimate of one of our backends. If it does not fit, a note names a stored form that would. Raises if
+    `deepspeed.initialize` would refuse its JSON."""
+    found = _own_estimate(entry, model, limits, options)
+    if found.fits or not entry.stores_other_dtypes:
+        return found
+    written = options.stream.model_dump(exclude_unset=True)
+    for form in _NARROWER:
+        other = _own_estimate(entry, model, limits, replace(options, stream=StreamConfig(**{**written, **form})))
+        if other.fits:
+            adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
+            note = (
+                f"does not fit; with {json.dumps(form)}{adapters} it would: {other.device_peak_nbytes / 1e9:.1f} GB on "
+                f"the GPU, {other.host_peak_nbytes / 1e9:.1f} GB on the host (--stream)"
+            )
+            return replace(found, notes=(*found.notes, note))
+    return found
+
+
+def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Options) -> Estimate:
     found: Estimate = imported(entry.planner)(
         model,
         _limited(limits, options.stream),

@@ -8,12 +8,14 @@ from typing import Any
 
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
+from ds_zo.ops.nf4 import NF4
 from ds_zo.ops.segments import chunk_numel
 from ds_zo.planner import pricing
 from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WIRE, best_interval, lags
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
+from ds_zo.planner.stock import LOW_RANK
 from ds_zo.streaming.budget import device_bytes, fits, most_resident, zo_sizes
 from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
@@ -60,8 +62,9 @@ def estimate_zo(
     offload: bool | None = None,
     checkpointing: bool = True,
 ) -> Estimate:
-    """Estimates ZO. `offload` None: blocks stream only where the whole model does not fit the device. `checkpointing`
-    changes nothing: ZO keeps no activations."""
+    """Estimates ZO. `offload` None: blocks stream only where the whole model does not fit the device. With
+    `stream.frozen_dtype`, LoRA adapters of rank LOW_RANK on all matrices of the blocks are trained, and nothing else.
+    `checkpointing` changes nothing: ZO keeps no activations."""
     stream, params = stream or StreamConfig(), params or ZOParams()
     if offload is None:
         whole = _estimate(model, limits, stream, params, offload=False)
@@ -70,11 +73,13 @@ def estimate_zo(
 
 
 def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOParams, *, offload: bool) -> Estimate:
+    has_adapters = stream.frozen_dtype != "auto"
     placement = plan_units(
         model.module,
-        [{"params": list(model.module.parameters())}],
+        [] if has_adapters else [{"params": list(model.module.parameters())}],
         block_paths=stream.blocks,
         wire=WIRE[stream.wire_dtype],
+        frozen_wire=WIRE[stream.frozen_dtype],
         split=stream.master == "split",
     )
     trace = model.forward_trace()
@@ -87,7 +92,10 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     other_nbytes = (
         trace.peak.total + (num_passes - 1) * trace.paused_nbytes + WORKSPACE_NBYTES + _table_nbytes(placement)
     )
-    other_nbytes += recordings
+    adapters_numel = LOW_RANK * sum(map(sum, model.matrices)) if has_adapters else 0
+    itemsize = model.weights_nbytes // model.numel
+    adapters_nbytes = adapters_numel * (itemsize + (2 if stream.master == "split" and itemsize < 4 else 0))
+    other_nbytes += recordings + adapters_nbytes
     num_resident = (
         _num_resident(placement, limits, stream, buffers.sizes, other_nbytes=other_nbytes) if offload else num_blocks
     )
@@ -130,13 +138,10 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         config["ds_zo"] = {"stream": section}
     return Estimate(
         contender="zo",
-        setting=(
-            f"{len(streamed)} of {num_blocks} blocks streamed, master {stream.master}, folded every {interval}"
-            if streamed
-            else f"all on the device, master {stream.master}"
-        ),
+        setting=_setting(stream, num_streamed=len(streamed), num_blocks=num_blocks, interval=interval),
         device=parts(
             weights=there.non_blocks + there.blocks,
+            adapters=adapters_nbytes,
             slots=there.slots + there.low_slots,
             scratch=placement.scratch_nbytes,
             second_copy=second_copy if sizes["pairs"] else 0,
@@ -155,6 +160,13 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         config=config,
         limits=limits,
     )
+
+
+def _setting(stream: StreamConfig, *, num_streamed: int, num_blocks: int, interval: int) -> str:
+    where = f"{num_streamed} of {num_blocks} blocks streamed" if num_streamed else "all on the device"
+    if stream.frozen_dtype != "auto":
+        return f"{where}, base in {stream.frozen_dtype}, LoRA of rank {LOW_RANK} trained"
+    return f"{where}, master {stream.master}" + (f", folded every {interval}" if num_streamed else "")
 
 
 def _written(params: ZOParams) -> dict[str, Any]:
@@ -191,6 +203,7 @@ def _table_nbytes(placement: Placement) -> int:
         -(-placed.numel // chunk_numel(sum(p.numel for p in part.placed))) * _CHUNK_ROW_NBYTES
         for unit in placement.units
         for part in unit.parts
+        if not part.direct and part.wire is not NF4.dtype
         for placed in part.placed
     )
 
@@ -218,6 +231,8 @@ def _seconds(
         noise = _noise_s(unit, rates, pending=lag, folds=folds, num_passes=num_passes, pairs=pairs, params=params)
         cost = trace.block[i] if i < len(trace.block) else trace.block[-1]
         on_host = num_passes * (_REPLAY_LAUNCH_S if recorded else cost.launch_s) + _VISIT_LAUNCH_S
+        if not unit.trainable:  # each matrix has an adapter of two modules
+            on_host += 2 * sum(len(placed.shape) == 2 for placed in unit.placed) * _VISIT_LAUNCH_S
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
         seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
@@ -255,7 +270,7 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZO
             order,
             streamed=set(streamed),
             num_slots=sizes["num_slots"],
-            downloads=folding & set(streamed),
+            downloads={i for i in folding & set(streamed) if placement.blocks[i].trainable},
             loaded=loaded,
             then=order,
         )
@@ -277,8 +292,9 @@ def _link_s(rates: Rates, placement: Placement, streamed: list[int], interval: i
 def _traffic(placement: Placement, streamed: list[int], interval: int) -> tuple[float, float]:
     """Bytes that cross the link in an average step: (host to device, device to host)."""
     store = sum(placement.blocks[i].nbytes for i in streamed)
+    written_back = sum(placement.blocks[i].nbytes for i in streamed if placement.blocks[i].trainable)
     low = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
-    return store + low / interval, (store + low) / interval
+    return store + low / interval, (written_back + low) / interval
 
 
 def _concurrent_link_rates(
@@ -300,6 +316,9 @@ def _noise_s(
     The first launch replays the pending updates and makes the first perturbed copy; later launches make the copies of
     the other passes. With `pairs` one launch makes the copies of both signs from one draw. With `pairs` and one
     direction, weights are stored only where the unit folds. `folds` is the share of steps in which it does."""
+    if not unit.trainable:  # decoded once a step
+        decoded = sum(p.nbytes + p.numel * p.dtype.itemsize for p in unit.parts if not p.direct)
+        return decoded / (rates.device_memory_gbps * 1e9)
     numel = sum(p.numel for p in unit.placed if p.trainable)
     num_launches = num_passes // 2 if pairs else num_passes
     draws = params.num_directions * pending + num_launches + FOLD_DRAWS * folds

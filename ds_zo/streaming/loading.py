@@ -4,26 +4,57 @@ one."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ds_zo.config.section import FrozenDtype
+from ds_zo.ops.nf4 import Quantised
+from ds_zo.streaming.quantised_checkpoints import is_quantised, read_quantised
 from ds_zo.streaming.units import PlacedParameter
 from ds_zo.versions import dtype_without_request
 
 _SOURCE = "_ds_zo_source"
+_NAMES = "_ds_zo_names"
+_FROZEN_DTYPE = "_ds_zo_frozen_dtype"
 Source = Callable[[str], torch.Tensor]
 """Returns a parameter's value for its name."""
 
 
+class UnreadParameter(nn.Parameter):
+    """A parameter on the meta device that says it is on the CPU. PEFT moves new adapters to the device of the layer
+    that they adapt. On the meta device they would lose their values."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cpu")
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return func(*args, **(kwargs or {}))
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    "weights of ds_zo.load_pretrained are in memory only after deepspeed.initialize, and "
+                    f"{getattr(func, '__name__', func)} reads them before: load the model with from_pretrained if "
+                    "adapters are made from its weights (DoRA, PiSSA)"
+                ) from error
+
+
 def attach_source(module: nn.Module, source: Source) -> None:
     """Attaches a source of values to a module with parameters on the meta device. An engine reads it when it stores the
-    parameters."""
+    parameters. The module may be wrapped until then, which changes the names of its parameters."""
+    names = {p: name for name, p in module.named_parameters()}
+    for p in names:
+        if p.is_meta and type(p) is nn.Parameter:
+            p.__class__ = UnreadParameter
     object.__setattr__(module, _SOURCE, source)
+    object.__setattr__(module, _NAMES, names)
 
 
 def read_all(module: nn.Module) -> None:
@@ -32,26 +63,72 @@ def read_all(module: nn.Module) -> None:
     source: Source | None = getattr(module, _SOURCE, None)
     if source is None:
         return
-    for name, p in module.named_parameters():
-        if p.is_meta:
-            value = nn.Parameter(source(name).to(p.dtype), requires_grad=p.requires_grad)
+    check_frozen_dtype(module, "auto")
+    names: dict[nn.Parameter, str] = getattr(module, _NAMES)
+    for p in module.parameters():
+        if p.is_meta and p in names:
+            p.__class__ = nn.Parameter
+            value = nn.Parameter(source(names[p]).to(p.dtype), requires_grad=p.requires_grad)
             torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
 
 
-def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor]:
+def put_back(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Frees a parameter's values, which the module's source can provide again."""
+    assert has_source(module, parameter)
+    hollow = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, hollow)
+    parameter.__class__ = UnreadParameter
+
+
+def has_source(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether the module's source provides the parameter's values."""
+    return parameter in getattr(module, _NAMES, ())
+
+
+def source_of(module: nn.Module) -> str:
+    """The folder that the module's weights are read from, or the kind of their source."""
+    source = getattr(module, _SOURCE, None)
+    return str(source.folder) if isinstance(source, SafetensorsSource) else type(source).__name__
+
+
+def frozen_dtype_of(module: nn.Module) -> str | None:
+    """The `frozen_dtype` that `load_pretrained` was given for this module; None without one."""
+    found: str | None = getattr(module, _FROZEN_DTYPE, None)
+    return found
+
+
+def check_frozen_dtype(module: nn.Module, used: str) -> None:
+    """Raises if `load_pretrained` was asked for another `frozen_dtype` than the one that an engine uses."""
+    asked = frozen_dtype_of(module)
+    if asked not in (None, used):
+        remedy = (
+            'train by ZO with zero_optimization.offload_param.device "cpu"'
+            if used == "auto"
+            else "write the same twice"
+        )
+        raise ValueError(
+            f"the model was loaded for frozen_dtype {asked}, and this engine stores frozen weights as {used}: "
+            f"{remedy}, or load the model without frozen_dtype (ds_zo.load_pretrained)"
+        )
+
+
+def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor | Quantised]:
     """A function that returns each parameter's value: from memory, or from the attached source if the parameter is on
     the meta device."""
     source: Source | None = getattr(module, _SOURCE, None)
+    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
 
-    def read(placed: PlacedParameter) -> torch.Tensor:
+    def read(placed: PlacedParameter) -> torch.Tensor | Quantised:
         if not placed.parameter.is_meta:
             return placed.parameter.data
-        if source is None:
+        name = names.get(placed.parameter)
+        if source is None or name is None:
             raise ValueError(
                 f"parameter {placed.name} is on the meta device and the model has no source of its value: load the "
-                "model with ds_zo.load_pretrained, or call ds_zo.streaming.loading.attach_source"
+                "model with ds_zo.load_pretrained, or with from_pretrained if adapters are made from its weights "
+                "(DoRA, PiSSA)"
             )
-        return source(placed.name)
+        return source.stored(name) if isinstance(source, SafetensorsSource) else source(name)
 
     return read
 
@@ -60,6 +137,7 @@ class SafetensorsSource:
     """Reads tensors by name from a folder with `model.safetensors` or an index and its shards."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
@@ -79,22 +157,44 @@ class SafetensorsSource:
             found = file.get_slice(name)
             return found.get_dtype(), tuple(found.get_shape())
 
+    def _tensor(self, name: str) -> torch.Tensor:
+        try:
+            with safe_open(self._file_of[name], framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._file_of[name]} is damaged or cut off, so {name} cannot be read ({error}): download or save "
+                "the model again"
+            ) from error
+
+    def stored(self, name: str) -> torch.Tensor | Quantised:
+        """The weight as the files hold it."""
+        return read_quantised(self._tensor, name) if is_quantised(self._file_of, name) else self._tensor(name)
+
     def __call__(self, name: str) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        found = self.stored(name)
+        return found.values() if isinstance(found, Quantised) else found
 
 
 def load_pretrained(
-    auto_class: Any, name_or_path: str, *, dtype: torch.dtype | None = None, **kwargs: Any
+    auto_class: Any,
+    name_or_path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    frozen_dtype: FrozenDtype | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Loads a pretrained model whose weights `deepspeed.initialize` reads directly into the host store.
 
-    `auto_class` is one of transformers' Auto classes, or a model's own class.
+    `auto_class` is one of transformers' Auto classes, or a model's own class. `frozen_dtype` is the format in which the
+    engine stores frozen weights of blocks, as `ds_zo.stream.frozen_dtype` in the JSON. Weights are encoded one at a
+    time, so the model never exists in its own dtype.
 
-    This needs a folder of safetensors with the model's own parameter names. All other models (Hub names not on disk,
-    checkpoints that transformers converts while loading) are loaded by `from_pretrained`. `deepspeed.initialize` then
-    frees their weights unit by unit as it stores them.
+    This needs a folder of safetensors with the model's own parameter names. They may be quantised to NF4 by
+    bitsandbytes. All other models (Hub names not on disk, checkpoints that transformers converts while loading) are
+    loaded by `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees their weights
+    unit by unit as it stores them.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
@@ -107,11 +207,14 @@ def load_pretrained(
             source = None
         if source is not None:
             config = AutoConfig.from_pretrained(name_or_path)
+            if _is_nf4(config):
+                del config.quantization_config  # else transformers would take the saved adapters' base for quantised
             make = getattr(auto_class, "from_config", None) or auto_class._from_config
             with init_empty_weights(include_buffers=False):
                 model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
             model.tie_weights()  # type: ignore[operator]
-            if {name for name, _ in model.named_parameters()} <= source.names():
+            has_all = {name for name, _ in model.named_parameters()} <= source.names()
+            if has_all and getattr(config, "quantization_config", None) is None:
                 model.eval()
                 for name, buffer in model.named_buffers():
                     if name in source.names():
@@ -119,6 +222,20 @@ def load_pretrained(
                 if (folder / "generation_config.json").exists():
                     model.generation_config = GenerationConfig.from_pretrained(name_or_path)  # type: ignore[assignment]
                 attach_source(model, source)
+                object.__setattr__(model, _FROZEN_DTYPE, frozen_dtype)
                 return model
+    if frozen_dtype is not None:
+        raise ValueError(
+            "load_pretrained with frozen_dtype reads a folder of safetensors with the model's own parameter names, "
+            f"got {name_or_path}: pass such a folder and no further arguments, or set ds_zo.stream.frozen_dtype in the "
+            "JSON instead"
+        )
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
     return loaded
+
+
+def _is_nf4(config: Any) -> bool:
+    """Whether a checkpoint's config says that bitsandbytes has quantised its weights to NF4."""
+    settings = getattr(config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    return bool(settings.get("load_in_4bit")) and settings.get("bnb_4bit_quant_type") == "nf4"

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
-ReadParameter = Callable[[PlacedParameter], torch.Tensor]
+ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
 """Returns a parameter's initial value."""
 
 
@@ -50,9 +51,14 @@ class Placement:
         return any(3 * u.nbytes < 2 * u.scratch_nbytes for u in self.blocks)
 
     @property
-    def block_scratch_nbytes(self) -> int:
-        """Bytes of a working copy of the largest block."""
-        return max((u.scratch_nbytes for u in self.blocks), default=0)
+    def second_copy_nbytes(self) -> int:
+        """Bytes of a second working copy of the block that needs most."""
+        return max((u.second_copy_nbytes for u in self.blocks), default=0)
+
+    @property
+    def decodes_frozen(self) -> bool:
+        """Whether blocks have frozen parameters that are stored in another format than their dtype."""
+        return any(part.frozen and not part.direct for unit in self.blocks for part in unit.parts)
 
     @property
     def numel(self) -> int:
@@ -65,10 +71,12 @@ def plan_units(
     *,
     block_paths: str | Sequence[str] | None = None,
     wire: torch.dtype | None = None,
+    frozen_wire: torch.dtype | None = None,
     split: bool = True,
 ) -> Placement:
-    """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks (None:
-    each parameter's own dtype). Parameters outside the blocks keep their dtype: they are never streamed."""
+    """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks, and
+    `frozen_wire` that of frozen matrices there (None: each parameter's own dtype). Parameters outside the blocks keep
+    their dtype: they are never streamed."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
     for name, entry in blocks.items():
@@ -111,20 +119,21 @@ def plan_units(
                     outside.setdefault(owners[id(placed.parameter)][0], []).append(placed)
             in_block[name] = frozen
 
-    def make(
-        name: str, m: nn.Module, placed: list[PlacedParameter], wire: torch.dtype | None, index: int, is_block: bool
-    ) -> Unit:
-        return Unit(name, m, _parts(placed, wire=wire, split=split), index=index, is_block=is_block)
+    def make(name: str, m: nn.Module, placed: list[PlacedParameter], index: int, *, is_block: bool) -> Unit:
+        parts = _parts(
+            placed, wire=wire if is_block else None, frozen_wire=frozen_wire if is_block else None, split=split
+        )
+        return Unit(name, m, parts, index=index, is_block=is_block)
 
     block_units = [
-        make(n, blocks[n], placed, wire, i, True) for i, (n, placed) in enumerate(in_block.items()) if placed
+        make(n, blocks[n], placed, i, is_block=True) for i, (n, placed) in enumerate(in_block.items()) if placed
     ]
     leaf_units: list[Unit] = []
     ambient: list[Unit] = []
     unit_of: dict[int, Unit] = {}
     for m, placed_list in outside.items():
         leaf = all(next(child.parameters(), None) is None for child in m.children())
-        unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, None, 0, False)
+        unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, 0, is_block=False)
         (leaf_units if leaf else ambient).append(unit)
         for placed in placed_list:
             unit_of[id(placed.parameter)] = unit
@@ -140,7 +149,8 @@ def plan_units(
     largest_leaf = 0
     nested_at: dict[int, int] = {}
     block_scratch = {u.name: u.scratch_nbytes for u in block_units}
-    pair = in_blocks = max(block_scratch.values(), default=0)
+    pair = max((u.second_copy_nbytes for u in block_units), default=0)
+    in_blocks = max(block_scratch.values(), default=0)
     for m, entering in entered_by.items():
         nbytes = sum(u.scratch_nbytes for u in entering)
         largest_leaf = max(largest_leaf, nbytes)
@@ -166,19 +176,24 @@ def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
     return (0, 0) if row is None else (row * p.shape[-1], (row + 1) * p.shape[-1])
 
 
-def _parts(placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, split: bool) -> list[Part]:
-    """One part for each dtype of trainable parameters, then one for each dtype of frozen ones, which are stored
-    unchanged."""
-    by_kind: dict[tuple[bool, torch.dtype], list[PlacedParameter]] = {}
+def _parts(
+    placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, frozen_wire: torch.dtype | None, split: bool
+) -> list[Part]:
+    """One part for each dtype and storage dtype of trainable parameters, then of frozen ones. Frozen vectors, such as
+    biases and the weights of normalisations, are stored unchanged."""
+    by_kind: dict[tuple[bool, torch.dtype, torch.dtype], list[PlacedParameter]] = {}
     for p in placed:
-        by_kind.setdefault((p.trainable, p.parameter.dtype), []).append(p)
-    parts = []
-    for (trainable, dtype), members in sorted(by_kind.items(), key=lambda item: (not item[0][0], str(item[0][1]))):
-        storage = wire if wire is not None and trainable else dtype
-        parts.append(
-            Part(members, dtype, storage, split=split and trainable and storage.itemsize < 4, direct=not trainable)
-        )
-    return parts
+        dtype = p.parameter.dtype
+        if p.trainable:
+            storage = wire or dtype
+        else:
+            is_matrix = p.parameter.dim() >= 2 and dtype in (torch.float32, torch.bfloat16, torch.float16)
+            storage = frozen_wire if frozen_wire is not None and is_matrix else dtype
+        by_kind.setdefault((not p.trainable, dtype, storage), []).append(p)
+    return [
+        Part(members, dtype, storage, split=split and not frozen and storage.itemsize < 4, frozen=frozen)
+        for (frozen, dtype, storage), members in sorted(by_kind.items(), key=lambda kind: tuple(map(str, kind[0])))
+    ]
 
 
 def place_units(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.ops.formats import FORMATS
+from ds_zo.ops import nf4
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
 
 ALIGN = ops.SEGMENT_ALIGNMENT
@@ -72,8 +72,8 @@ class Part:
     dtype: torch.dtype
     wire: torch.dtype
     split: bool
-    direct: bool
-    """The parameters are frozen and stored in their own dtype: the forward reads the stored bytes themselves."""
+    frozen: bool
+    """The parameters are never trained: their stored bytes do not change."""
     numel: int = 0
     _tables: dict[torch.device, Any] = field(default_factory=dict)
 
@@ -83,9 +83,32 @@ class Part:
             self.numel += -(-placed.numel // ALIGN) * ALIGN
 
     @property
+    def direct(self) -> bool:
+        """Whether the forward reads the stored bytes themselves: frozen parameters in their own dtype."""
+        return self.frozen and self.viewable
+
+    @property
     def _format(self) -> ops.Format | None:
-        """The storage format; None for frozen parameters, which may have any dtype and which no kernel decodes."""
-        return None if self.direct else FORMATS.get(self.wire)
+        """The storage format; None for direct parameters, which may have any dtype and which no kernel decodes."""
+        return None if self.direct else ops.format_of(self.wire)
+
+    def stored(self, placed: PlacedParameter, storage: torch.Tensor) -> torch.Tensor:
+        """The parameter's stored elements, a view of the part's storage plane. It has the parameter's shape, except in
+        formats that pack several elements into one item."""
+        packed = 1 if self._format is None else self._format.packed_numel
+        if packed == 1:
+            return placed.view(storage)
+        return storage[placed.start // packed : -(-(placed.start + placed.numel) // packed)]
+
+    def decode_(self, out: torch.Tensor, planes: Planes) -> None:
+        """Writes the values of frozen parameters to `out`, in its dtype."""
+        assert self.frozen
+        if self.wire is ops.NF4.dtype:
+            assert planes.exponents is not None
+            ops.dequantise_nf4_(out, planes.storage, planes.exponents)
+        else:
+            table = self.table(out.device)
+            ops.replay_perturb(planes.storage, table=table, out=out, exponents_in=planes.exponents, seed=0, step=0)
 
     def scales_of(self, placed: PlacedParameter) -> slice:
         """The parameter's slice of the plane of scales."""
@@ -109,12 +132,19 @@ class Part:
     @property
     def loses_bits(self) -> bool:
         """Whether a fold rounds the weights and nothing keeps the bits that it drops."""
-        return not self.direct and not self.split and self.wire.itemsize < 4
+        return not self.frozen and not self.split and self.wire.itemsize < 4
 
     @property
     def nbytes(self) -> int:
-        scales = 0 if self._format is None else self.numel // ALIGN * self._format.scale_nbytes
-        return self.numel * self.wire.itemsize + scales
+        fmt = self._format
+        scales = 0 if fmt is None else self.numel // fmt.group_numel * fmt.scale_nbytes
+        return self.storage_nbytes + scales
+
+    @property
+    def storage_nbytes(self) -> int:
+        """Bytes of the stored elements, without scales."""
+        packed = 1 if self._format is None else self._format.packed_numel
+        return self.numel * self.wire.itemsize // packed
 
     @property
     def low_nbytes(self) -> int:
@@ -156,6 +186,8 @@ class Unit:
         self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
         self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
         self.scratch_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.direct)
+        self.second_copy_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.frozen)
+        """Bytes of a second working copy. It has no frozen parameters, which both copies share."""
         self.store_buffer: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self.low_buffer: torch.Tensor | None = None
         self.streamed = False
@@ -218,7 +250,7 @@ class Unit:
         """Each part's tensors as views of a buffer laid out like `store_buffer` and of one like `low_buffer`."""
         found, at, low_at = [], 0, 0
         for part in self.parts:
-            nbytes = part.numel * part.wire.itemsize
+            nbytes = part.storage_nbytes
             storage = buffer[at : at + nbytes].view(part.wire)
             dtype = part.scale_dtype
             exponents = None if dtype is None else buffer[at + nbytes : at + part.nbytes].view(dtype)
@@ -230,9 +262,9 @@ class Unit:
             found.append(Planes(storage, exponents, part_low))
         return found
 
-    def outs(self, scratch: torch.Tensor) -> list[torch.Tensor | None]:
+    def outs(self, scratch: torch.Tensor, *, second: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """Each part's plane in `scratch` for values in the parameters' dtype; None where the forward reads the stored
-        bytes themselves."""
+        bytes themselves. With `second`, the planes of parts that are not frozen are there instead."""
         found: list[torch.Tensor | None] = []
         at = 0
         for part in self.parts:
@@ -240,7 +272,8 @@ class Unit:
                 found.append(None)
                 continue
             nbytes = part.numel * part.dtype.itemsize
-            found.append(scratch[at : at + nbytes].view(part.dtype))
+            memory = scratch if second is None or part.frozen else second
+            found.append(memory[at : at + nbytes].view(part.dtype))
             at += _padded(nbytes)
         return found
 
@@ -258,6 +291,7 @@ class Unit:
         for placed in self.placed:
             p = placed.parameter
             if p.is_meta:
+                p.__class__ = nn.Parameter  # `loading.UnreadParameter` before
                 hollow = nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)
                 # torch.utils.swap_tensors without its check for weak references: they stay valid, as the object stays.
                 torch._C._swap_tensor_impl(p, hollow)
@@ -338,7 +372,9 @@ class Unit:
             if copy is not None and copy.data_ptr() != placed.parameter.data_ptr():
                 self._gathered_copies[id(placed.parameter)] = placed.parameter.data
 
-    def store(self, read: Callable[[PlacedParameter], torch.Tensor], *, via: torch.device | None = None) -> None:
+    def store(
+        self, read: Callable[[PlacedParameter], torch.Tensor | nf4.Quantised], *, via: torch.device | None = None
+    ) -> None:
         """Fills the buffers from `read(placed)`, one parameter at a time, rounded to nearest. Encodes on the device
         `via` (None: where `store_buffer` is)."""
         via = via or self.store_buffer.device
@@ -352,11 +388,20 @@ class Unit:
                 self._store(part, planes, placed, value, via=value.device)
 
     def _store(
-        self, part: Part, planes: Planes, placed: PlacedParameter, value: torch.Tensor, *, via: torch.device
+        self,
+        part: Part,
+        planes: Planes,
+        placed: PlacedParameter,
+        value: torch.Tensor | nf4.Quantised,
+        *,
+        via: torch.device,
     ) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
-        value = value.detach()
+        if part.wire is ops.NF4.dtype:
+            self._store_nf4(part, planes, placed, value, via=via)
+            return
+        value = value.values() if isinstance(value, nf4.Quantised) else value.detach()
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
             ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:
@@ -372,6 +417,30 @@ class Unit:
             low=None if planes.low is None else planes.low[span],
             exponents=None if planes.exponents is None else planes.exponents[part.scales_of(placed)],
         )
+
+    @staticmethod
+    def _store_nf4(
+        part: Part,
+        planes: Planes,
+        placed: PlacedParameter,
+        value: torch.Tensor | nf4.Quantised,
+        *,
+        via: torch.device,
+    ) -> None:
+        """Stores a frozen parameter in NF4, piece by piece. Values that are quantised already keep their bytes."""
+        assert planes.exponents is not None
+        packed = part.stored(placed, planes.storage).view(torch.uint8)
+        scales = planes.exponents[part.scales_of(placed)]
+        if isinstance(value, nf4.Quantised):
+            ops.copy_staged_(packed, value.packed)
+            ops.copy_staged_(scales, value.absmax)
+            return
+        flat = value.detach().reshape(-1)
+        for start in range(0, placed.numel, ops.PIECE_NUMEL):  # a multiple of a group
+            codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via))
+            ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
+            at = start // nf4.GROUP_NUMEL
+            ops.copy_staged_(scales[at : at + absmax.numel()], absmax)
 
 
 def _padded(nbytes: int) -> int:

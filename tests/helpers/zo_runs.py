@@ -32,7 +32,7 @@ def zo_json(
     """Keys of `stream` are passed by name; anything else is a top-level key."""
     stream = {
         name: more.pop(name)
-        for name in ("resident_blocks", "device_slots", "master", "blocks", "wire_dtype")
+        for name in ("resident_blocks", "device_slots", "master", "blocks", "wire_dtype", "frozen_dtype")
         if name in more
     }
     return {

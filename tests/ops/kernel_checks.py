@@ -17,7 +17,7 @@ import triton.language as tl
 from flat_cases import BF12, CANARY, FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
 
 from ds_zo import ops
-from ds_zo.ops import triton_ops
+from ds_zo.ops import nf4, triton_nf4, triton_ops
 from ds_zo.ops.formats import exponents_of, storage_format
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import copy_dither, fold_dither
@@ -356,6 +356,23 @@ def check_special_values(device: str) -> None:
         assert got[:, [0, 1, 4]].isnan().all()
         assert torch.all(got[:, 2] == float("inf"))
         assert torch.all(got[:, 3] == -float("inf"))
+
+
+def check_nf4(device: str) -> None:
+    """All bytes, subnormal and infinite results, NaN, and a last program that is not full."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 3 * 8 * triton_nf4.WORDS // 2
+    packed = torch.arange(numel // 2).to(torch.uint8)
+    absmax = torch.ldexp(torch.rand(numel // 64, generator=generator), torch.arange(numel // 64) % 60 - 30)
+    absmax[:5] = torch.tensor([0.0, 1e-40, 7e4, float("inf"), float("nan")])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        expected, found = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device=device)
+        nf4.dequantise_(expected, packed, absmax)
+        triton_nf4.dequantise_triton_(found, packed.to(device), absmax.to(device))
+        number = ~expected.isnan()
+        bits = torch.int32 if dtype is torch.float32 else torch.int16
+        assert torch.equal(found.cpu().isnan(), ~number), dtype
+        assert torch.equal(found.cpu().view(bits)[number], expected.view(bits)[number]), dtype
 
 
 CHECKS: dict[str, Callable[[str], None]] = {

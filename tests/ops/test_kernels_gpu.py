@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from kernel_checks import CHECKS
 
 from ds_zo import ops
+from ds_zo.ops import nf4
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("check", CHECKS)
 def test_kernel_matches_reference(check: str) -> None:
     CHECKS[check]("cuda")
+
+
+def test_nf4_is_quantised_to_the_same_bits_on_both_devices() -> None:
+    values = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(nf4.quantise(values.cuda()), nf4.quantise(values), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
 
 
 @pytest.mark.parametrize("distribution", ["normal", "rademacher"])

@@ -88,6 +88,15 @@ def test_host_memory_decides_too() -> None:
     assert not estimate_lomo(model, replace(tight, host_nbytes=peak - 1)).fits, "blocks that stay begin on the host"
 
 
+def test_a_stored_form_that_fits_is_suggested() -> None:
+    arguments: dict[str, Any] = {"backends": ["zo"], "batch": 2, "seq": 16}
+    model = planned("llama", dtype="bf16")
+    narrow = plan(model, stream={"frozen_dtype": "nf4"}, **arguments)["zo"]
+    note = plan(model, offload=True, host_memory_gb=narrow.host_peak_nbytes / 1e9, **arguments)["zo"].notes[-1]
+    assert note.startswith('does not fit; with {"frozen_dtype": "nf4"} and LoRA adapters it would: ')
+    assert not plan(model, offload=True, host_memory_gb=1.0, **arguments)["zo"].notes
+
+
 def test_equation_1_on_the_papers_machine() -> None:
     """LLaMA-7B on its workstation: 32 layers of 1.7 and 3.5 ms, an update of 1.92 s, 14 GB over 15 GB/s."""
     model = planned("llama", dtype="bf16")

@@ -78,6 +78,34 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
     assert plan.device["weights"] == weights + materialiser._replay_slot.buffer.numel()
 
 
+def test_adapters_over_a_narrow_base_take_the_planned_bytes_of_the_base() -> None:
+    peft = pytest.importorskip("peft")
+    stream: dict[str, Any] = {"resident_blocks": 1, "frozen_dtype": "nf4"}
+    shape = {"hidden_size": 128, "intermediate_size": 256}
+    plan = estimate_zo(
+        planned("llama", dtype="bf16", **shape),
+        Limits(),
+        stream=StreamConfig(**stream),
+        params=ZOParams(),
+        offload=True,
+    )
+    adapters = peft.LoraConfig(r=16, target_modules="all-linear")
+    lora = peft.get_peft_model(tiny_model("llama", **shape).bfloat16(), adapters)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "ZO", "params": {"lr": 1e-3}},
+    }
+    block_store = deepspeed.initialize(model=lora, config=config | streams(stream))[0].backend.block_store
+    assert plan.host_nbytes - PROCESS_NBYTES == block_store.store.nbytes == plan.up_nbytes
+    assert plan.down_nbytes == 0
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
+    units = block_store.placement.units
+    assert plan.device["weights"] == sum(u.nbytes for u in units if not u.streamed and not u.trainable)
+    trained = sum(p.numel for u in units for p in u.placed if p.trainable)
+    assert plan.device["adapters"] == 4 * trained, "16 bits and their low bits"
+
+
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
     plan = zo_plan("opt", offload=False)
     block_store = start("opt", "ZO", {}, dtype="bf16").backend.block_store

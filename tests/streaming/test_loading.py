@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import torch
 import transformers as hf
 from deepspeed.utils import safe_get_full_fp32_param
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
+from ds_zo.ops import nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -257,3 +259,134 @@ def test_loading_takes_little_more_memory_than_what_is_stored(run_python: Callab
     assert found["stored"] > 300 * 2**20
     assert found["taken"] - found["device"] <= 1.1 * found["stored"], found
     assert found["first"] == {f"model.layers.{i}": float(i) for i in range(NUM_LAYERS)}
+
+
+# A frozen base in four bits
+
+
+def lora_over(base: nn.Module, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], **{"init_lora_weights": False, **settings})
+    return peft.get_peft_model(base, adapters).train()
+
+
+NF4 = {"bf16": {"enabled": True}, "ds_zo": {"stream": {"frozen_dtype": "nf4"}}}
+
+
+def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
+    """`frozen_dtype` in the call or in the JSON; equal to a base that was in memory. Afterwards the base is unread."""
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model", sharded=True)
+    config = zo_json(bf16={"enabled": True})
+    ours = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"))
+    assert not any(p.is_meta for name, p in ours.named_parameters() if "lora" in name)
+    engines = [engine_for(ours, config)]
+    engines.append(engine_for(lora_over(hf.AutoModelForCausalLM.from_pretrained(folder)), zo_json(**NF4)))
+    losses = [adapter_losses(engine) for engine in engines]
+    assert losses[0] == losses[1]
+    engines[0].destroy()
+    assert all(p.is_meta == (".layers." in name and p.dim() == 2 and "lora" not in name) for name, p in named(ours))
+    again, theirs = engine_for(ours, config).module.state_dict(), engines[1].module.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in again.items())
+
+
+def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
+
+
+def adapter_losses(engine: Any) -> list[float]:
+    losses = []
+    for seed in range(2):
+        loss = engine(**tiny_batch("llama", seed=seed, batch_size=2, length=8)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def bitsandbytes_folder(folder: Path, *, settings: dict[str, Any] | None = None) -> tuple[str, nn.Module]:
+    """A model as transformers saves one that bitsandbytes has quantised, and the model with the decoded values."""
+    model = tiny_model("llama").bfloat16()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        if ".layers." not in name or p.dim() < 2:
+            tensors[name] = p.detach().clone()
+            continue
+        packed, absmax = nf4.quantise(p)
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(p.shape)}
+        tensors |= {name: packed[:, None], f"{name}.absmax": absmax, f"{name}.quant_map": torch.tensor(nf4.CODE)}
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode())).byte()
+        p.data = nf4.Quantised(packed, absmax, tuple(p.shape)).values().bfloat16()
+    model.config.quantization_config = settings or {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder), model
+
+
+@pytest.mark.parametrize("stream", [{"frozen_dtype": "nf4"}, {}], ids=["nf4", "decoded"])
+def test_a_checkpoint_of_bitsandbytes(stream: dict[str, Any], tmp_path: Path) -> None:
+    folder, decoded = bitsandbytes_folder(tmp_path)
+    model = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
+    config = zo_json(bf16={"enabled": True}, ds_zo={"stream": stream})
+    engine = engine_for(lora_over(model), config)
+    values = engine.module.state_dict()
+    for name, p in decoded.named_parameters():
+        name = "base_model.model." + name.replace("q_proj.", "q_proj.base_layer.")
+        assert torch.equal(values[name], p.data), name
+    assert all(map(math.isfinite, adapter_losses(engine)))
+
+
+def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"reads a folder of safetensors .*, got somewhere"):
+        load_pretrained(hf.AutoModelForCausalLM, "somewhere", frozen_dtype="nf4")
+    for method in ("LOMO", "ZO"):
+        model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"))
+        config = zo_json(offload=method == "LOMO", bf16={"enabled": True})
+        config["optimizer"]["type"] = method
+        with pytest.raises(
+            ValueError, match=r"loaded for frozen_dtype nf4, .* stores frozen weights as auto: train by"
+        ):
+            engine_for(model, config)
+    with pytest.raises(NotImplementedError, match=r"from_pretrained if adapters are made from its weights \(DoRA"):
+        lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), use_dora=True)
+
+
+def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model", sharded=True)
+    shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder))
+    with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut off, so .* cannot be read"):
+        engine_for(model, zo_json(**NF4))
+
+
+def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:
+    folders = [save(tiny_model("llama", seed=seed).bfloat16(), tmp_path / f"{seed}") for seed in range(2)]
+    config = zo_json(bf16={"enabled": True})
+
+    def engine_over(folder: str) -> Any:
+        return engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4")), config)
+
+    engine = engine_over(folders[0])
+    adapter_losses(engine)
+    engine.save_checkpoint(str(tmp_path / "saved"), tag="a")
+    written = [name for file in (tmp_path / "saved" / "a").glob("weights-*") for name in load_file(file)]
+    assert {name.partition(":")[0] for name in written} == {n for n, p in named(engine.module) if p.requires_grad}
+    losses = adapter_losses(engine)
+    resumed = engine_over(folders[0])
+    resumed.load_checkpoint(str(tmp_path / "saved"), tag="a")
+    assert adapter_losses(resumed) == losses
+    before = engine.module.state_dict()
+    other = engine_over(folders[1])
+    with pytest.raises(RuntimeError, match=rf"needs the base that its run read from {folders[0]} .*, got another base"):
+        other.load_checkpoint(str(tmp_path / "saved"), tag="a")
+    changed = next(name for name in before if "k_proj" in name)
+    engine.module.load_state_dict({**before, changed: torch.ones_like(before[changed])})
+    engine.save_checkpoint(str(tmp_path / "saved"), tag="b")
+    written = [name for file in (tmp_path / "saved" / "b").glob("weights-*") for name in load_file(file)]
+    assert changed in written, "it is no more what the files hold"

@@ -29,7 +29,7 @@ def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
     units = []
     for i in range(num_units):
         placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
-        part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, direct=False)
+        part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, frozen=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         unit.assign_buffers(
             store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True

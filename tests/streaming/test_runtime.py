@@ -22,7 +22,7 @@ def make_units(num_units: int, *, wire: torch.dtype = torch.float32, resident: t
     units = []
     for i in range(num_units):
         placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(300 + 100 * i, dtype=wire)), 0, 0, True)
-        part = Part([placed], wire, wire, split=wire.itemsize < 4, direct=False)
+        part = Part([placed], wire, wire, split=wire.itemsize < 4, frozen=False)
         unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
         low = store.take(unit.low_nbytes) if unit.low_nbytes else None
         unit.assign_buffers(store.take(unit.nbytes), low, streamed=i not in resident, low_streamed=True)

@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.ops import nf4
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.placement import Placement, evenly_spaced, place_units, plan_units
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
@@ -27,14 +28,31 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
         placed.append(PlacedParameter(f"p{i}", parameter, offset, 0, parameter.requires_grad))
         offset += value.numel()
     parts = [
-        Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, direct=False),
-        Part([p for p in placed if not p.trainable], dtype, dtype, split=False, direct=True),
+        Part([p for p in placed if p.trainable], dtype, wire, split=split and wire.itemsize < 4, frozen=False),
+        Part([p for p in placed if not p.trainable], dtype, dtype, split=False, frozen=True),
     ]
     unit = Unit("u", nn.Module(), parts, index=0, is_block=True)
     low = torch.empty(unit.low_nbytes, dtype=torch.uint8) if unit.low_nbytes else None
     unit.assign_buffers(HostStore(CPU, pin=False).take(unit.nbytes), low, streamed=True, low_streamed=True)
     unit.store(lambda p: values[int(p.name[1:])])
     return unit, [values[int(p.name[1:])] for p in unit.placed]
+
+
+def test_nf4_is_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(7, 143, generator=torch.Generator().manual_seed(0))
+    planes = []
+    for piece in (1 << 24, 128):
+        monkeypatch.setattr(ops, "PIECE_NUMEL", piece)
+        placed = PlacedParameter("p", nn.Parameter(value), 0, 0, False)
+        part = Part([placed], torch.float32, ops.NF4.dtype, split=False, frozen=True)
+        unit = Unit("u", nn.Module(), [part], index=0, is_block=True)
+        unit.assign_buffers(torch.zeros(unit.nbytes, dtype=torch.uint8), None, streamed=True, low_streamed=False)
+        unit.store(lambda p: value)
+        planes.append(unit.store_buffer)
+    packed, absmax = nf4.quantise(value)
+    assert torch.equal(planes[0][: packed.numel()], packed)
+    assert torch.equal(planes[0][512 : 512 + 4 * absmax.numel()].view(torch.float32), absmax)
+    assert torch.equal(*planes)
 
 
 def decoded(unit: Unit) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
-from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.loading import check_frozen_dtype, reader_of
 from ds_zo.streaming.node import Node, RankPartition
 from ds_zo.streaming.placement import evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
@@ -72,6 +72,7 @@ class RecomputedBlockStore:
     ) -> None:
         self._module = module
         self._stream = config.section.stream
+        check_frozen_dtype(module, "auto")
         self.device = device
         self.placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
         self.placement.scratch_nbytes = 0  # updates are made in place

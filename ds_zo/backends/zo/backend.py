@@ -51,6 +51,7 @@ from ds_zo.checkpoint.stock import Weights, check_weights
 from ds_zo.config import Resolved
 from ds_zo.logs import show
 from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.loading import has_source, put_back
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Unit
 
@@ -474,7 +475,7 @@ class ZOBackend(Backend):
             return
         placed = [(part, p) for unit in self.block_store.placement.units for part in unit.parts for p in part.placed]
         for (part, p), (_, trainable) in zip(placed, signature, strict=True):
-            if trainable and part.direct:
+            if trainable and part.frozen:
                 raise ValueError(
                     f"parameter {p.name} was frozen when deepspeed.initialize ran, and its storage cannot be trained: "
                     "unfreeze it before initialize, and give it to an optimizer group"
@@ -499,7 +500,8 @@ class ZOBackend(Backend):
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         self.block_store.must_choose_interval = False  # the checkpoint holds the interval
-        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen)
+        # A trajectory starts from a checkpoint with all weights.
+        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         self._checkpoint.restore(saved, resume=resume, strict=strict)
@@ -588,7 +590,8 @@ class ZOBackend(Backend):
     @torch.no_grad()
     def _return_weights_to_module(self) -> None:
         """Leaves the weights of the current step in the module, which outlives the engine: scripts save it, Trainer
-        trains it again. A unit whose stored form differs from its parameters' dtype gets new memory."""
+        trains it again. A unit whose stored form differs from its parameters' dtype gets new memory. Frozen parameters
+        that were stored in fewer bits are left unread if their source can be read again."""
         for unit in self.block_store.placement.units:
             if self.block_store.shared is not None and unit.streamed:
                 self._return_shared_unit(unit, self.block_store.shared)
@@ -596,7 +599,20 @@ class ZOBackend(Backend):
                 self.block_store.materialiser.fold_now(unit)
                 self.block_store.runtime.host_wait(unit)
             else:
-                unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
+                self._return_narrow_unit(unit)
+
+    def _return_narrow_unit(self, unit: Unit) -> None:
+        """Leaves a unit in the module whose stored form differs from its parameters' dtype."""
+        unread = {
+            id(placed.parameter)
+            for part in unit.parts
+            for placed in part.placed
+            if part.frozen and not part.direct and has_source(self.module, placed.parameter)
+        }
+        unit.bind([p.parameter if id(p.parameter) in unread else self.state.read(p.parameter) for p in unit.placed])
+        for placed in unit.placed:
+            if id(placed.parameter) in unread:
+                put_back(self.module, placed.parameter)
 
     def _return_shared_unit(self, unit: Unit, store: SharedStore) -> None:
         """Leaves a unit of a host store that ranks share in the module. Ranks close at different times, so nothing in
@@ -604,7 +620,7 @@ class ZOBackend(Backend):
         memory for these copies, the module keeps the stored weights, which lack the pending updates."""
         pending = self.block_store.materialiser.pending(unit)
         if not all(part.viewable for part in unit.parts):
-            unit.bind([self.state.read(placed.parameter) for placed in unit.placed])
+            self._return_narrow_unit(unit)
         elif not pending or store.has_room_for(unit.nbytes * store.partition.size):
             self.block_store.runtime.host_wait(unit)
             values = [self.state.read(placed.parameter) for placed in unit.placed] if pending else None

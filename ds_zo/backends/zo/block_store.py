@@ -42,7 +42,7 @@ from ds_zo.streaming.budget import (
 )
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, reader_of
 from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -75,14 +75,25 @@ class ZOBlockStore:
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
+        frozen_dtype: str = self._stream.frozen_dtype
+        if frozen_dtype == "auto" and config.stream:
+            frozen_dtype = frozen_dtype_of(module) or "auto"
+        check_frozen_dtype(module, frozen_dtype)
         self.placement = plan_units(
             module,
             param_groups,
             block_paths=self._stream.blocks,
             wire=WIRE[self._stream.wire_dtype],
+            frozen_wire=WIRE[frozen_dtype],
             split=self._stream.master == "split",
         )
         _check_dtypes(self.placement)
+        if frozen_dtype != "auto" and not self.placement.decodes_frozen:
+            raise ConfigError(
+                f"frozen_dtype stores frozen matrices of blocks, got {frozen_dtype} and a model that "
+                "trains all of them: freeze the base model (PEFT does), or leave the key out",
+                at="ds_zo.stream.frozen_dtype",
+            )
         num_blocks = len(self.placement.blocks)
         num_resident = min(num_blocks, self._stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[self._stream.master] if num_resident < num_blocks else 1
@@ -121,6 +132,13 @@ class ZOBlockStore:
         spare_store = self.store if self.shared is None else HostStore(device, pin=False)
         self.claims = Claims(spare_store, swaps=self.shared is None)
         resident_ids = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
+        self.base = {
+            p.name
+            for part in (part for unit in self.placement.units for part in unit.parts)
+            for p in part.placed
+            if part.frozen and p.parameter.is_meta and self.placement.decodes_frozen
+        }
+        """Names of frozen parameters that hold what the model's files hold. Checkpoints leave them out."""
         release_cached_memory(device)
         place_units(
             self.placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)

@@ -2,11 +2,15 @@
 
 A checkpoint holds the planes as they are stored, the units' versions, and the log of pending updates. A resumed run has
 the same bits as the saved run, in every storage format.
+
+[Note: frozen base] A base that is stored as `frozen_dtype` says and was read from files is not written again. The
+checkpoint has its source and the hash of its stored bytes. A run that loads the checkpoint must have the same base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ from ds_zo.checkpoint.replay import saved_values
 from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
 from ds_zo.checkpoint.stock import check_forms
 from ds_zo.streaming.fold_schedule import FOLD_ORDER, turn
+from ds_zo.streaming.loading import source_of
 from ds_zo.streaming.units import Unit
 
 
@@ -44,19 +49,24 @@ class ZOCheckpoint:
         self._block_store = block_store
         self._module = module
         self._aliases = dict(aliases)
+        self._hashed: tuple[frozenset[str], str] | None = None
 
     # Saving
 
-    def snapshot(self, *, hold: bool, omit_frozen: bool) -> Snapshot:
+    def snapshot(self, *, hold: bool, omit_frozen: bool, omit_base: bool) -> Snapshot:
         """Returns the pieces to write. With `hold`, training goes on while they are written.
 
-        See [Note: replaced buffers].
+        See [Note: replaced buffers], and for `omit_base` [Note: frozen base].
         """
         block_store, units = self._block_store, self._block_store.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
+        base = set(block_store.base) if omit_base else set()
+        omitted |= base
         if self._block_store.device.type == "cuda" and not hold:
             torch.cuda.current_stream(block_store.device).synchronize()  # `_piece` waits for each unit's download
         state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
+        if base:
+            state["base"] = {"source": source_of(self._module), "sha256": self._hash_of(omitted)}
         state["units"] = [{**describe(u), "version": u.version} for u in units]
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
         state["buffers"] = sorted(buffers)
@@ -115,6 +125,8 @@ class ZOCheckpoint:
     def _piece(self, unit: Unit, *, hold: bool, omitted: set[str]) -> Piece:
         """One unit's tensors as a piece of the snapshot. With `hold`, the claim keeps them as they are until they are
         written."""
+        if all(placed.name in omitted for placed in unit.placed):
+            return Piece(dict, 0, unit_key(describe(unit)))
         if hold:
             if self._block_store.shared is not None:
                 self._block_store.runtime.host_wait(unit)
@@ -126,6 +138,35 @@ class ZOCheckpoint:
             return _without(host_tensors(unit), omitted)
 
         return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
+
+    def _hash_of(self, names: set[str]) -> str:
+        """The hash of the stored bytes of these parameters. It is kept for the next call: 100 GB take minutes on one
+        core."""
+        key = frozenset(names)
+        if self._hashed is None or self._hashed[0] != key or not names <= self._block_store.base:
+            units = self._block_store.placement.units
+            with ThreadPoolExecutor() as threads:
+                hashes = threads.map(lambda unit: hash_tensors(_only(host_tensors(unit), names)), units)
+                self._hashed = (key, hash_json(list(hashes)))
+        return self._hashed[1]
+
+    def _check_base(self, saved: Saved, omitted: set[str]) -> None:
+        """Raises if the checkpoint was saved over another frozen base than this run's. See [Note: frozen base]."""
+        base = saved.backend_state.get("base")
+        if base is None:
+            return
+        here = _storage(map(describe, self._block_store.placement.units), omitted)
+        if here != _storage(saved.backend_state["units"], omitted):
+            logger.warning(
+                f"ds_zo: the frozen base of checkpoint {saved.folder} is not compared with this run's, because it was "
+                f"stored in another format; the run that saved it read {base['source']}"
+            )
+        elif base["sha256"] != (found := self._hash_of(omitted)):
+            raise CheckpointError(
+                f"checkpoint {saved.folder} has no frozen weights and needs the base that its run read from "
+                f"{base['source']} (sha256 {base['sha256'][:16]}), got another base (sha256 {found[:16]}): load the "
+                "model from that folder"
+            )
 
     def _steps_to_fold(self, unit: Unit) -> int:
         """Steps until the unit's next fold. Units that the snapshot copies come last, because no fold waits for them to
@@ -148,6 +189,7 @@ class ZOCheckpoint:
         wrong = difference(there, here)
         if wrong is not None and (strict or not there.keys() & here.keys()):
             raise CheckpointError(f"checkpoint {saved.folder} is of another model: {wrong}")
+        self._check_base(saved, omitted)
         buffers = dict(persistent_buffers(self._module))
         forms = {name: saved.form(name) for name in state["buffers"] if name in buffers}
         check_forms(forms, buffers, of=f"checkpoint {saved.folder}")
@@ -221,6 +263,7 @@ class ZOCheckpoint:
                     fill_unit(unit, saved.tensor, omitted=omitted)
                 unit.version = versions[unit_key(describe(unit))]
                 unit.bind_stored()
+        block_store.base &= omitted
         block_store.log.rows.copy_(state["rows"])
         block_store.log.length = state["step"]
 
@@ -237,6 +280,7 @@ class ZOCheckpoint:
                 if there.name not in where:
                     continue
                 unit, placed = where[there.name]
+                block_store.base.discard(placed.name)
                 if placed.parameter.shape == there.parameter.shape and writes(unit):
                     unit.store_one(placed, value)
         for unit in block_store.placement.units:
@@ -248,3 +292,18 @@ def _without(tensors: Mapping[str, torch.Tensor], omitted: set[str]) -> Mapping[
     """The tensors of parameters that are not omitted. A tensor's name is its parameter's, with `:plane` after it for
     planes besides the storage."""
     return {name: value for name, value in tensors.items() if name.partition(":")[0] not in omitted}
+
+
+def _only(tensors: Mapping[str, torch.Tensor], names: set[str]) -> Mapping[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if name.partition(":")[0] in names}
+
+
+def _storage(descriptions: Iterable[Mapping[str, Any]], names: set[str]) -> dict[str, tuple[str, list[int]]]:
+    """Storage dtype and shape of these parameters, by name."""
+    return {
+        p["name"]: (part["wire"], p["shape"])
+        for unit in descriptions
+        for part in unit["parts"]
+        for p in part["params"]
+        if p["name"] in names
+    }

@@ -113,7 +113,7 @@ class BlockGraphs:
         entered = {id(module) for module in block_store.placement.entered_by}
         for unit in block_store.placement.blocks:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
-            if not has_hooks_inside and not any(part.direct for part in unit.parts):
+            if not has_hooks_inside and not any(part.frozen for part in unit.parts):
                 self._wrapped.append((unit.module, vars(unit.module).get("forward")))
                 method = unit.module.forward
                 unit.module.forward = StandIn(partial(self._forward, unit, method), method)

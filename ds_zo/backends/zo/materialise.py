@@ -79,7 +79,7 @@ class Materialiser:
         self.device = device
         scratch_nbytes = placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes
         self.scratch = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
-        self._pair_at = scratch_nbytes - (placement.block_scratch_nbytes if pairs else 0)
+        self._pair_at = scratch_nbytes - (placement.second_copy_nbytes if pairs else 0)
         self._pair = self.scratch[self._pair_at :] if pairs else None
         """Scratch for the block's copy with the other sign, or None; see [Note: copies in pairs]."""
         self._one_launch = pairs and num_passes == 2
@@ -122,8 +122,8 @@ class Materialiser:
     @property
     def free_nbytes(self) -> int:
         """Leading bytes of the scratch that may be written while passes have still to run a block. Second copies of
-        blocks lie behind them."""
-        return self._pair_at
+        blocks lie behind them. None may be written if passes share the decoded frozen parameters of a block."""
+        return 0 if self.placement.decodes_frozen else self._pair_at
 
     def is_in_shared_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is the scratch or a slot, which other units will overwrite."""
@@ -213,13 +213,13 @@ class Materialiser:
             in_replay_slot = slot is None and self._replay_slot.unit is unit
             base = self._replay_slot.buffer if in_replay_slot else unit.store_buffer if slot is None else slot.buffer
             outs = self._outs(unit, self.scratch)
-            self._apply(unit, self._planes(unit, base), outs=outs, pair=pair, index=index)
+            self._apply(unit, self._planes(unit, base), outs=outs, pair=pair, index=index, decodes=False)
         source = unit.store_buffer if slot is None else slot.buffer
         if (last or (pair is not None and self._one_launch)) and not _has_direct(unit):
             self._release_slot(unit)
         if pair is None:
             return self._views(unit, source, self.scratch) if first else None
-        return self._views(unit, source, pair if is_second_of_pair else self.scratch)
+        return self._views(unit, source, self.scratch, second=pair if is_second_of_pair else None)
 
     def time_replay(self, unit: Unit, slot: Slot, num_updates: int) -> None:
         """Makes a copy that nothing reads, to measure how long replaying `num_updates` takes. The values in the slot
@@ -306,7 +306,7 @@ class Materialiser:
         return self._read(unit, unit.outs(scratch))
 
     def materialise_fp32(self, unit: Unit) -> list[torch.Tensor]:
-        """Returns the unit's weights of the current step in float32, and frozen ones as they are stored."""
+        """Returns the unit's weights of the current step in float32, and direct ones as they are stored."""
         outs = [None if p.direct else torch.empty(p.numel, dtype=torch.float32, device=self.device) for p in unit.parts]
         return self._read(unit, outs)
 
@@ -389,16 +389,18 @@ class Materialiser:
         key = (id(unit), buffer.data_ptr(), 0 if low is None else low.data_ptr())
         return self._cached(self._cached_planes, key, lambda: unit.planes(buffer, low))
 
-    def _outs(self, unit: Unit, scratch: torch.Tensor) -> list[torch.Tensor | None]:
-        return self._cached(self._cached_outs, (id(unit), scratch.data_ptr()), lambda: unit.outs(scratch))
+    def _outs(self, unit: Unit, scratch: torch.Tensor, second: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+        key = (id(unit), scratch.data_ptr(), 0 if second is None else second.data_ptr())
+        return self._cached(self._cached_outs, key, lambda: unit.outs(scratch, second=second))
 
-    def _views(self, unit: Unit, source: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """One tensor per parameter: a view of the working copy, or of the stored bytes of a frozen parameter, which is
-        not copied."""
-        key = (id(unit), source.data_ptr(), scratch.data_ptr())
-        return self._cached(
-            self._cached_views, key, lambda: unit.views(self._planes(unit, source), self._outs(unit, scratch))
-        )
+    def _views(
+        self, unit: Unit, source: torch.Tensor, scratch: torch.Tensor, *, second: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """One tensor per parameter: a view of the working copy, or of the stored bytes of a direct parameter, which is
+        not copied. `second`: memory of the second copy, for its views."""
+        key = (id(unit), source.data_ptr(), scratch.data_ptr(), 0 if second is None else second.data_ptr())
+        outs = self._outs(unit, scratch, second)
+        return self._cached(self._cached_views, key, lambda: unit.views(self._planes(unit, source), outs))
 
     @staticmethod
     def _cached(cache: dict[Any, _T], key: Any, make: Callable[[], _T]) -> _T:
@@ -421,16 +423,22 @@ class Materialiser:
         index: int | None = None,
         pending: int = 0,
         fold: bool = False,
+        decodes: bool = True,
     ) -> None:
         """Launches the replay-and-perturb kernel once per part, and not at all for a part without an output. `index` is
-        the pass (two per direction, + then -); None makes a copy without noise."""
-        pair_outs = None if pair is None else self._outs(unit, pair)
+        the pass (two per direction, + then -); None makes a copy without noise. Without `decodes`, frozen parameters
+        are in `outs` already: all passes over a block share them."""
+        pair_outs = None if pair is None else self._outs(unit, self.scratch, pair)
         step = self.log.length
         direction, sign = (0, 0.0) if index is None else (self._first_direction + index // 2, 1.0 - 2.0 * (index % 2))
         for i, part in enumerate(unit.parts):
             if part.direct:
                 continue
             out = None if outs is None else outs[i]
+            if part.frozen:
+                if out is not None and decodes:
+                    part.decode_(out, source[i])
+                continue
             dst = None if stored is None else stored[i]
             if out is None and dst is None:
                 continue

@@ -36,7 +36,7 @@ class ReplayedState(ModuleState):
             return
         materialiser = self._block_store.materialiser
         pending = materialiser.pending(unit) > 0
-        is_exact = all(part.direct or part.wire is torch.float32 for part in unit.parts)
+        is_exact = all(part.frozen or part.wire is torch.float32 for part in unit.parts)
         keeps_bits = is_exact or materialiser.folds(unit, step=materialiser.log.length)
         with torch.inference_mode(False):
             if self._is_shared(unit) or not all(part.viewable for part in unit.parts) or (pending and not keeps_bits):
@@ -97,6 +97,7 @@ class ReplayedState(ModuleState):
         with self._block_store.rewriting(unit) as writes:
             if writes(unit):
                 unit.store_one(placed, value)
+        self._block_store.base.discard(placed.name)
         unit.bind_stored()
         self._block_store.materialiser.runtime.invalidate_slots()
         self._cached = None

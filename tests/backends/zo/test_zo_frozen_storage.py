@@ -1,0 +1,132 @@
+"""Frozen matrices of blocks in narrow storage (`frozen_dtype`): training equals that over the decoded base."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_batch, tiny_model
+from torch import nn
+from zo_runs import assert_equal, engine_for, train, weights, zo_json
+
+from ds_zo import ConfigError, ops
+from ds_zo.ops import nf4
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("single_process")
+
+FORMATS = {"nf4": ops.NF4.dtype, "fp8": torch.float8_e4m3fn, "bf12": torch.uint8}
+BF16 = {"bf16": {"enabled": True}}
+BATCHES = [tiny_batch("llama", seed=seed, batch_size=2, length=8) for seed in range(3)]
+
+
+def lora(**overrides: Any) -> Any:
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = tiny_model("llama", **overrides).bfloat16()
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, settings).train()
+
+
+def partly_frozen() -> nn.Module:
+    """Blocks whose trained parameters stay in the block's own unit, because most are trained. The head's working copy
+    takes more scratch than a block's, which passes share."""
+    model = tiny_model("llama", vocab_size=300).bfloat16()
+    for name, p in model.named_parameters():
+        p.requires_grad = "k_proj" not in name and "o_proj" not in name
+    return model.train()
+
+
+def decoded(value: torch.Tensor, form: str) -> torch.Tensor:
+    if form == "nf4":
+        found = torch.empty(value.numel(), dtype=value.dtype)
+        ops.dequantise_nf4_(found, *nf4.quantise(value))
+        return found.view(value.shape)
+    fmt = ops.storage_format(FORMATS[form])
+    padded = torch.zeros(-(-value.numel() // 256) * 256)
+    padded[: value.numel()] = value.reshape(-1)
+    storage = torch.empty(padded.numel(), dtype=fmt.dtype)
+    scales = torch.zeros(padded.numel() // 256 * fmt.scale_numel, dtype=fmt.scale_dtype)
+    ops.encode_(storage, padded, exponents=scales)
+    return ops.decode(storage, exponents=scales)[: value.numel()].view(value.shape).to(value.dtype)
+
+
+def with_decoded_base(model: nn.Module, form: str) -> nn.Module:
+    model = copy.deepcopy(model)
+    changed = 0
+    for name, p in model.named_parameters():
+        if ".layers." in name and p.dim() == 2 and not p.requires_grad:
+            p.data = decoded(p.data, form)
+            changed += 1
+    assert changed
+    return model
+
+
+def run(model: nn.Module, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the weights at the end."""
+    engine = engine_for(copy.deepcopy(model), zo_json(**BF16, **options))
+    losses = train(engine, BATCHES)
+    assert engine.backend._interleave, "passes that overwrite each other's weights run one after the other"
+    found = weights(engine.module)
+    engine.destroy()
+    return losses, found
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "interval"), [(lora, "nf4", 1), (lora, "fp8", 1), (lora, "bf12", 1), (partly_frozen, "nf4", 2)]
+)
+def test_a_stored_base_equals_its_decoded_values(make: Any, form: str, interval: int) -> None:
+    """Streamed and resident, and as a model that holds the decoded values in bf16."""
+    model = make()
+    losses, end = run(with_decoded_base(model, form), interval=interval)
+    assert any(not torch.equal(end[name], p) for name, p in model.state_dict().items())
+    for options in ({}, {"resident_blocks": 1, "device_slots": 3}):
+        ours = run(model, frozen_dtype=form, interval=interval, **options)
+        assert ours[0] == losses, options
+        assert_equal(ours[1], end)
+
+
+def test_directions_share_one_upload_and_nothing_is_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    dequantise, decoded = ops.dequantise_nf4_, []
+    monkeypatch.setattr(ops, "dequantise_nf4_", lambda *planes: (decoded.append(None), dequantise(*planes)))
+    engine = engine_for(lora(), zo_json(**BF16, frozen_dtype="nf4", params={"num_directions": 3}))
+    blocks, runtime = engine.backend.block_store.placement.blocks, engine.backend.block_store.runtime
+    before = [unit.store_buffer.clone() for unit in blocks]
+    train(engine, BATCHES[:1])  # the first forward also runs one pass after the other
+    up = runtime.bytes_up
+    decoded.clear()
+    train(engine, BATCHES[1:])
+    assert runtime.bytes_up - up == 2 * sum(unit.nbytes for unit in blocks), "one upload of each block a step"
+    assert len(decoded) == 2 * len(blocks)
+    assert runtime.bytes_down == 0
+    assert all(unit.streamed and not unit.trainable for unit in blocks)
+    assert all(torch.equal(unit.store_buffer, was) for unit, was in zip(blocks, before, strict=True))
+
+
+def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path) -> None:
+    json = zo_json(**BF16, frozen_dtype="nf4")
+    engine = engine_for(lora(), json)
+    train(engine, BATCHES[:1])
+    engine.save_checkpoint(str(tmp_path))
+    losses = train(engine, BATCHES[1:])
+    resumed = engine_for(lora(seed=1), json)
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, BATCHES[1:]) == losses
+    assert_equal(weights(resumed.module), weights(engine.module))
+
+
+def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
+    model = lora()
+    engine = engine_for(model, zo_json(**BF16, frozen_dtype="nf4"), model_parameters=list(model.parameters()))
+    train(engine, BATCHES[:1])
+    name, weight = next((n, p) for n, p in model.named_parameters() if "k_proj" in n)
+    weight.requires_grad = True
+    with pytest.raises(ValueError, match=f"{name} was frozen when deepspeed.initialize ran.*unfreeze it before"):
+        train(engine, BATCHES[:1])
+
+
+def test_a_model_without_frozen_matrices_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got nf4 and a model that trains all of them: freeze the base model"):
+        engine_for(tiny_model("llama"), zo_json(frozen_dtype="nf4"))
