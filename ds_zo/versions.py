@@ -184,7 +184,7 @@ def no_init_weights() -> AbstractContextManager[None]:
 
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Context in which `torch.autocast` does nothing on the meta device, and is not enabled there. Torch's functions fail
+    """Context in which `torch.autocast` does nothing on the meta device, and is not enabled there. Otherwise both raise
     there, and rotary embeddings of transformers before 5.4 call them."""
     import torch
 
