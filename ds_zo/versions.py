@@ -184,21 +184,26 @@ def no_init_weights() -> AbstractContextManager[None]:
 
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Context in which `torch.autocast` does nothing on the meta device, where it fails. Rotary embeddings of
-    transformers 4 call it there."""
+    """Context in which `torch.autocast` does nothing on the meta device, and is not enabled there. Otherwise both raise
+    there, and rotary embeddings of transformers before 5.4 call them."""
     import torch
 
-    original = torch.autocast
+    original, is_enabled = torch.autocast, torch.is_autocast_enabled
 
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
 
-    if _before("transformers", "5.0"):
+    def is_autocast_enabled(*device_type: str) -> bool:
+        return device_type != ("meta",) and is_enabled(*device_type)
+
+    if _before("transformers", "5.4"):
         torch.autocast = autocast  # type: ignore[assignment,misc]
+        torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.autocast = original  # type: ignore[misc]
+        torch.is_autocast_enabled = is_enabled
 
 
 def saving_arguments() -> dict[str, Any]:

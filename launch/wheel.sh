@@ -65,7 +65,7 @@ PYTHON
 
 say "deepspeed --module ds_zo.training: two ranks"
 port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
-PATH="$work/env/bin:$PATH" timeout 600 deepspeed --num_accelerators 2 --master_port "$port" --module ds_zo.training --method lomo \
+PATH="$work/env/bin:$PATH" timeout 900 deepspeed --num_accelerators 2 --master_port "$port" --module ds_zo.training --method lomo \
     --steps 2 --num-eval 8 >"$work/ranks.log" 2>&1 || { tail -n 20 "$work/ranks.log"; fail "two ranks failed"; }
 grep -q '"batch_size": 32' runs/lomo-code_or_text/summary.json || fail "two ranks make batches of 2 x 16 sequences"
 
