@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ ADDRESS = "DS_ZO_TESTS_WARM_INTERPRETER"
 """The environment variable that tells the processes of a test run where the server listens."""
 
 SERVER = """
-import contextlib, ctypes, gc, json, os, runpy, select, socket, struct, sys
+import contextlib, ctypes, gc, json, os, runpy, select, signal, socket, struct, sys
 gc.disable()
 import accelerate, deepspeed, transformers
 import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
@@ -51,18 +50,27 @@ while True:
 listener.close()
 files = socket.recv_fds(connection, 1, 64)[1]
 job = json.loads(connection.makefile().readline())
+ended, wakeup = socket.socketpair()
+wakeup.setblocking(False)
+signal.set_wakeup_fd(wakeup.fileno())
+signal.signal(signal.SIGCHLD, lambda *_: None)
 child = os.fork()
 if child:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         connection.sendall(b"%d\\n" % child)
+        if connection in select.select([connection, ended], [], [])[0]:
+            os.killpg(child, signal.SIGKILL)  # who asked for the job has gone
         connection.sendall(b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)
+os.setsid()
+signal.set_wakeup_fd(-1)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 asking = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 names = [(f"/proc/{asking}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("user", "net", "uts")]
 for namespace in [os.open(theirs, os.O_RDONLY) for theirs, ours in names if os.readlink(theirs) != os.readlink(ours)]:
     assert libc.setns(namespace, 0) == 0, os.strerror(ctypes.get_errno())
-connection.close()
-os.setsid()
+for opened in (connection, ended, wakeup):
+    opened.close()
 above = max(*files, *job["files"]) + 1
 for i, file in enumerate(files):
     os.dup2(file, above + i)
@@ -94,7 +102,8 @@ else:
     runpy.run_path(words[0], run_name="__main__")
 """
 """A connection is one job: what stands behind `python` in a command line, environment, folder, and open files.
-The answers are the job's process and its exit status. A job joins the network of the process that asks for it."""
+The answers are the job's process and its exit status. A job joins the network of the process that asks for it, and is
+killed when that process closes the connection."""
 
 PYTHON = """
 import json, os, signal, socket, sys
@@ -207,16 +216,15 @@ def _wait_for(jobs: list[socket.socket], command: list[str], timeout_s: float) -
     """Their exit statuses. What takes longer is killed."""
     deadline = time.monotonic() + timeout_s
     answers = [job.makefile() for job in jobs]
-    children = [int(answer.readline()) for answer in answers]
     statuses = []
     try:
         for job, answer in zip(jobs, answers, strict=True):
             job.settimeout(max(0.001, deadline - time.monotonic()))
+            answer.readline()  # its process
             statuses.append(int(answer.readline()))
     except TimeoutError:
-        for child in children[len(statuses) :]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+        for job in jobs:
+            job.shutdown(socket.SHUT_RDWR)
         raise subprocess.TimeoutExpired(command, timeout_s) from None
     return statuses
 

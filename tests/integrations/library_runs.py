@@ -31,8 +31,8 @@ LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
 """Large enough that a few steps move a toy model."""
 
 ENGINE_BACKENDS = ("zo", "lomo", "lsp")
-"""AdaLOMO's backend is LOMO's with another rule for a weight. Its engine is tested by test_equivalence, its ranks by
-distributed/test_lomo_ranks, its checkpoints by checkpoint/test_resume_first_order and launch/test_train."""
+"""AdaLOMO's backend is LOMO's with another rule for a weight. Its engine is tested by test_equivalence, its checkpoints
+by test_trainer and checkpoint/test_resume_first_order, its ranks by distributed/test_lomo_ranks."""
 
 MICRO_BATCH = 4
 Weights = dict[str, torch.Tensor]
