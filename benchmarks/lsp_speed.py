@@ -18,7 +18,6 @@ from benchmarks.lsp_cases import LSPCase
 from benchmarks.lsp_claims import BATCHES, by_batch, claims_table
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.runner import WARM, Case
-from ds_zo.planner.shapes import LLAMA
 from ds_zo.records.rows import Row, table_lines
 
 TINY = {**presets.TINY, "num_hidden_layers": 2}
@@ -216,8 +215,7 @@ def _tiny(case: LSPCase) -> LSPCase:
     params = dict(case.params or {})
     params |= {"fit_steps": 1} if case.method == "lsp" else {}
     params |= {"subspace_dim": 8} if "subspace_dim" in params else {}
-    tiny = TINY if case.shape in LLAMA else {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97}
-    sizes: dict[str, Any] = {"overrides": tiny, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+    sizes: dict[str, Any] = {"overrides": TINY, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
     sizes |= {"then_batch": None if case.then_batch is None else 1, "stream": None if case.stream is None else {}}
     return replace(case, params=params, **sizes)
 

@@ -2,6 +2,7 @@
 
 ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1.3b
 ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
+ds-zo bench --model random:llama-1.3b --batch 32 --contenders lomo,zero2-offload --accumulate zero2-offload=4
 ds-zo bench --preset results --resume --total-s 540 --out results    # again, until it says that nothing is left
 ds-zo bench --report-only --out results
 ds-zo bench --headline results/* --into . docs

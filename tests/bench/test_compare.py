@@ -115,6 +115,15 @@ def test_stock_is_pinned_so_that_it_fits_the_host(h200: pytest.MonkeyPatch) -> N
     assert not lean.env and lean.planned_host_gb < 81, "and without exact pinning"
     assert whole["zero2-offload"].expected_s > whole["zo"].expected_s > whole["lomo"].expected_s > 5
     assert small["adamw"].expected_s < 5, "it runs, and soon out of memory"
+    held = {
+        case.name: case
+        for case in make_cases(
+            asked("--model", "random:opt-6.7b", "--start-uncapped"), device="cuda", device_memory_gb=24
+        )
+    }
+    started = {name: held[name].params["spec"]["starts_uncapped"] for name in ("zero2-offload", "zo")}
+    assert started == {"zero2-offload": True, "zo": False}, "ours are told the card's size before they start"
+    assert held["zero2-offload"].expected_s > small["zero2-offload"].expected_s, "it does not run out of memory"
     h200.setattr(environment, "may_lock_memory", lambda: False)
     rounded = {case.name: case for case in make_cases(args, device="cuda")}["zero2-offload"]
     assert not rounded.env and rounded.planned_host_gb > 136
