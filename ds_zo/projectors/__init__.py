@@ -11,7 +11,7 @@ from ds_zo.projectors.batches import (
     compress_all,
     update_vectors_,
 )
-from ds_zo.projectors.fit import FitReport, captured_share, choose_dims, fit, flatten_spectrum, reproject
+from ds_zo.projectors.fit import FitReport, captured_share, choose_dims, fit, flatten_spectrum
 from ds_zo.projectors.products import apply_, compress, relative_bias
 from ds_zo.projectors.recording import FitGraphRecorder
 from ds_zo.projectors.sparse import ProjectorRows, SparseProjector
@@ -34,6 +34,5 @@ __all__ = [
     "fit",
     "flatten_spectrum",
     "relative_bias",
-    "reproject",
     "update_vectors_",
 ]

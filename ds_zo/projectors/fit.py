@@ -1,4 +1,4 @@
-"""Fits projectors to a gradient, measures what they capture, and projects matrices from one subspace to another."""
+"""Fits projectors to a gradient, and measures what they capture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ds_zo.projectors.sparse import SparseProjector
 
 CHECK_EVERY = 5
 """Steps of a fit between checks of its bias. Each check waits for the device."""
-SLAB_COLUMNS = 256
-"""Columns of a projector that `overlap` holds as a dense matrix at a time."""
 TEMPORARY_NUMEL = 1 << 22
 """Elements of temporary matrices that exist at a time."""
 DENSE_FRACTION = 16
@@ -115,27 +113,6 @@ def captured_share(G_mn: torch.Tensor, P: SparseProjector, Q: SparseProjector) -
     KSK_dd = _gram_product(P, S_dd, Q)
     norm = torch.linalg.vector_norm(G_mn, dtype=torch.float32)
     return float(S_dd.square().sum().square() / ((KSK_dd * S_dd).sum() * norm.square()))
-
-
-def reproject(
-    X_dd: torch.Tensor, P0: SparseProjector, Q0: SparseProjector, P: SparseProjector, Q: SparseProjector
-) -> torch.Tensor:
-    """Projects X, a matrix of the subspace (P0, Q0), to the subspace (P, Q): (P^T P0) X (Q0^T Q).
-
-    The computation runs on the projectors' device. The result is on X's device."""
-    left, right = overlap(P, P0), overlap(Q0, Q)
-    return (left @ X_dd.to(left.device, torch.float32) @ right).to(X_dd)
-
-
-def overlap(P: SparseProjector, P0: SparseProjector) -> torch.Tensor:
-    """P^T P0 (dim of P x dim of P0), computed SLAB_COLUMNS columns of P0 at a time."""
-    result = torch.empty(P.dim, P0.dim, device=P.device)
-    for first in range(0, P0.dim, SLAB_COLUMNS):
-        width = min(SLAB_COLUMNS, P0.dim - first)
-        unit = torch.zeros(P0.dim, width, device=P.device)
-        unit[first : first + width].fill_diagonal_(1.0)
-        result[:, first : first + width] = transpose_product(P, product(P0, unit))
-    return result
 
 
 def choose_dims(m: int, n: int, subspace_dim: int) -> tuple[int, int] | None:

@@ -15,7 +15,6 @@ from ds_zo.projectors import (
     fit,
     flatten_spectrum,
     relative_bias,
-    reproject,
 )
 from ds_zo.projectors.fit import NUM_FLATTENINGS, _ProjectorFit
 
@@ -90,20 +89,6 @@ def test_degenerate_gradients_change_nothing(value: float) -> None:
     expected = P.dense()
     assert fit(torch.full((32, 32), value), P, Q, steps=5, lr=0.1).reason == "degenerate"
     assert torch.equal(P.dense(), expected)
-
-
-def test_what_is_carried_over_equals_the_dense_formula() -> None:
-    P0, Q0 = pair(40, 56, 12, 3, seed=0)
-    P, Q = pair(40, 56, 16, 4, seed=1)
-    X = matrix(12, 12, seed=1)
-    left, right = P.dense().t() @ P0.dense(), Q0.dense().t() @ Q.dense()
-    torch.testing.assert_close(reproject(X, P0, Q0, P, Q), left @ X @ right, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_carried_over_survives_an_unchanged_identity() -> None:
-    eye = SparseProjector.identity(300)  # wider than one slab of the overlap
-    X = matrix(300, 300, seed=1)
-    assert torch.equal(reproject(X, eye, eye, eye, eye), X)
 
 
 def test_the_captured_share_is_that_of_the_best_multiple() -> None:

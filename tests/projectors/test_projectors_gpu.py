@@ -19,10 +19,8 @@ from ds_zo.projectors import (
     compress,
     compress_all,
     fit,
-    reproject,
     workspace,
 )
-from ds_zo.projectors.sparse import SparseProjector
 
 pytestmark = pytest.mark.gpu
 
@@ -138,18 +136,13 @@ def test_nothing_large_is_allocated_after_the_first_call() -> None:
     assert workspace.num_bytes() == 0
 
 
-def test_fit_and_what_is_carried_over_agree_with_the_cpu() -> None:
+def test_fit_agrees_with_the_cpu() -> None:
     G = gradient(512, 256, batch=1)
-    reports, carried = [], []
+    reports = []
     for device in ("cpu", "cuda"):
         P, Q = (moved(x, device) for x in pair(512, 256, 96, 4))
-        P0, Q0 = (SparseProjector.from_state(x.state_dict(), device) for x in (P, Q))
         reports.append(fit(G.to(device), P, Q, steps=20, lr=0.1))
-        P1, Q1 = (moved(x, device) for x in pair(512, 256, 96, 4, seed=1))
-        carried.append(reproject(matrix(96, 96), P0, Q0, P1, Q1))
     assert reports[1].bias_after == pytest.approx(reports[0].bias_after, abs=5e-3)
-    assert carried[1].device.type == "cpu"
-    torch.testing.assert_close(carried[1], carried[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("nonzeros", [4, 64])

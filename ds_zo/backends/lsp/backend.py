@@ -610,7 +610,7 @@ class LSPBackend(Backend):
         self.apply_pending_updates()  # pending directions belong to the present projectors
         for matrix, moments in self._groups.matrices_and_moments():
             if matrix.candidate is not None and matrix.candidate.gain is not None:
-                adopt(matrix, moments, [])
+                adopt(matrix, moments)
         self._held_gradients.launch_cache.clear()
 
     def zero_grad(self) -> None:

@@ -31,7 +31,6 @@ from deepspeed.utils import logger
 from tqdm import tqdm
 
 from ds_zo.backends.lsp.matrices import Candidate, MatrixState, draw
-from ds_zo.backends.lsp.payload import ErrorFeedback
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.config import LSPParams
 from ds_zo.logs import show
@@ -44,7 +43,6 @@ from ds_zo.projectors import (
     fit,
     flatten_spectrum,
     relative_bias,
-    reproject,
 )
 
 MIN_GAIN = 0.05
@@ -207,19 +205,17 @@ class Calibration:
 
 
 @torch.no_grad()
-def adopt(matrix: MatrixState, moments: Moments | None, feedbacks: list[tuple[ErrorFeedback, int]]) -> None:
+def adopt(matrix: MatrixState, moments: Moments | None) -> None:
     """Replaces a matrix's present projectors by its candidate. `moments`: None if another rank keeps them.
 
     [Note: moments of a new subspace] The old moments contain only the part of the gradients that the old subspace
     captured. Projected to the new subspace, the second moment V would be far too small, and steps too large until V had
     grown. So the first moment M starts at zero, and steps grow to their full size within 1 / (1 - beta1) steps. The
     mean of V is the old mean, scaled by the candidate's `gain`. Half of it is distributed in proportion to the squared
-    entries of the calibration's sum. At the first calibration V has no value either, so Adam starts anew. Rounding
-    errors of payloads are projected to the new subspace.
+    entries of the calibration's sum. At the first calibration V has no value either, so Adam starts anew.
     """
-    old, candidate = matrix.subspace, matrix.candidate
-    assert old is not None and candidate is not None and candidate.gain is not None
-    new = candidate.subspace
+    candidate = matrix.candidate
+    assert candidate is not None and candidate.gain is not None
     if moments is not None:
         moments.mean.zero_()
         if matrix.is_fitted:
@@ -229,7 +225,4 @@ def adopt(matrix: MatrixState, moments: Moments | None, feedbacks: list[tuple[Er
             moments.mean_square.copy_(mean + mean / square.mean().clamp(min=torch.finfo(torch.float32).tiny) * square)
         else:
             moments.mean_square.zero_()
-    for feedback, i in feedbacks:
-        if (error := feedback.error_of(i)) is not None:
-            error.t().copy_(reproject(error.t(), old.P, old.Q, new.P, new.Q))
-    matrix.subspace, matrix.candidate, matrix.is_fitted = new, None, True
+    matrix.subspace, matrix.candidate, matrix.is_fitted = candidate.subspace, None, True

@@ -21,8 +21,8 @@ from enum import Enum
 import torch
 
 from ds_zo.backends.common.interrupts import interrupts
+from ds_zo.backends.lsp.buffer_layout import BufferLayout
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
-from ds_zo.backends.lsp.payload import BufferLayout
 from ds_zo.backends.lsp.products import LaunchCache, Rate, apply_directions_, apply_directions_cached_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
 from ds_zo.config import LSPParams

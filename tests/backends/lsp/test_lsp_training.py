@@ -184,7 +184,7 @@ def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
     moments = Moments.zeros(matrix.shape, "cpu")
     moments.mean.fill_(1.0)
     moments.mean_square.fill_(2.0)
-    lsp_calibration.adopt(matrix, moments, [])
+    lsp_calibration.adopt(matrix, moments)
     assert matrix.subspace is new and matrix.candidate is None and matrix.is_fitted
     assert not moments.mean.any()
     if not is_fitted:

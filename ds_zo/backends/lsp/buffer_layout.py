@@ -35,10 +35,3 @@ class BufferLayout:
         start = self._starts[i]
         nbytes = math.prod(self.shapes[i]) * self.dtypes[i].itemsize
         return buffer[start : start + nbytes].view(self.dtypes[i]).view(self.shapes[i])
-
-
-class ErrorFeedback:
-    """Named by `calibration.adopt`, which is given none."""
-
-    def error_of(self, i: int) -> torch.Tensor | None:
-        return None
