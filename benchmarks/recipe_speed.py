@@ -68,7 +68,7 @@ def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
                 file,
                 "benchmarks.recipe_speed:measure",
                 _params(recipe, device=device, tiny=tiny),
-                timeout_s=1.6 * limit.expected_s,
+                timeout_s=300 if tiny else 1.6 * limit.expected_s,
                 env=EXACT_PINNING if limit.exact_pins and device == "cuda" else {},
                 planned_host_gb=host_gb,
                 expected_s=limit.expected_s,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lomo_speed, lsp_speed, pages, zo_speed
+from benchmarks import lomo_speed, lsp_speed, pages, recipe_speed, zo_speed
 from ds_zo.bench import headline
 from ds_zo.bench.compare import main as compare
 
@@ -126,7 +126,7 @@ def numbers(svg: str) -> list[float]:
 
 
 def test_the_command_of_a_record_runs_its_row_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    suites: dict[str, Any] = {m.__name__: m.main for m in (zo_speed, lomo_speed, lsp_speed)}
+    suites: dict[str, Any] = {m.__name__: m.main for m in (zo_speed, lomo_speed, lsp_speed, recipe_speed)}
     for record in pages.all_records():
         assert record.row in pages.rows_in(record.file)
         program, *rest = shlex.split(record.command)
@@ -140,6 +140,19 @@ def test_the_command_of_a_record_runs_its_row_alone(capsys: pytest.CaptureFixtur
         suites[rest[1]]([*rest[2:], "--list"])
         cases = [line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1]]
         assert [case for case in cases if case != "warmup"] == [record.row["case"]]
+
+
+def test_a_larger_model_of_a_recipe_is_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"peak_gb": 20.0, "host_peak_gb": 100.0, "tokens_per_s": 1000.0, "run_id": "r", "commit": "c"}
+    found = [
+        {"case": case.name, "status": "ok", "parameters": 69e9, **case.params, "params": case.params, **figures}
+        for case in recipe_speed.cases_of()
+        if "zo_70b" in case.name
+    ]
+    monkeypatch.setattr(pages, "_recipe_rows", lambda: found)
+    record = next(pages.all_records())
+    assert record.model == "LLaMA-70B, bf12, 16 x 128" and record.row["case"] == "zo_70b_24gb_bf12"
+    assert record.command.startswith("python -m benchmarks.recipe_speed --only '^zo_70b_24gb_bf12$'")
 
 
 def test_words_beside_the_tables_fit_the_rows() -> None:

@@ -40,6 +40,7 @@ def test_adapters_on_a_streamed_base_give_a_row() -> None:
 
 
 def test_the_last_row_of_the_json_as_it_is_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "RESULTS", tmp_path)
     recipe = replace(BY_FILE["zo_70b_24gb_bf12"], title="another")  # the lookup is cached by recipe
     assert recipe.measured == ()
     figures = {"peak_gb": 20.0, "host_peak_gb": 105.0, "tokens_per_s": 1200.0, "env": {"NAME": "value"}}
@@ -51,7 +52,6 @@ def test_the_last_row_of_the_json_as_it_is_counts(tmp_path: Path, monkeypatch: p
         {**row, "run_id": "3", "params": {"config": {}}},
     ]
     (tmp_path / OWN_ROWS).write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
-    monkeypatch.setattr(recipes, "RESULTS", tmp_path)
     recipe = replace(recipe, title="a third")
     [found] = recipe.measured
     assert (found.run_id, found.row["status"]) == ("2", "ok")
