@@ -142,8 +142,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _show(row: Row) -> None:
-    keys = ("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "loss")
-    keys += ("load_s", "wall_s", "error")
+    keys = (
+        *("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "loss"),
+        *("load_s", "wall_s", "error"),
+    )
     print(json.dumps({key: row[key] for key in keys if row.get(key) is not None}), flush=True)
 
 
