@@ -405,8 +405,10 @@ def _measured_cells(found: Measured) -> list[str]:
 
 
 def _planned_cells(recipe: Recipe) -> list[str]:
+    """Tokens/s in two digits: a plan is not more precise, and versions of transformers differ in the third."""
     found, estimate = recipe.plan()
-    return _figures(estimate.device_nbytes / 1e9, estimate.host_peak_nbytes / 1e9, found.tokens_per_s(estimate))
+    tokens_per_s = float(f"{found.tokens_per_s(estimate):.2g}")
+    return _figures(estimate.device_nbytes / 1e9, estimate.host_peak_nbytes / 1e9, tokens_per_s)
 
 
 def recipe_block(recipe: Recipe) -> str:

@@ -150,7 +150,8 @@ def test_run_executes_the_command_with_its_exit_status(environment: Path, tmp_pa
     """The command gets the environment that `ds-zo` was given, and the variable; nothing that DeepSpeed adds."""
     seen = "import json, os, sys; print(json.dumps(dict(os.environ))); sys.exit(37)"
     command = [str(environment), "-m", "ds_zo.cli", "run", "--", str(environment), "-c", seen]
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    folders = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 37, done.stderr
     assert json.loads(done.stdout) == {**env, "DS_ZO_AUTOLOAD": "1"}

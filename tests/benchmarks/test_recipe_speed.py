@@ -29,6 +29,8 @@ def test_a_case_is_its_recipe() -> None:
         assert spec.checkpointing == ("--gradient-checkpointing" in recipe.options)
         assert (case.params["lora_rank"] is not None) == ("--lora-rank" in recipe.options)
         assert case.planned_host_gb is not None and case.planned_host_gb <= recipe.host_gb
+        if not case.env:  # which changes what is pinned
+            assert case.planned_host_gb >= recipe.plan()[1].host_peak_nbytes / 1e9
     assert all(name in ALL for name in CONTENDERS.values())
 
 
