@@ -402,6 +402,8 @@ class Unit:
             self._store_nf4(part, planes, placed, value, via=via)
             return
         value = value.values() if isinstance(value, nf4.Quantised) else value.detach()
+        if part.frozen:
+            value = value.to(part.dtype)  # as `from_pretrained` does; nothing keeps the bits that this drops
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
             ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:
@@ -427,7 +429,8 @@ class Unit:
         *,
         via: torch.device,
     ) -> None:
-        """Stores a frozen parameter in NF4, piece by piece. Values that are quantised already keep their bytes."""
+        """Stores a frozen parameter in NF4, piece by piece, from its values in its own dtype, as bitsandbytes does.
+        Values that are quantised already keep their bytes."""
         assert planes.exponents is not None
         packed = part.stored(placed, planes.storage).view(torch.uint8)
         scales = planes.exponents[part.scales_of(placed)]
@@ -437,7 +440,7 @@ class Unit:
             return
         flat = value.detach().reshape(-1)
         for start in range(0, placed.numel, ops.PIECE_NUMEL):  # a multiple of a group
-            codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via))
+            codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via, part.dtype))
             ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
             at = start // nf4.GROUP_NUMEL
             ops.copy_staged_(scales[at : at + absmax.numel()], absmax)

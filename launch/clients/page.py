@@ -26,8 +26,8 @@ does the same: see [Without an import line](run_without_import.md).
 
 ## What was tested
 
-`bash launch/clients.sh` installs each program from its pinned release into an environment of its own, and runs it
-unmodified on the CPU with a tiny LLaMA in float32.
+`bash launch/clients.sh` installs each program from its pinned release into an environment of its own. It runs the
+program unmodified on the CPU, with a tiny LLaMA in float32.
 
 - **train**: {NUM_STEPS} steps. The start-up table of ds_zo is in the log, every loss is finite, and the weights change.
 - **resume**: a second run continues from the checkpoint of step {SAVE_STEPS}. Its losses and its final weights are
