@@ -19,7 +19,10 @@ EMBEDDED_PARAMS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}}, {"lr": 5e-4}),
     ({"type": "LOMO", "params": {"lr": 0.03, "weight_decay": 0.0}}, {"lr": 0.01}),
     ({"type": "AdaLOMO", "params": {"lr": 5e-4, "weight_decay": 0.0}}, {"lr": 2e-3}),
-    ({"type": "LSP", "params": {"lr": 2e-5, **_ADAM, "subspace_dim": 512}}, {"lr": 3e-3, "subspace_dim": 64}),
+    (
+        {"type": "LSP", "params": {"lr": 2e-5, **_ADAM, "subspace_dim": 512, "edge": "dense"}},
+        {"lr": 3e-3, "subspace_dim": 64},
+    ),
     ({"type": "AdamW", "params": {"lr": 2e-5, **_ADAM}}, {"lr": 5e-4}),
 )
 """Pairs of a shipped `optimizer` section, for a large model, and the parameters that suit the embedded model instead.
