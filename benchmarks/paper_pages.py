@@ -18,6 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 NOT_MEASURED = "not measured"
 ZO_FILES = ("h200_zo_full.jsonl", "h200_zo_targets.jsonl")
 LOMO_FILE, CHECKPOINT_FILE, FIGURE_5_FILE = "h200_lomo.jsonl", "h200_checkpoint_speed.jsonl", "h200_lsp_figure5.jsonl"
+LOMO_PLANS = "cpu_lomo_plans.jsonl"
 LEAN = RESULTS / "lean"
 _GIB = 2**30
 _METHODS = {"adamw_master": "AdamW", "sgd_master": "SGD", "lomo": "LOMO"}
@@ -243,18 +244,23 @@ def lomo_1() -> str:
 
 def lomo_2() -> str:
     rows, used, body = rows_of(LOMO_FILE), list[Row](), []
+    plans = {row["case"]: row for row in rows_of(LOMO_PLANS)}
     for (size, method), (cards, theirs_gb, theirs) in paper.LOMO_TABLE_2.items():
         name = f"paper/speed-{size}-{method}"
         row = (in_one_run(rows, name) or {}).get(name)
         used += [row] if row is not None else []
         ours = (None, None) if row is None else (row["peak_gb"], row["tokens_per_s"])
+        plan = plans.get(f"plan/{size}-{method}-{cards}")
         cells = [f"LLaMA-{size.upper()}, {_METHODS[method]}", f"{cards} x RTX 3090 / 1 x H200"]
-        body.append([*cells, both(theirs_gb, ours[0], "{:.1f}"), both(theirs, ours[1])])
+        planned = "" if plan is None else f"{plan['peak_gb']:.1f} GB, {plan['tokens_per_s']:,.0f} tokens/s"
+        body.append([*cells, both(theirs_gb, ours[0], "{:.1f}"), both(theirs, ours[1]), planned])
     said = (
         "GB and tokens/s of each card, 1 x 1,024 tokens. Ours is one H200 throughout. Runs on several cards are not "
-        "measured: lines with other numbers of cards show that a model fits, and no ratio. Cells are paper / ours:"
+        "measured: lines with other numbers of cards show that a model fits, and no ratio. The last column is computed "
+        "by `ds-zo plan` for as many H200 as the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each "
+        "card, where no collective overlaps with computing. Other cells are paper / ours:"
     )
-    return _block(said, ["", "cards", "GB", "tokens/s"], body, used, LOMO_FILE)
+    return _block(said, ["", "cards", "GB", "tokens/s", "planned"], body, used, LOMO_FILE, LOMO_PLANS)
 
 
 def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mapping[str, str], link: str) -> str:
