@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
+from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.recipes import OWN_ROWS
@@ -631,6 +632,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checkpoints": checkpoints,
     "records": records,
     "paper-lomo-lora": lomo_beside_lora,
+    **GRID_BLOCKS,
     **PAPER_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
@@ -643,7 +645,8 @@ def filled(text: str) -> str:
         begin, name, end = found.groups()
         if name not in BLOCKS:
             raise ValueError(f"a block of rows must be one of {', '.join(BLOCKS)}, got {name}; rename it")
-        return f"{begin}\n{wrapped(BLOCKS[name]())}\n\n{end}"
+        made = wrapped(BLOCKS[name]())
+        return f"{begin}\n{made}\n\n{end}" if made else f"{begin}{end}"  # empty while it has no rows
 
     return MARKED.sub(block, text)
 
