@@ -652,7 +652,9 @@ def filled(text: str) -> str:
 
 
 def marked_pages() -> list[Path]:
-    return [page for page in sorted(DOCS.glob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
+    """The pages of docs/ and the README, as far as they have blocks. The README's may have no links."""
+    found = (*sorted(DOCS.glob("*.md")), REPO / "README.md")
+    return [page for page in found if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -373,6 +373,28 @@ def beside_stock(rows: Sequence[Row]) -> str:
     return f"In this run{micro}, tokens/s as a multiple of {other['case']}'s: {', '.join(said)}."
 
 
+def stock_7b() -> str:
+    """Stock DeepSpeed that offloads and ours on LLaMA-7B, in words without links: the README may show them too. Rows of
+    low-memory states come first; without them, those of the head to head."""
+    from ds_zo.bench.compare import last_run
+
+    held = LEAN / "held-7b-24gb" / "rows.jsonl"
+    is_held = held.exists()
+    rows = contenders(last_run(held if is_held else RESULTS / "compare/llama-7b/uncapped/rows.jsonl", None))
+    done = {row["case"]: row for row in rows if row["status"] == "ok"}
+    names = [name for name in done if name.startswith("zero")] + [
+        name for name in ("lomo", "lsp", "zo") if name in done
+    ]
+    said = [
+        f"{ALL[name].title} {done[name]['tokens_per_s_mean']:,.0f} tokens/s, {shown(done[name]['peak_gb'])} GB of GPU "
+        f"and {shown(host_gb(done[name]))} GB of host memory"
+        for name in names
+    ]
+    started = " Stock DeepSpeed was started on the whole card: the limit holds for its steps." if is_held else ""
+    where = "steps within 24 GB" if is_held else "on the card as it is"
+    return f"LLaMA-7B, 4 x 1,024 tokens, {where}, run {rows[0]['run_id']}: {'; '.join(said)}.{started}"
+
+
 PAPER_BLOCKS: dict[str, Callable[[], str]] = {
     "paper-zo-1": zo_1,
     "paper-zo-2": zo_2,
@@ -385,5 +407,6 @@ PAPER_BLOCKS: dict[str, Callable[[], str]] = {
     "paper-lsp-5": lsp_5,
     "paper-lsp-6": lsp_6,
     "lean": lean,
+    "stock-7b": stock_7b,
 }
 """By the name in a page's marker, as in `pages.BLOCKS`."""
