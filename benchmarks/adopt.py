@@ -3,8 +3,8 @@
     python -m benchmarks.adopt runs/session
 
 Of the folder, `NAME/rows.jsonl` goes to `results/lean/NAME`, and the files that FILES names are appended to theirs.
-Rows that a call had no time for are left out, and so are rows that are there already. A folder is left out, too, if its
-last run lacks our methods or all others: a ratio needs both in one run. `results/lean/headline.svg` is drawn again.
+Rows that a call had no time for are left out, and so are rows that are there already. A run is left out, too, if it
+lacks our methods or all others: a ratio needs both in one run. `results/lean/headline.svg` is drawn again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def adopt(session: Path) -> dict[str, int]:
     added = {}
     for name, file in FILES.items():
         if (session / name).exists():
-            added[file] = _append(session / name, RESULTS / file)
+            added[file] = _append(read_objects(session / name), RESULTS / file)
     for source in sorted(session.glob("*/rows.jsonl")):
-        if not has_both_sides(last_run(source, None)):
-            print(f"left out: {source} has no run with our methods and others", file=sys.stderr)
-            continue
-        target = RESULTS / "lean" / source.parent.name / "rows.jsonl"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        added[str(target.relative_to(RESULTS))] = _append(source, target)
+        for run in dict.fromkeys(row["run_id"] for row in read_objects(source)):
+            rows = last_run(source, run)
+            if has_both_sides(rows):
+                target = _folder_of(source.parent.name, run) / "rows.jsonl"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                added[str(target.relative_to(RESULTS))] = _append(rows, target)
+            else:
+                print(f"left out: run {run} of {source} lacks our methods or others", file=sys.stderr)
     if not added:
         known = ", ".join(("NAME/rows.jsonl", *FILES))
         raise ValueError(f"a session's folder has {known}, got {session}, which has none of them: name another folder")
@@ -59,9 +61,16 @@ def has_both_sides(rows: Sequence[Row]) -> bool:
     return measured and any(row["case"] not in ours for row in entrants)
 
 
-def _append(source: Path, target: Path) -> int:
+def _folder_of(name: str, run: str) -> Path:
+    """`lean/NAME`, or `lean/NAME-RUN` where that holds another run: a table has rows of one run."""
+    folder = RESULTS / "lean" / name
+    held = read_objects(folder / "rows.jsonl") if (folder / "rows.jsonl").exists() else []
+    return folder if all(row["run_id"] == run for row in held) else folder.with_name(f"{name}-{run}")
+
+
+def _append(rows: Sequence[Row], target: Path) -> int:
     known = {_key(row) for row in read_objects(target)} if target.exists() else set()
-    new = [row for row in read_objects(source) if row.get("status") != NOT_RUN and _key(row) not in known]
+    new = [row for row in rows if row.get("status") != NOT_RUN and _key(row) not in known]
     for row in new:
         append_row(target, row)
     return len(new)

@@ -204,6 +204,8 @@ def _compare(args: argparse.Namespace) -> None:
         builds.wait()
         if args.best_batch:
             run_best(args, folder=args.out, run_id=groups[0].run_id, device=device, ends=ends)
+            best = last_run(args.out / "rows.jsonl", groups[0].run_id)
+            write_configs({row["case"]: row["params"] for row in best}, args.out / "configs")
         else:
             _run_groups(groups, args, device=device, ends=ends)
     finally:  # also on SIGTERM

@@ -83,4 +83,6 @@ def test_the_best_trial_is_the_contenders_row(tmp_path: Path, monkeypatch: pytes
         {"micro_batch": 4, "status": "oom"},
         {"micro_batch": 2, "status": "ok", "tokens_per_s_mean": 5.0},
     ]
+    written = json.loads((tmp_path / "configs/zero2-offload.json").read_text(encoding="utf-8"))
+    assert (written["train_micro_batch_size_per_gpu"], written["gradient_accumulation_steps"]) == (2, 2)
     assert len((tmp_path / "trials.jsonl").read_text(encoding="utf-8").splitlines()) == 2

@@ -75,12 +75,14 @@ def test_a_session_is_taken_once_and_without_what_did_not_run(
     monkeypatch.setattr(pages, "main", made.append)
     (tmp_path / "results").mkdir()
 
-    def row(case: str, status: str = "ok") -> Row:
-        return {"run_id": "r", "case": case, "status": status, "params": {"contender": case}}
+    def row(case: str, status: str = "ok", run: str = "r") -> Row:
+        return {"run_id": run, "case": case, "status": status, "params": {"contender": case}}
 
     session = tmp_path / "session"
     assert adopt.main([str(session)]) == 1 and "which has none of them" in capsys.readouterr().err
-    write(session / "lean-7b/rows.jsonl", [row("lomo"), row("zero2-offload-bf16", "oom"), row("lsp", "not run")])
+    later = [row("lomo", run="s"), row("zero2-offload", run="s")]
+    mine = [row("lomo"), row("zero2-offload-bf16", "oom"), row("lsp", "not run")]
+    write(session / "lean-7b/rows.jsonl", [*mine, *later])
     write(session / "bound/rows.jsonl", [row("zero2-offload-bf16")])
     write(session / "zo_full.jsonl", [{"case": "t1", "status": "ok"}])
     for _ in range(2):
@@ -88,5 +90,7 @@ def test_a_session_is_taken_once_and_without_what_did_not_run(
     lean = (tmp_path / "results/lean/lean-7b/rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["case"] for line in lean] == ["lomo", "zero2-offload-bf16"]
     assert len((tmp_path / "results/h200_zo_full.jsonl").read_text(encoding="utf-8").splitlines()) == 1
-    assert not (tmp_path / "results/lean/bound").exists() and "no run with our methods" in capsys.readouterr().err
+    assert not (tmp_path / "results/lean/bound").exists() and "lacks our methods" in capsys.readouterr().err
+    other = json.loads((tmp_path / "results/lean/lean-7b-s/rows.jsonl").read_text(encoding="utf-8").splitlines()[1])
+    assert other["case"] == "zero2-offload", "a table has rows of one run"
     assert made == [[tmp_path / "results/lean"], []] * 2
