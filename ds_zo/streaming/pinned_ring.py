@@ -245,7 +245,8 @@ def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:
     if ring is not None:
         ring.upload(target, source, filled)
         return
-    if filled is not None and filled.upload is not None:  # an earlier upload to the same slot may still write to it
+    if isinstance(filled, DeferredRecord) and filled.upload is not None:
+        # An earlier upload to the same slot may still write to it.
         filled.wait(torch.cuda.current_stream(target.device))
         filled.upload = None
     target.copy_(source, non_blocking=True)
