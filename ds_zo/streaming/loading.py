@@ -4,7 +4,9 @@ one."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +23,50 @@ from ds_zo.versions import dtype_without_request
 _SOURCE = "_ds_zo_source"
 _NAMES = "_ds_zo_names"
 _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
+_DORA = "peft.tuners.lora.dora"
 Source = Callable[[str], torch.Tensor]
 """Returns a parameter's value for its name."""
 
 
 class UnreadParameter(nn.Parameter):
-    """A parameter on the meta device that says it is on the CPU. PEFT moves new adapters to the device of the layer
-    that they adapt. On the meta device they would lose their values."""
+    """A parameter on the meta device whose values a source can read.
+
+    It says that it is on the CPU: PEFT moves new adapters to the device of the layer that they adapt, and on the meta
+    device they would lose their values. DoRA and prompt tuning make adapters from values that they read; the source
+    reads these, one parameter at a time. PiSSA and others also change the base weights, which is refused.
+    """
+
+    read: Callable[[], torch.Tensor] | None = None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return torch.device("cpu")
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_read = func is nn.functional.embedding or (func is torch.Tensor.to and caller == _DORA)
         with torch._C.DisableTorchFunctionSubclass():
+            if is_read:
+                return func(*(a.read() if isinstance(a, cls) and a.read is not None else a for a in args), **kwargs)
             try:
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **kwargs)
             except NotImplementedError as error:
-                raise NotImplementedError(
-                    "weights of ds_zo.load_pretrained are in memory only after deepspeed.initialize, and "
-                    f"{getattr(func, '__name__', func)} reads them before: load the model with from_pretrained if "
-                    "adapters are made from its weights (DoRA, PiSSA)"
-                ) from error
+                raise NotImplementedError(_refusal(func)) from error
+        is_new = isinstance(found, torch.Tensor) and found is not args[0] and func.__name__ != "__get__"
+        is_used = is_new or func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+        if caller.startswith("peft.") and is_used:
+            raise NotImplementedError(_refusal(func))
+        return found
+
+
+def _refusal(func: Any) -> str:
+    return (
+        "weights of ds_zo.load_pretrained are in memory only after deepspeed.initialize, and "
+        f"{getattr(func, '__name__', func)} uses them before: load the model with from_pretrained if adapters are made "
+        "from its weights (PiSSA, OLoRA, CorDA, LoftQ, MiCA)"
+    )
 
 
 def attach_source(module: nn.Module, source: Source) -> None:
@@ -53,8 +76,13 @@ def attach_source(module: nn.Module, source: Source) -> None:
     for p in names:
         if p.is_meta and type(p) is nn.Parameter:
             p.__class__ = UnreadParameter
+            p.read = partial(_read, source, names[p], p.dtype)
     object.__setattr__(module, _SOURCE, source)
     object.__setattr__(module, _NAMES, names)
+
+
+def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
+    return source(name).to(dtype)
 
 
 def read_all(module: nn.Module) -> None:
@@ -126,7 +154,7 @@ def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor | Q
             raise ValueError(
                 f"parameter {placed.name} is on the meta device and the model has no source of its value: load the "
                 "model with ds_zo.load_pretrained, or with from_pretrained if adapters are made from its weights "
-                "(DoRA, PiSSA)"
+                "(PiSSA)"
             )
         return source.stored(name) if isinstance(source, SafetensorsSource) else source(name)
 

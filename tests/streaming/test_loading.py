@@ -377,8 +377,57 @@ def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
             ValueError, match=r"loaded for frozen_dtype nf4, .* stores frozen weights as auto: train by"
         ):
             engine_for(model, config)
-    with pytest.raises(NotImplementedError, match=r"from_pretrained if adapters are made from its weights \(DoRA"):
-        lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), use_dora=True)
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"use_dora": True, "use_rslora": True}], ids=["dora", "rs"])
+def test_dora_reads_the_weights_that_it_needs(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The same magnitudes as over a base in memory, and the same losses. The base stays unread."""
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model", sharded=True)
+    ours = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"), **settings)
+    theirs = lora_over(hf.AutoModelForCausalLM.from_pretrained(folder), **settings)
+    for (name, p), (_, other) in zip(named(ours), named(theirs), strict=True):
+        assert p.is_meta == ("lora" not in name), name
+        assert p.is_meta or torch.equal(p, other), name
+    losses = [adapter_losses(engine_for(model, zo_json(**NF4))) for model in (ours, theirs)]
+    assert losses[0] == losses[1]
+
+
+def test_prompt_tuning_reads_the_embedding(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    ours, theirs = load_pretrained(hf.AutoModelForCausalLM, folder), hf.AutoModelForCausalLM.from_pretrained(folder)
+    rows = [nn.Embedding.forward(model.get_input_embeddings(), torch.tensor([3, 1])) for model in (ours, theirs)]
+    assert torch.equal(*rows)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    adapted = peft.get_peft_model(ours, config)
+    assert not any(p.is_meta for p in adapted.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_2"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+    ],
+    ids=lambda settings: settings["init_lora_weights"],
+)
+def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    if settings["init_lora_weights"] == "loftq":
+        pytest.importorskip("scipy")
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    with pytest.raises(NotImplementedError, match=r"uses them before: load the model with from_pretrained if adapters"):
+        lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), **settings)
+
+
+def test_a_model_without_values_can_change_its_dtype(tmp_path: Path) -> None:
+    """As `Module.bfloat16` does; moving it elsewhere is refused."""
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    model = load_pretrained(hf.AutoModelForCausalLM, folder).bfloat16()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(NotImplementedError):
+        model.to("cpu")
 
 
 def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
