@@ -14,9 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ds_zo.config import ConfigError
 from ds_zo.config.section import FrozenDtype
+from ds_zo.ops import MXFP4
 from ds_zo.ops.nf4 import Quantised
-from ds_zo.streaming.quantised_checkpoints import is_quantised, read_quantised
+from ds_zo.streaming import quantised_checkpoints
 from ds_zo.streaming.units import PlacedParameter
 from ds_zo.versions import dtype_without_request
 
@@ -125,6 +127,24 @@ def frozen_dtype_of(module: nn.Module) -> str | None:
     return found
 
 
+def shipped_wire(module: nn.Module, frozen_dtype: str) -> Callable[[nn.Parameter], torch.dtype | None]:
+    """For `frozen_dtype` auto and mxfp4: a function that returns the four-bit format in which the module's files hold a
+    parameter, as the dtype that stands for it, or None."""
+    source = getattr(module, _SOURCE, None)
+    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
+    found: dict[nn.Parameter, torch.dtype] = {}
+    if isinstance(source, SafetensorsSource):
+        wires = {p: source.shipped_wire(name) for p, name in names.items()}
+        found = {p: wire for p, wire in wires.items() if wire is not None}
+    if frozen_dtype == "mxfp4" and MXFP4.dtype not in found.values():
+        raise ConfigError(
+            "frozen_dtype mxfp4 keeps weights that a model's files hold in MXFP4, as those of gpt-oss do, got a model "
+            "without such weights: load it with ds_zo.load_pretrained, or take nf4",
+            at="ds_zo.stream.frozen_dtype",
+        )
+    return found.get
+
+
 def check_frozen_dtype(module: nn.Module, used: str) -> None:
     """Raises if `load_pretrained` was asked for another `frozen_dtype` than the one that an engine uses."""
     asked = frozen_dtype_of(module)
@@ -179,6 +199,10 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    def weight_names(self) -> set[str]:
+        """The names that `stored` knows."""
+        return quantised_checkpoints.weight_names(self._file_of)
+
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """A tensor's dtype, as safetensors names it, and its shape, without reading its values."""
         with safe_open(self._file_of[name], framework="pt") as file:
@@ -198,7 +222,12 @@ class SafetensorsSource:
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
         """The weight as the files hold it."""
-        return read_quantised(self._tensor, name) if is_quantised(self._file_of, name) else self._tensor(name)
+        wire = self.shipped_wire(name)
+        return self._tensor(name) if wire is None else quantised_checkpoints.read_quantised(self._tensor, name, wire)
+
+    def shipped_wire(self, name: str) -> torch.dtype | None:
+        """The dtype that stands for the weight's four-bit format; None if it is not in four bits."""
+        return quantised_checkpoints.shipped_wire(self._file_of, name)
 
     def __call__(self, name: str) -> torch.Tensor:
         found = self.stored(name)
@@ -220,9 +249,9 @@ def load_pretrained(
     time, so the model never exists in its own dtype.
 
     This needs a folder of safetensors with the model's own parameter names. They may be quantised to NF4 by
-    bitsandbytes. All other models (Hub names not on disk, checkpoints that transformers converts while loading) are
-    loaded by `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees their weights
-    unit by unit as it stores them.
+    bitsandbytes, or to MXFP4. All other models (Hub names not on disk, checkpoints that transformers converts while
+    loading) are loaded by `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees
+    their weights unit by unit as it stores them.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
@@ -235,13 +264,13 @@ def load_pretrained(
             source = None
         if source is not None:
             config = AutoConfig.from_pretrained(name_or_path)
-            if _is_nf4(config):
+            if _is_in_four_bits(config):
                 del config.quantization_config  # else transformers would take the saved adapters' base for quantised
             make = getattr(auto_class, "from_config", None) or auto_class._from_config
             with init_empty_weights(include_buffers=False):
                 model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
             model.tie_weights()  # type: ignore[operator]
-            has_all = {name for name, _ in model.named_parameters()} <= source.names()
+            has_all = {name for name, _ in model.named_parameters()} <= source.weight_names()
             if has_all and getattr(config, "quantization_config", None) is None:
                 model.eval()
                 for name, buffer in model.named_buffers():
@@ -262,8 +291,9 @@ def load_pretrained(
     return loaded
 
 
-def _is_nf4(config: Any) -> bool:
-    """Whether a checkpoint's config says that bitsandbytes has quantised its weights to NF4."""
+def _is_in_four_bits(config: Any) -> bool:
+    """Whether a checkpoint's config says that its weights are in NF4 of bitsandbytes or in MXFP4."""
     settings = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    return bool(settings.get("load_in_4bit")) and settings.get("bnb_4bit_quant_type") == "nf4"
+    is_nf4 = bool(settings.get("load_in_4bit")) and settings.get("bnb_4bit_quant_type") == "nf4"
+    return is_nf4 or settings.get("quant_method") == "mxfp4"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
-from ds_zo.ops import nf4
+from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -464,3 +464,100 @@ def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:
     engine.save_checkpoint(str(tmp_path / "saved"), tag="b")
     written = [name for file in (tmp_path / "saved" / "b").glob("weights-*") for name in load_file(file)]
     assert changed in written, "it is no more what the files hold"
+
+
+# Experts in MXFP4
+
+
+def gpt_oss_folder(folder: Path, *, seed: int = 0) -> tuple[str, nn.Module]:
+    """A model as gpt-oss ships, and the model with the decoded values."""
+    config = hf.GptOssConfig(
+        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=64,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=256, sliding_window=8,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(config).bfloat16()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        p.data.normal_(0, 0.1)
+        if p.dim() < 3:
+            tensors[name] = p.detach().clone()
+            continue
+        packed, scales = mxfp4.quantise(p)
+        num_experts, num_rows, num_columns = p.shape
+        tensors[f"{name}_blocks"] = packed.view(num_experts, num_columns, num_rows // 32, 16)
+        tensors[f"{name}_scales"] = scales.view(num_experts, num_columns, num_rows // 32)
+        p.data = mxfp4.Quantised(packed, scales, tuple(p.shape)).values().bfloat16()
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder), model
+
+
+@pytest.mark.parametrize("asked", ["auto", "mxfp4", "nf4"])
+def test_experts_in_mxfp4(asked: Any, tmp_path: Path) -> None:
+    """They are stored and streamed as the files hold them. Losses are those over the decoded values, and the values are
+    those of transformers."""
+    folder, decoded = gpt_oss_folder(tmp_path / "model")
+    model = load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype=None if asked == "auto" else asked)
+    config = zo_json(bf16={"enabled": True})
+    ours = engine_for(lora_over(model), config)
+    stored = {
+        p.name.removeprefix("base_model.model."): (part, p, unit)
+        for unit in ours.backend.block_store.placement.blocks
+        for part in unit.parts
+        for p in part.placed
+    }
+    if asked == "nf4":
+        assert {part.stored_as for part, p, _ in stored.values() if len(p.shape) == 3} == {"nf4"}
+        return
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    for name, (part, p, unit) in stored.items():
+        assert part.stored_as == ("mxfp4" if len(p.shape) == 3 else "bfloat16"), name
+        if len(p.shape) == 3:
+            planes = next(
+                found for of, found in zip(unit.parts, unit.planes(unit.store_buffer), strict=True) if of is part
+            )
+            assert planes.exponents is not None
+            assert torch.equal(part.stored(p, planes.storage).view(torch.uint8), files[f"{name}_blocks"].view(-1))
+            assert torch.equal(planes.exponents[part.scales_of(p)], files[f"{name}_scales"].view(-1))
+    losses = adapter_losses(ours)
+    assert losses == adapter_losses(engine_for(lora_over(decoded), config))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    values = ours.module.state_dict()
+    for name, p in theirs.named_parameters():
+        name = "base_model.model." + name.replace("q_proj.", "q_proj.base_layer.")
+        assert torch.equal(values[name], p.data.bfloat16()), name
+
+
+def test_mxfp4_where_a_model_does_not_ship_so_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model")
+    model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="mxfp4"))
+    with pytest.raises(
+        ValueError, match=r"frozen_dtype mxfp4 keeps weights .*, got a model without such weights: .* nf4"
+    ):
+        engine_for(model, zo_json(bf16={"enabled": True}))
+    folder, _ = gpt_oss_folder(tmp_path / "cut")
+    files = load_file(Path(folder, "model.safetensors"))
+    name = next(name for name in files if name.endswith("_scales"))
+    files[name] = files[name][:, :-1].clone()
+    save_file(files, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"MXFP4 weights must be bytes .* damaged or of another layout"):
+        engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder)), zo_json(bf16={"enabled": True}))
+
+
+def test_a_checkpoint_over_mxfp4_resumes(tmp_path: Path) -> None:
+    folder, _ = gpt_oss_folder(tmp_path / "model")
+    config = zo_json(bf16={"enabled": True})
+    engine = engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder)), config)
+    adapter_losses(engine)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    losses = adapter_losses(engine)
+    resumed = engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder)), config)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    assert adapter_losses(resumed) == losses
+    before = resumed.module.state_dict()
+    resumed.module.load_state_dict(before)
+    assert all(torch.equal(value, before[name]) for name, value in resumed.module.state_dict().items())
