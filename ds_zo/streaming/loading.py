@@ -94,12 +94,22 @@ def read_all(module: nn.Module) -> None:
     if source is None:
         return
     check_frozen_dtype(module, "auto")
-    names: dict[nn.Parameter, str] = getattr(module, _NAMES)
-    for p in module.parameters():
-        if p.is_meta and p in names:
+    for own_name, p in module.named_parameters():
+        name = _name_in_source(module, own_name, p)
+        if p.is_meta and name is not None:
             p.__class__ = nn.Parameter
-            value = nn.Parameter(source(names[p]).to(p.dtype), requires_grad=p.requires_grad)
+            value = nn.Parameter(source(name).to(p.dtype), requires_grad=p.requires_grad)
             torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
+
+
+def _name_in_source(module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+    """The name by which the module's source knows a parameter of the module, or the parameter that PEFT has copied it
+    from (`modules_to_save`); None if it knows neither."""
+    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
+    owner, copied, rest = name.partition(".modules_to_save.")
+    if parameter not in names and copied:
+        parameter = module.get_parameter(f"{owner}.original_module.{rest.partition('.')[2]}")
+    return names.get(parameter)
 
 
 def put_back(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -164,12 +174,11 @@ def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor | Q
     """A function that returns each parameter's value: from memory, or from the attached source if the parameter is on
     the meta device."""
     source: Source | None = getattr(module, _SOURCE, None)
-    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
 
     def read(placed: PlacedParameter) -> torch.Tensor | Quantised:
         if not placed.parameter.is_meta:
             return placed.parameter.data
-        name = names.get(placed.parameter)
+        name = _name_in_source(module, placed.name, placed.parameter)
         if source is None or name is None:
             raise ValueError(
                 f"parameter {placed.name} is on the meta device and the model has no source of its value: load the "
