@@ -45,7 +45,7 @@ def main() -> None:
     _show("pinned", fastest, fastest, store.pinned_nbytes == 2 * nbytes)
     store.close()
     _show("pageable", _rate(slots, sources), fastest, True)
-    grid = [(RING_NBYTES, SLICE_NBYTES, None)]
+    grid: list[tuple[int, int, int | None]] = [(RING_NBYTES, SLICE_NBYTES, None)]
     if not args.quick:
         grid += [(n * MIB, s * MIB, t) for n in (64, 256, 1024) for s in (2, 8, 32) if n > 2 * s for t in (4, 8, 12)]
     for ring_nbytes, slice_nbytes, num_copiers in grid:

@@ -10,7 +10,7 @@ import triton.language as tl
 from ds_zo.ops.formats import storage_format
 from ds_zo.ops.triton_formats import format_id, nearest_addend, round_to, store_values
 
-ROWS, COLUMNS = 128, 64
+ROWS, COLUMNS = 64, 128
 """Shape of the tile of `out` that a program writes."""
 _NUM_WARPS = 4
 _CODE_FACTOR: tl.constexpr = tl.constexpr(2.0**126)
@@ -36,19 +36,19 @@ def _dequantise_kernel(
     bits = tl.load(packed_ptr + first // 8 + (column[:, None] * (num_rows // 8) + word[None, :]), mask=mask, other=0)
     at = column[:, None] * (num_rows // 32) + (word // 4)[None, :]
     scale = tl.load(scales_ptr + first // 32 + at, mask=mask, other=0).to(tl.int32)
-    factor = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)  # scale 0: a subnormal
-    code = bits.to(tl.uint32, bitcast=True)[:, :, None] >> (tl.arange(0, 8) * 4).to(tl.uint32)[None, None, :]
-    x = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * _CODE_FACTOR * factor[:, :, None]
-    x = tl.trans(tl.reshape(x, [COLUMNS, ROWS]))
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = first + (row[:, None] * num_columns + column[None, :])
-    mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    if CASTS:
-        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        if OUT_FORMAT > 0:
-            x = round_to(x, nearest_addend(x, OUT_FORMAT), OUT_FORMAT)
-        store_values(out_ptr, at, mask, x, OUT_FORMAT)
+    factor = tl.maximum(scale << 23, 0x400000).to(tl.float32, bitcast=True)  # scale 0: a subnormal
+    bits, factor, mask = tl.trans(bits), tl.trans(factor), tl.trans(mask)
+    for i in tl.static_range(8):
+        # An arithmetic shift puts copies of the sign above the three other bits of the index.
+        index = ((bits << (28 - 4 * i)) >> 6).to(tl.uint32, bitcast=True) & 0x81C00000
+        x = index.to(tl.float32, bitcast=True) * _CODE_FACTOR * factor
+        at = first + ((word * 8 + i)[:, None] * num_columns + column[None, :])
+        if CASTS:
+            tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            if OUT_FORMAT > 0:
+                x = round_to(x, nearest_addend(x, OUT_FORMAT), OUT_FORMAT)
+            store_values(out_ptr, at, mask, x, OUT_FORMAT)
 
 
 def dequantise_triton_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:

@@ -51,7 +51,8 @@ class UnreadParameter(nn.Parameter):
         is_read = func is nn.functional.embedding or (func is torch.Tensor.to and caller == _DORA)
         with torch._C.DisableTorchFunctionSubclass():
             if is_read:
-                return func(*(a.read() if isinstance(a, cls) and a.read is not None else a for a in args), **kwargs)
+                args = [a.read().to(a.dtype) if isinstance(a, cls) and a.read is not None else a for a in args]
+                return func(*args, **kwargs)
             try:
                 found = func(*args, **kwargs)
             except NotImplementedError as error:
@@ -78,13 +79,10 @@ def attach_source(module: nn.Module, source: Source) -> None:
     for p in names:
         if p.is_meta and type(p) is nn.Parameter:
             p.__class__ = UnreadParameter
-            p.read = partial(_read, source, names[p], p.dtype)
+            assert isinstance(p, UnreadParameter)
+            p.read = partial(source, names[p])
     object.__setattr__(module, _SOURCE, source)
     object.__setattr__(module, _NAMES, names)
-
-
-def _read(source: Source, name: str, dtype: torch.dtype) -> torch.Tensor:
-    return source(name).to(dtype)
 
 
 def read_all(module: nn.Module) -> None:
