@@ -49,6 +49,11 @@ def _peft_model(config: dict[str, Any], adapters: Adapters, dtype: torch.dtype) 
     import transformers
 
     settings = json.loads(adapters.config)
+    if settings["peft_type"] != "LORA":
+        raise CheckpointError(
+            f"--merge merges LoRA adapters (also DoRA and rsLoRA), got {settings['peft_type']}: load the checkpoint "
+            "into an engine and call merge_and_unload there"
+        )
     settings |= {"init_lora_weights": False} if "init_lora_weights" in settings else {}  # the checkpoint has the values
     hf_config = transformers.AutoConfig.for_model(**config)
     named = getattr(transformers, (hf_config.architectures or [""])[0], None)

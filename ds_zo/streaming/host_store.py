@@ -68,15 +68,33 @@ class HostStore:
         if self._pin:  # once
             self._pin = False
             how = "are from pageable memory, several times slower"
-            if self._may_use_ring and (ring := make_ring(self._device)) is not None:
-                self._ring = ring
-                weakref.finalize(self, close_ring, ring).atexit = False
-                how = f"go through a pinned ring of {ring.nbytes / 2**20:.0f} MiB"
+            if self._may_use_ring and self._make_ring():
+                assert self._ring is not None
+                how = f"go through a pinned ring of {self._ring.nbytes / 2**20:.0f} MiB"
             logger.warning(
                 f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads of "
                 f"further blocks {how}: raise the locked-memory limit (ulimit -l unlimited) or the container's memory"
             )
         return False
+
+    def _make_ring(self) -> bool:
+        """Makes the ring, and returns whether there is memory for it. The store may have pinned all that is allowed:
+        then one of its buffers becomes pageable."""
+        ring = make_ring(self._device)
+        _clear_error(self._device)
+        if ring is None and self._registered:
+            torch.cuda.synchronize(self._device)
+            buffer = self._registered[-1]
+            self._unregister(buffer)
+            self.pinned_nbytes -= buffer.numel()
+            if (ring := make_ring(self._device)) is not None:
+                attach_ring(buffer, ring)
+            _clear_error(self._device)
+        if ring is None:
+            return False
+        self._ring = ring
+        weakref.finalize(self, close_ring, ring).atexit = False
+        return True
 
     def free(self, buffer: torch.Tensor) -> None:
         """Unpins one buffer. Call it after the buffer's last copy has finished."""
