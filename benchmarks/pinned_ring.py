@@ -47,7 +47,7 @@ def main() -> None:
     _show("pageable", _rate(slots, sources), fastest, True)
     grid: list[tuple[int, int, int | None]] = [(RING_NBYTES, SLICE_NBYTES, None)]
     if not args.quick:
-        grid += [(n * MIB, s * MIB, t) for n in (64, 256, 1024) for s in (2, 8, 32) if n > 2 * s for t in (4, 8, 12)]
+        grid += [(n * MIB, s * MIB, t) for n in (64, 256, 1024) for s in (8, 16, 32) if n > 2 * s for t in (4, 8, 12)]
     for ring_nbytes, slice_nbytes, num_copiers in grid:
         ring = make_ring(device, nbytes=ring_nbytes, slice_nbytes=slice_nbytes, num_copiers=num_copiers)
         assert ring is not None, "no memory can be pinned here"

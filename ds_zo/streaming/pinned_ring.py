@@ -28,7 +28,7 @@ import torch
 
 RING_NBYTES = 512 * 2**20
 """Pinned memory of a ring. A system that refuses it is asked for half as much, and so on."""
-SLICE_NBYTES = 8 * 2**20
+SLICE_NBYTES = 16 * 2**20
 _MOST_COPIERS = 8
 _FEWEST_SLICES = 4
 
