@@ -48,7 +48,7 @@ def _peft_model(config: dict[str, Any], adapters: Adapters, dtype: torch.dtype) 
     import peft
     import transformers
 
-    settings = json.loads(adapters.config)
+    settings = {**json.loads(adapters.config), "base_model_name_or_path": None}
     if settings["peft_type"] != "LORA":
         raise CheckpointError(
             f"--merge merges LoRA adapters (also DoRA and rsLoRA), got {settings['peft_type']}: load the checkpoint "
