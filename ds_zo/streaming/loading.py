@@ -52,14 +52,14 @@ class UnreadParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if is_read:
                 args = [a.read().to(a.dtype) if isinstance(a, cls) and a.read is not None else a for a in args]
-                return func(*args, **kwargs)
             try:
                 found = func(*args, **kwargs)
             except NotImplementedError as error:
                 raise NotImplementedError(_refusal(func)) from error
-        is_new = isinstance(found, torch.Tensor) and found is not args[0] and func.__name__ != "__get__"
-        is_used = is_new or func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-        if caller.startswith("peft.") and is_used:
+        is_new = isinstance(found, torch.Tensor) and all(found is not a for a in args)
+        is_used = is_new and getattr(func, "__name__", "") != "__get__"
+        is_used |= func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+        if caller.startswith("peft.") and is_used and not is_read:
             raise NotImplementedError(_refusal(func))
         return found
 
