@@ -57,8 +57,8 @@ class UnreadParameter(nn.Parameter):
             except NotImplementedError as error:
                 raise NotImplementedError(_refusal(func)) from error
         is_new = isinstance(found, torch.Tensor) and all(found is not a for a in args)
-        is_used = is_new and getattr(func, "__name__", "") != "__get__"
-        is_used |= func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+        is_value = is_new and getattr(func, "__name__", "") != "__get__"
+        is_used = is_value or func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
         if caller.startswith("peft.") and is_used and not is_read:
             raise NotImplementedError(_refusal(func))
         return found
