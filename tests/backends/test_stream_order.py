@@ -301,7 +301,7 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
     sources = [clock_groups(backend._groups, adam)]
     if backend._streamed is not None:
         sources.append(backend._streamed.block_store.runtime.buffers)
-    backend._queue = adam
+    backend._groups.queue = adam
     with Races(*sources) as races:
         for step, batch in enumerate(toy_batches(4)):
             if step == 2:  # a backward that no step follows

@@ -82,8 +82,8 @@ def compare(rank: int) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "bytes": 0 if line is None else line.bytes_wire - bytes_before,
-            "states": sum(m.num_bytes for group in engine.backend._host_groups for m in group.moments),
-            "early": engine.backend._starts_early,
+            "states": sum(m.num_bytes for group in engine.backend._groups.on_host for m in group.moments),
+            "early": engine.backend._passes.starts_early,
         }
         engine.destroy()
     return results
@@ -131,9 +131,9 @@ def overlap(rank: int) -> dict[str, Any]:
     engine = start(json_of({"stage": 2}, 2), small())
     train(engine, [batch_of(rank, 0, 2)])
     engine.backward(engine(**batch_of(rank, 1, 2)).loss)
-    after_backward = {group.phase.name for group in engine.backend._host_groups}
+    after_backward = {group.phase.name for group in engine.backend._groups.on_host}
     engine.step()
-    after_step = {group.phase.name for group in engine.backend._host_groups}
+    after_step = {group.phase.name for group in engine.backend._groups.on_host}
     alone: dict[str, torch.Tensor] = {}
     if rank == 1:
         time.sleep(0.2)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo import ops
-from ds_zo.backends.lsp import host_group as lsp_host_group
+from ds_zo.backends.lsp import transfers as lsp_transfers
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job
 from ds_zo.streaming.node import RankPartition
@@ -109,8 +109,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _streams[-1])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
     monkeypatch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
-    make: Any = lsp_host_group.UploadBuffer
-    monkeypatch.setattr(lsp_host_group, "UploadBuffer", lambda buffer: make(buffer, filled=Event(), drained=Event()))
+    make: Any = lsp_transfers.UploadBuffer
+    monkeypatch.setattr(lsp_transfers, "UploadBuffer", lambda buffer: make(buffer, filled=Event(), drained=Event()))
 
 
 def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -255,8 +255,8 @@ _kept: list[Any] = []
 
 def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[Buffer]]:
     """Makes LSP's groups copy through streams, as on CUDA. Returns the buffers that they use."""
-    sizes = [group.directions_host.numel() for group in groups.on_host]
-    groups.streams = streams = lsp_host_group.TransferStreams(torch.device("cpu"), buffer_bytes=max(sizes))
+    sizes = [group.adam.directions.numel() for group in groups.on_host]
+    groups.streams = streams = lsp_transfers.TransferStreams(torch.device("cpu"), buffer_bytes=max(sizes))
     for group in groups.on_host:
         group.streams, group._queue = streams, adam  # type: ignore[assignment]
 
@@ -266,9 +266,9 @@ def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[
         for group in groups.on_host:
             yield f"sums of {group.name}", group._sums_device.view(torch.uint8), True
             on_host = {
-                "gradients": group.gradients_host,
-                "directions": group.directions_host,
-                "norms": group._whole_norms_host,
+                "gradients": group.adam.gradients,
+                "directions": group.adam.directions,
+                "norms": group.adam.whole_norms,
             }
             for what, buffer in on_host.items():
                 yield f"{what} of {group.name}", buffer, False

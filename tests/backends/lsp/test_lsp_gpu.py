@@ -52,8 +52,8 @@ def run(
         batch = {name: value.to(engine.device) for name, value in plain_batch(step).items()}
         loss = engine(**batch)
         engine.backward(loss)
-        if schedule == "layerwise" and engine.backend._host_groups and "gradient_accumulation_steps" not in json:
-            assert any(group.phase is GroupPhase.UPDATING for group in engine.backend._host_groups)
+        if schedule == "layerwise" and engine.backend._groups.on_host and "gradient_accumulation_steps" not in json:
+            assert any(group.phase is GroupPhase.UPDATING for group in engine.backend._groups.on_host)
         engine.step()
         losses.append(loss.detach().clone())  # nobody waits
     weights = current_weights(engine)

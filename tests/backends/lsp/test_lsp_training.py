@@ -60,7 +60,10 @@ def test_what_trains_how() -> None:
     assert not kinds(large)["model.layers.0.self_attn.q_proj.weight"]
     shapes = {matrix.name: matrix.shape for matrix in large.backend._matrices}
     assert shapes["model.layers.0.mlp.up_proj.weight"] == (16, 16)
-    assert "6 matrices in 16 x 16" not in large.backend.describe() and "matrices in 16 x 16" in large.backend.describe()
+    assert (
+        "7 subspaces of at most 16 x 16" not in large.backend.describe()
+        and "subspaces of at most 16 x 16" in large.backend.describe()
+    )
 
 
 def test_frozen_parameters_stay_and_cost_nothing() -> None:
