@@ -86,7 +86,7 @@ class BackwardPasses:
         matrices = [matrix for matrix in self._groups.matrices if trains(matrix)]
         self._calibration.begin_backward(step, matrices)
         self._num_missing = {id(group): sum(map(trains, group.matrices)) for group in on_host}
-        self._groups.queue.last_first = False
+        self._groups.queue.order.last_first = False
         if self._order is not None:
             self._order.begin(trains)
             self._calibrates_on_averages = any(map(self._calibration.wants_gradient, matrices))
@@ -184,7 +184,7 @@ class BackwardPasses:
     def _start_early(self, group: HostGroup) -> None:
         """Starts a group's host update inside the backward pass."""
         on_host = self._groups.on_host
-        self._groups.queue.last_first = on_host.index(group) <= self._timer.transition(on_host)
+        self._groups.queue.order.last_first = on_host.index(group) <= self._timer.transition(on_host)
         group.start([self._trained.trains(matrix) for matrix in group.matrices])
 
     # Several ranks: [Note: one order of collectives]

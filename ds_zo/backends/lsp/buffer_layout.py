@@ -18,25 +18,24 @@ ALIGNMENT = 16
 class BufferLayout:
     """Places of matrices, of given shapes and dtypes, one after the other in a buffer of bytes."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *, num_projected: int) -> None:
-        """`num_projected`: the first matrices, which are projected and in float32."""
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *, num_projected: int, gap: int = 0
+    ) -> None:
+        """`num_projected`: the first matrices, which are projected and in float32. `gap`: free bytes behind them."""
         self.num_projected = num_projected
         self._matrices = list(zip(shapes, dtypes, strict=True))
-        self._starts = [0]
-        for shape, dtype in self._matrices:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            self._starts.append(self._starts[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        sizes = [_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in self._matrices]
+        self.projected_numel = sum(sizes[:num_projected]) // 4
+        """Float32 elements of the projected matrices."""
+        self.whole_start = 4 * self.projected_numel + _aligned(gap)
+        self.end = self.whole_start + sum(sizes[num_projected:])
+        """Bytes of a buffer."""
+        self._starts = [
+            sum(sizes[:i]) + (self.whole_start - 4 * self.projected_numel if i >= num_projected else 0)
+            for i in range(len(sizes))
+        ]
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views by matrix and buffer address. A view keeps its buffer alive, so that addresses are not reused."""
-
-    @property
-    def end(self) -> int:
-        return self._starts[-1]
-
-    @property
-    def projected_numel(self) -> int:
-        """Float32 elements of the projected matrices."""
-        return self._starts[self.num_projected] // 4
 
     def view(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
         """The i-th matrix in a buffer, which starts as this layout does."""
@@ -53,3 +52,11 @@ class BufferLayout:
         if key not in self._views:
             self._views[key] = buffer.view(torch.uint8)[: 4 * self.projected_numel].view(torch.float32)
         return self._views[key]
+
+    def whole(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The bytes of the whole parameters in a buffer."""
+        return buffer.view(torch.uint8)[self.whole_start : self.end]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

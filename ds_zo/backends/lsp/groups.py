@@ -79,10 +79,13 @@ class LSPGroups:
         directions = torch.empty(max(map(flat_numel, on_device), default=0), device=device)
         self.on_device += [self._device_group(matrices, directions) for matrices in on_device]
         if device.type == "cuda" and self.on_host:
-            sizes = [g.adam.directions.numel() for g in self.on_host if g.adam is not None and not g.uploads_in_place]
-            self.streams = TransferStreams(device, buffer_bytes=max(sizes, default=0))
+            self.streams = self.make_streams()
             for host_group in self.on_host:
                 host_group.streams = self.streams
+
+    def make_streams(self) -> TransferStreams:
+        buffer_bytes = max(group.buffer_bytes for group in self.on_host)
+        return TransferStreams(self._device, order=self.queue.order, buffer_bytes=buffer_bytes)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -149,6 +152,8 @@ class LSPGroups:
     def prefetch(self) -> None:
         """Uploads the pending updates that the forward pass needs first, while Adam has finished and buffers are
         free."""
+        if self.streams is not None:
+            self.streams.up.advance()
         for group in self.on_host:
             if group.phase is GroupPhase.UPDATE_PENDING and not group.prefetch():
                 return
@@ -163,8 +168,8 @@ class LSPGroups:
         """Frees pinned host memory after the last copy. With several ranks it does not wait: copies of a rank whose
         peer has died never end."""
         if self.streams is not None and self._ranks is None:
-            for stream in (self.streams.down, self.streams.up):
-                stream.synchronize()
+            for lane in (self.streams.down, self.streams.up):
+                lane.stream.synchronize()
         self.store.close()
 
     def matrices_and_moments(self) -> list[MatrixAndMoments]:

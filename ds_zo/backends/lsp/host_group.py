@@ -2,18 +2,21 @@
 
 - Download: as soon as the layer's last gradient has come, inside the backward pass, if the engine says that a step
   follows; otherwise in `step`.
+- Upload: as soon as Adam has finished, which is often inside the backward pass too, to the device memory of the sums.
+  Directions of whole matrices have no such memory: a few groups are uploaded ahead of their application.
 - Commit: in `step`, which fixes learning rate and weight decay.
-- Upload and application: shortly before the layer's next forward, with a few layers uploaded ahead. Until then the
-  update is pending, and the weights are those of the step before. `apply_pending_update` applies it.
+- Application: shortly before the layer's next forward. Until then the update is pending, and the weights are those of
+  the step before. `apply_pending_update` applies it.
 
 So weights never change inside a backward pass. The synchronous schedule does the same work without overlap and gives
-the same bits.
+the same bits. See [Note: order of copies] in `transfers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -23,7 +26,7 @@ from ds_zo.backends.lsp.host_adam import HostAdam
 from ds_zo.backends.lsp.matrices import MatrixGroup
 from ds_zo.backends.lsp.products import LaunchCache, Rate, apply_directions_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
-from ds_zo.backends.lsp.transfers import TransferStreams
+from ds_zo.backends.lsp.transfers import Copy, TransferStreams
 from ds_zo.config import LSPParams
 from ds_zo.optim.subspace_adam import HostScratch, Moments
 from ds_zo.streaming.host_store import HostStore
@@ -35,15 +38,12 @@ class GroupPhase(Enum):
     """How far the present step of a group is."""
 
     SUMMING = "gradients are added up on the device"
-    UPDATING = "gradients are being downloaded, or Adam runs; the device keeps the sums until the step is committed"
+    UPDATING = "gradients are being downloaded, or Adam runs, or directions are being uploaded over the sums"
     UPDATE_PENDING = "the step is committed; its directions, which are or will be on the host, are not applied yet"
 
 
 class HostGroup:
     """Parameters whose Adam runs on the CPU together: their sums on the device, their transfers and current phase."""
-
-    uploads_in_place = False
-    """The group uploads directions to its own device memory, not to a buffer of `TransferStreams`."""
 
     def __init__(
         self,
@@ -58,9 +58,11 @@ class HostGroup:
         unit: Unit | None,
         num_extra: int = 0,
         keeps_states: bool = True,
+        uploads: bool = True,
     ) -> None:
         """`unit`: the streamed block that the parameters belong to; None if the weights stay on the device.
-        `num_extra`: float32 numbers that a subclass uses behind the sums. `keeps_states`: this rank runs Adam."""
+        `num_extra`: float32 numbers that a subclass uses behind the sums. `keeps_states`: this rank runs Adam.
+        `uploads` False: a subclass brings directions to the device."""
         self.name, self.is_block, self.unit = group.name, group.is_block, unit
         self.matrices = sorted(group.matrices, key=lambda matrix: matrix.subspace is None)
         """Projected matrices come first: their sums are contiguous and are downloaded in one copy."""
@@ -79,8 +81,17 @@ class HostGroup:
             torch.float32 if matrix.subspace is not None or matrix.parameter.ndim < 2 else matrix.parameter.dtype
             for matrix in self.matrices
         ]
-        self._layout = BufferLayout([matrix.shape for matrix in self.matrices], dtypes, num_projected=num_projected)
-        self._sums_device = torch.zeros(self._layout.projected_numel + num_extra, device=device)
+        shapes = [matrix.shape for matrix in self.matrices]
+        self._layout = layout = BufferLayout(shapes, dtypes, num_projected=num_projected, gap=4 * num_extra)
+        num_sums = layout.projected_numel + num_extra
+        self._uploads_early = uploads and layout.end - layout.whole_start <= 4 * layout.projected_numel
+        """Directions are uploaded to `device_memory` as soon as Adam has finished."""
+        self.buffer_bytes = layout.end if uploads and not self._uploads_early else 0
+        """Size of the buffer of `TransferStreams` that directions are uploaded to instead; 0: none."""
+        self.device_memory = torch.zeros(layout.end // 4 if self._uploads_early else num_sums, device=device)
+        self._sums_device = self.device_memory[:num_sums]
+        self._upload: Copy | None = None
+        """The upload of this step's directions to `device_memory`; None before Adam has finished."""
         for i, matrix in enumerate(self.matrices[:num_projected]):
             matrix.total = self._layout.view(i, self._sums_device)
         self.adam: HostAdam | None = None
@@ -88,8 +99,8 @@ class HostGroup:
         if keeps_states:
             options = {"store": store, "scratch": scratch, "max_norm": max_norm}
             self.adam = HostAdam(self.matrices, self._layout, settings, **options)  # type: ignore[arg-type]
-        self.download_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Recorded before and after the last download; None: nothing was downloaded, or the device is a CPU."""
+        self.download: Copy | None = None
+        """The last download; None: nothing was downloaded, or the device is a CPU."""
 
     @property
     def moments(self) -> list[Moments]:
@@ -127,41 +138,42 @@ class HostGroup:
 
     def _download_and_queue(self, job: Job, whole: dict[int, torch.Tensor]) -> None:
         """`whole`: gradients of whole parameters by index."""
-        job.ready = self._download(whole)
-        self._queue.put(job)
+        pairs = self._gradient_pairs(whole)
+        if self.streams is None:
+            for target, source in pairs:
+                target.copy_(source)
+            self._queue.put(job)
+            return
+        summed = torch.cuda.Event()
+        summed.record(torch.cuda.current_stream(self._device))
+        self.download = Copy(pairs, after=summed, on_issue=partial(self._queue.put, job))
+        job.ready = self.download.end
+        self.streams.down.put(self.download)
 
-    def _download(self, whole: dict[int, torch.Tensor]) -> torch.cuda.Event | None:
-        """Starts the copies to the host. Returns the event that they end with; None: they have ended."""
+    def _gradient_pairs(self, whole: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Targets and sources of the download."""
         assert self.adam is not None
         layout, gradients = self._layout, self.adam.gradients
-        copies = [(layout.view(i, gradients), grad) for i, grad in whole.items()]
+        pairs = [(layout.view(i, gradients), grad) for i, grad in whole.items()]
         if any(i < layout.num_projected for i in self._active):
-            copies.insert(0, (layout.flat(gradients), layout.flat(self._sums_device)))
+            pairs.insert(0, (layout.flat(gradients), layout.flat(self._sums_device)))
         if whole:
             norms = torch._foreach_norm(list(whole.values()), dtype=torch.float32)
-            copies.append((self.adam.whole_norms[: len(whole)], torch.stack(norms)))
-        if self.streams is None:
-            for target, source in copies:
-                target.copy_(source)
-            return None
-        down = self.streams.down
-        begin, ready = self.download_events = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
-        down.wait_stream(torch.cuda.current_stream(self._device))
-        begin.record(down)
-        with torch.cuda.stream(down):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-                source.record_stream(down)
-        ready.record(down)
-        return ready
+            pairs.append((self.adam.whole_norms[: len(whole)], torch.stack(norms)))
+        return pairs
 
     def _update(self) -> torch.Tensor:
-        """Runs in the Adam thread. Returns the gradients' norms."""
+        """Runs in the Adam thread, at the end of the download. Returns the gradients' norms."""
         assert self.adam is not None
-        return self.adam.update(self._active)
+        if self.streams is not None:
+            self.streams.down.advance()
+        norms = self.adam.update(self._active)
+        if self.streams is not None and self._uploads_early:
+            parts = [self._layout.flat, self._layout.whole]
+            pairs = [(part(self.device_memory), part(self.adam.directions)) for part in parts]
+            self._upload = Copy([(target, source) for target, source in pairs if target.numel()])
+            self.streams.up.put(self._upload)
+        return norms
 
     # Undoing: [Note: undone updates]
 
@@ -169,12 +181,20 @@ class HostGroup:
     def undo_update(self) -> None:
         """Undoes `start`: gradients and moments are as before it, and the group is SUMMING again."""
         assert self.phase is GroupPhase.UPDATING and self.job is not None and self.adam is not None
-        grads = self.adam.undo(self._active, self.job.wait())
-        for i, grad in zip(self._active, grads, strict=True):
+        for i, grad in self._undo_adam(self.adam, self.job).items():
             if i >= self._layout.num_projected:
                 self.matrices[i].restore_gradient(grad, device=self._device)
         self.job = None
         self.phase = GroupPhase.SUMMING
+
+    def _undo_adam(self, adam: HostAdam, job: Job) -> dict[int, torch.Tensor]:
+        """Restores moments and sums. Returns this step's gradients by index."""
+        grads = dict(zip(self._active, adam.undo(self._active, job.wait()), strict=True))
+        if self._wait_for_upload():
+            for i, grad in grads.items():
+                if i < self._layout.num_projected:
+                    self._layout.view(i, self._sums_device).copy_(grad)
+        return grads
 
     # Commit
 
@@ -189,15 +209,27 @@ class HostGroup:
     # Upload and application
 
     def prefetch(self) -> bool:
-        """Starts the upload of a committed update. False: Adam has not finished, or no upload buffer is free."""
+        """Starts the upload of a committed update to a buffer of `TransferStreams`. False: Adam has not finished, or no
+        buffer is free."""
         streams, job = self.streams, self.job
-        assert self.phase is GroupPhase.UPDATE_PENDING and job is not None and self.adam is not None
+        assert self.phase is GroupPhase.UPDATE_PENDING and job is not None
+        if not self.buffer_bytes:
+            return True
         if streams is None or not job.is_finished:
             return False
-        if streams.buffer_of(self) is None:
+        if streams.buffer_of(self) is None and self.adam is not None:
             if not streams.has_free_buffer():
                 return False
             streams.upload(self, self.adam.directions)
+        return True
+
+    def _wait_for_upload(self) -> bool:
+        """Makes the current stream wait for the upload to `device_memory`. False: there is none."""
+        upload, self._upload = self._upload, None
+        if upload is None or self.streams is None:
+            return False
+        self.streams.up.issue_now(upload)
+        torch.cuda.current_stream(self._device).wait_event(upload.end)
         return True
 
     @torch.no_grad()
@@ -212,16 +244,18 @@ class HostGroup:
 
     def _upload_and_apply(self, job: Job) -> None:
         assert self.adam is not None
-        upload_buffer = None
-        if job.is_finite:
-            source = self.adam.directions
-            if self.streams is not None:
-                upload_buffer = self.streams.buffer_of(self) or self.streams.upload(self, source)
-                torch.cuda.current_stream(self._device).wait_event(upload_buffer.filled)
-                source = upload_buffer.buffer
-            self._apply({i: self._layout.view(i, source) for i in self._active})
+        source, upload_buffer = self.adam.directions, None
+        if self._wait_for_upload():
+            source = self.device_memory
         elif self.streams is not None:
             upload_buffer = self.streams.buffer_of(self)
+            if upload_buffer is None and job.is_finite:
+                upload_buffer = self.streams.upload(self, source)
+        if upload_buffer is not None:
+            torch.cuda.current_stream(self._device).wait_event(upload_buffer.filled)
+            source = upload_buffer.buffer
+        if job.is_finite:
+            self._apply({i: self._layout.view(i, source) for i in self._active})
         if upload_buffer is not None:
             upload_buffer.drained.record(torch.cuda.current_stream(self._device))
             upload_buffer.group = None

@@ -112,11 +112,8 @@ class BackwardTimer:
         updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished and g.job.seconds]
         if self._backward_s is None or not updates:
             return 0
-        copies = [
-            begin.elapsed_time(end) / 1e3
-            for begin, end in (g.download_events for g in groups if g.download_events)
-            if end.query()
-        ]
+        downloads = [g.download for g in groups if g.download is not None and g.download.is_issued]
+        copies = [copy.begin.elapsed_time(copy.end) / 1e3 for copy in downloads if copy.end.query()]
         copy_s = sum(copies) / len(copies) if copies else 0.0
         return transition_layer(
             len(groups),

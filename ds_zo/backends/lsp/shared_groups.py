@@ -45,12 +45,9 @@ class SharedHostGroup(HostGroup):
     ) -> None:
         """`owner`: the rank that keeps the moments; None: every rank does."""
         num_matrices = len(group.matrices)
-        keeps_states = owner is None or owner == ranks.index
-        super().__init__(
-            group, settings, device=device, store=store, num_extra=num_matrices, keeps_states=keeps_states, **options
-        )
+        own: dict[str, Any] = {"keeps_states": owner in (None, ranks.index), "uploads": owner is None}
+        super().__init__(group, settings, device=device, store=store, num_extra=num_matrices, **own, **options)
         self.owner = owner
-        self.uploads_in_place = owner is not None
         self._ranks = ranks
         self._flags = self._sums_device[-num_matrices:]
         """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one."""
@@ -136,7 +133,7 @@ class SharedHostGroup(HostGroup):
         assert self._average_call is not None and self.job is not None
         self._average_call.wait()
         if self.adam is not None:
-            self.adam.undo(self._active, self.job.wait())
+            self._undo_adam(self.adam, self.job)
         for i, (matrix, share) in enumerate(zip(self.matrices, self._flags.tolist(), strict=True)):
             matrix.has_total = share > 0
             if matrix.has_total and i in self._whole_grads:
@@ -187,9 +184,6 @@ class SharedHostGroup(HostGroup):
     def _read_norms(self) -> torch.Tensor:
         self._active = [i for i, norm in enumerate(self._norms_host.tolist()) if norm != _NO_GRADIENT]
         return self._norms_host[self._active]
-
-    def prefetch(self) -> bool:
-        return True if self.owner is not None else super().prefetch()
 
     @torch.no_grad()
     def apply_pending_update(self) -> None:

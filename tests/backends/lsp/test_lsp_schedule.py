@@ -296,7 +296,7 @@ def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, orde
     time.sleep(0.05)  # the first is being held
     for job in jobs:
         queue.put(job)
-    queue.last_first = last_first
+    queue.order.last_first = last_first
     gate.set()
     for job in jobs:
         job.wait()
