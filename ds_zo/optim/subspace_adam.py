@@ -103,15 +103,20 @@ class FlatMoments:
 
 @torch.no_grad()
 def clip_(
-    grads: list[torch.Tensor], max_norm: float, *, together: tuple[torch.Tensor, torch.Tensor] | None = None
+    grads: list[torch.Tensor],
+    max_norm: float,
+    *,
+    factor: float = 1.0,
+    together: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Scales each tensor to a norm of at most `max_norm` (0: no limit). Returns the norms before scaling.
+    """Multiplies all tensors by `factor`, and scales each to a norm of at most `max_norm` (0: no limit). Returns the
+    norms in between.
 
     `together`: for contiguous tensors, the flat tensor of all of them and their sizes: then scaling takes one
     launch."""
-    norms = torch.stack(torch._foreach_norm(grads))
-    if max_norm > 0:
-        coefs = clip_coefs(norms, max_norm)
+    norms = _times(torch.stack(torch._foreach_norm(grads)), factor)
+    if max_norm > 0 or factor != 1.0:
+        coefs = _times(clip_coefs(norms, max_norm), factor)
         if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU the test is free, and most steps clip nothing
             if together is None:
                 torch._foreach_mul_(grads, list(coefs.unbind()))
@@ -119,6 +124,10 @@ def clip_(
                 flat, sizes = together
                 flat.mul_(coefs.repeat_interleave(sizes, output_size=flat.numel()))
     return norms
+
+
+def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
+    return values if factor == 1.0 else values * factor
 
 
 def clip_coefs(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -175,11 +184,12 @@ class FlatTensors:
         return self._have_equal_steps
 
     @torch.no_grad()
-    def step_(self, *, max_norm: float, betas: tuple[float, float], eps: float) -> torch.Tensor:
+    def step_(self, *, max_norm: float, factor: float = 1.0, betas: tuple[float, float], eps: float) -> torch.Tensor:
         """Does `clip_` and `directions_` of all tensors, from `grad` to `out`. Returns the norms."""
         assert self._have_equal_steps
         whole = self.moments.whole
-        norms = clip_(self.grads, max_norm, together=None if self._numels is None else (self.grad, self._numels))
+        together = None if self._numels is None else (self.grad, self._numels)
+        norms = clip_(self.grads, max_norm, factor=factor, together=together)
         overflow = _count_step([whole.num_steps], norms)
         self._version = whole.num_steps._version
         self.out.zero_()
@@ -196,6 +206,7 @@ def flat_directions_(
     *,
     parts: tuple[list[torch.Tensor], list[torch.Tensor]],
     max_norm: float,
+    factor: float = 1.0,
     betas: tuple[float, float],
     eps: float,
 ) -> torch.Tensor:
@@ -203,13 +214,13 @@ def flat_directions_(
 
     `parts`: the single tensors as views of `out` and of `grad`. See [Note: few torch calls]."""
     outs, grads = parts
-    norms = torch.stack(torch._foreach_norm(grads))
+    norms = _times(torch.stack(torch._foreach_norm(grads)), factor)
     found = norms.tolist()
     if not all(map(math.isfinite, found)):
         out.zero_()
         return norms
-    if max_norm > 0 and max(found) + NORM_FLOOR > max_norm:
-        torch._foreach_mul_(grads, list(clip_coefs(norms, max_norm).unbind()))
+    if factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm):
+        torch._foreach_mul_(grads, list(_times(clip_coefs(norms, max_norm), factor).unbind()))
     whole = moments.whole
     counts = whole.num_steps.add_(1.0).tolist()
     options: dict[str, Any] = {"overflow": None, "betas": betas, "eps": eps}
@@ -233,6 +244,7 @@ def host_directions_(
     moments: Sequence[Moments],
     *,
     max_norm: float,
+    factor: float = 1.0,
     betas: tuple[float, float],
     eps: float,
     scratch: HostScratch,
@@ -247,13 +259,13 @@ def host_directions_(
     asked = [k for k in wide if k not in known]
     values = torch.stack(torch._foreach_norm([grads[k] for k in asked])).tolist() if asked else []
     by_index = {**known, **dict(zip(asked, values, strict=True))}
-    found = [by_index[k] for k in range(len(grads))]
+    found = [by_index[k] * factor for k in range(len(grads))]
     norms = torch.tensor(found)
     if not all(map(math.isfinite, found)):
         torch._foreach_zero_(out)
         return norms
-    clips = max_norm > 0 and max(found) + NORM_FLOOR > max_norm
-    coefs = clip_coefs(norms, max_norm).tolist() if clips else [1.0] * len(grads)
+    clips = factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm)
+    coefs = _times(clip_coefs(norms, max_norm), factor).tolist() if clips else [1.0] * len(grads)
     for k in wide:
         if coefs[k] != 1.0:
             grads[k].mul_(coefs[k])

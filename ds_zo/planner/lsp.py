@@ -99,7 +99,9 @@ def _estimate(
         subspace=4 * counts.subspace_numel
         + _NUM_DIRECTION_BUFFERS * counts.direction_buffer_nbytes
         + 2 * counts.largest_scratch
-        + counts.held_nbytes,
+        + counts.held_nbytes
+        # Loss scaling keeps whole gradients until the step.
+        + (counts.whole_numel * 2 if model.dtype == "fp16" else 0),
         states=8 * counts.vector_numel,
         activations=trace.peak.activations,
         logits=trace.peak.logits,

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped together": {"stage": 2, "clipping": 0.1, "params": {"clip_scope": "global"}},
     "synchronous": {"stage": 2, "params": {"schedule": "sync"}},
     "poisoned": {"stage": 2},
+    "poisoned, fp16": {"stage": 1, "fp16": {"enabled": True, "initial_scale_power": 4}, "params": {"edge": "dense"}},
     "two losses": {"stage": 2, "params": {"schedule": "sync"}},
     "forgotten": {"stage": 2},
     "bare": {"stage": 2},
@@ -67,7 +68,7 @@ def compare(rank: int) -> dict[str, Any]:
         for step in range(NUM_FITTED_STEPS if "learned" in name else NUM_STEPS):
             bytes_before = 0 if line is None else line.bytes_wire
             loss = engine(**batch_of(rank, step, world_size)).loss
-            if name == "poisoned" and step == 1 and rank == world_size - 1:
+            if name.startswith("poisoned") and step == 1 and rank == world_size - 1:
                 loss = loss * float("nan")
             loss.backward() if name == "bare" else engine.backward(loss)
             if name == "two losses":

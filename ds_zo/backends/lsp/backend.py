@@ -57,6 +57,7 @@ from ds_zo.backends.lsp.weights import UpdateOnAccessState
 from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.config import ConfigError, LSPParams, Resolved
+from ds_zo.optim.loss_scale import LossScaler
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.units import Unit
 
@@ -88,7 +89,11 @@ class LSPBackend(Backend):
         self._states_of_other_ranks: dict[str, dict[str, Any]] = {}
         """States that other ranks own, by parameter name, gathered by the last `rank_state`. Empty after a step."""
         self._calibration = Calibration(settings, ranks=self.ranks)
-        _check_dtypes(module)
+        self._scaler = LossScaler(config.loss_scale) if torch.float16 in (config.dtype, config.autocast) else None
+        if self._scaler is None:
+            _check_dtypes(module)
+        else:
+            self._scaler.publish(optimizer, overflow=False)
         self._warn_of_ignored_settings()
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
         self._streamed = self._make_streamed_blocks() if self.places_parameters(config) else None
@@ -112,7 +117,8 @@ class LSPBackend(Backend):
             calibration=self._calibration,
             streamed=self._streamed,
             ranks=self.ranks,
-            starts_early=is_layerwise and not self._groups.clips_globally,
+            starts_early=is_layerwise and not self._groups.clips_globally and self._scaler is None,
+            scales_loss=self._scaler is not None,
             device=device,
         )
         self._pending.handles += self._passes.handles
@@ -217,7 +223,7 @@ class LSPBackend(Backend):
             self._clear_sums_after_zero_grad()
             self._trained.follow(self.param_groups)
             self._passes.run(
-                loss,
+                loss if self._scaler is None else loss.float() * self._scaler.scale,
                 step=self._num_steps,
                 is_last=self.is_last_micro_batch,
                 retain_graph=retain_graph,
@@ -236,10 +242,19 @@ class LSPBackend(Backend):
         self._trained.follow(self.param_groups)
         self._passes.held_gradients.compress()
         self._states_of_other_ranks = {}
-        global_norm = self._groups.start_updates(self._trained.trains)
+        loss_scale = None if self._scaler is None else self._scaler.scale
+        started = self._groups.start_updates(self._trained.trains, loss_scale=loss_scale)
+        if self._scaler is not None:
+            self._scaler.update(overflow=started.is_skipped)
+            self._scaler.publish(self.optimizer, overflow=started.is_skipped)
+        if started.is_skipped:
+            self.zero_grad()
+            norm = None if started.norm is None else float(started.norm)
+            return StepOutcome(applied=False, grad_norm=norm, advance_schedule=False)
         report = StepReport()
         for device_group in self._groups.on_device:
-            report.add_device(device_group.step(self._trained.rates(device_group.matrices, self._num_steps)))
+            rates = self._trained.rates(device_group.matrices, self._num_steps)
+            report.add_device(device_group.step(rates, factor=started.factor))
         for group in self._groups.on_host:
             if group.phase is GroupPhase.UPDATING:
                 assert group.job is not None
@@ -254,7 +269,7 @@ class LSPBackend(Backend):
         self._calibration.report()
         if self._streamed is not None:
             self._streamed.block_store.fill_device()
-        return report.outcome(global_norm)
+        return report.outcome(started.norm)
 
     def _adopt_candidates(self) -> None:
         """Replaces projectors by the candidates that this step's gradients have tested."""
@@ -298,12 +313,16 @@ class LSPBackend(Backend):
         self._groups.undo_updates()
         matrices = matrix_states(self._groups.matrices_and_moments(), gathered=self._states_of_other_ranks)
         calibration = self._calibration.state_dict()
-        return {"step": self._num_steps, "calibration": calibration, "layout": LAYOUT, "slots": matrices}
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        own = {"step": self._num_steps, "calibration": calibration, "scaler": scaler}
+        return {**own, "layout": LAYOUT, "slots": matrices}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         check_layout(state.get("layout", 1))
         check_matrix_states(self._groups.matrices_and_moments(), state["slots"])
         int(state["step"]), int(state["calibration"]["checked_step"])
+        if state.get("scaler") is not None:
+            [float(state["scaler"][name]) for name in ("scale", "num_clean", "overflows_left")]
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         self.apply_pending_updates()
@@ -311,6 +330,11 @@ class LSPBackend(Backend):
         saved = state["slots"] if load_optimizer_states else {}
         self._num_steps = int(state["step"]) if load_optimizer_states else 0
         self._calibration.load_state_dict(state["calibration"] if load_optimizer_states else None)
+        if self._scaler is not None:
+            self._scaler.restart()
+            if load_optimizer_states and state.get("scaler") is not None:
+                self._scaler.load_state_dict(state["scaler"])
+            self._scaler.publish(self.optimizer, overflow=False)
         load_matrix_states(self._groups.matrices_and_moments(), saved, settings=self.settings, device=self.device)
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -393,14 +417,14 @@ class LSPBackend(Backend):
 
 
 def _check_dtypes(module: nn.Module) -> None:
-    """Refuses float16 weights: without a dtype in the JSON, a model keeps its checkpoint's dtype."""
+    """Refuses float16 weights without loss scaling: without a dtype in the JSON, a model keeps its checkpoint's."""
     for name, p in module.named_parameters():
         if p.requires_grad and p.is_floating_point() and p.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
-                f"LSP trains float32 and bfloat16 weights (fp16 needs loss scaling, which LSP lacks), got parameter "
-                f'{name} in {p.dtype} and a JSON that names no dtype: add "bf16": {{"enabled": true}}, or call '
-                "model.float()",
-                at="bf16.enabled",
+                f"LSP trains float16 weights with the loss scaling of the section fp16 only, got parameter {name} in "
+                f'{p.dtype} and a JSON that names no dtype: add "fp16": {{"enabled": true}} or "bf16": '
+                '{"enabled": true}, or call model.float()',
+                at="fp16.enabled",
             )
 
 

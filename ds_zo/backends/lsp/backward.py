@@ -40,10 +40,12 @@ class BackwardPasses:
         streamed: StreamedBlocks | None,
         ranks: CollectiveThread | None,
         starts_early: bool,
+        scales_loss: bool,
         device: torch.device,
     ) -> None:
-        """`starts_early`: host updates start inside the last backward pass of a step; otherwise all start in `step`."""
-        self.starts_early = starts_early
+        """`starts_early`: host updates start inside the last backward pass of a step; otherwise all start in `step`.
+        `scales_loss`: losses are multiplied by a loss scale before `run`."""
+        self.starts_early, self._scales_loss = starts_early, scales_loss
         self.held_gradients = HeldGradients()
         self._groups, self._trained, self._calibration = groups, trained, calibration
         self._streamed, self._ranks, self._device = streamed, ranks, device
@@ -142,7 +144,12 @@ class BackwardPasses:
     def _check_gradient(self, matrix: MatrixState, group: HostGroup | None) -> None:
         """Raises, and drops the gradient, if it came at a time when its weight must not be used."""
         error: Exception | None = None
-        if matrix.is_streamed and self._streamed is not None and not self._streamed.is_materialised(matrix.parameter):
+        if self._scales_loss and not self._is_running:
+            error = RuntimeError(
+                f"fp16 needs the loss scale of engine.backward(loss), got a gradient of {matrix.name} from another "
+                "backward pass: call engine.backward(loss) instead of loss.backward(), or use bf16"
+            )
+        elif matrix.is_streamed and self._streamed is not None and not self._streamed.is_materialised(matrix.parameter):
             error = used_outside(matrix.name)
         elif id(group) in self._updated_at_begin:
             error = _used_before_update(matrix.name)
@@ -179,7 +186,7 @@ class BackwardPasses:
                 "through it"
             )
         compress_matrices([matrix])
-        self._calibration.fit_or_test(matrix, grad)
+        self._calibration.fit_or_test(matrix, _wider_than_fp16(grad))
 
     def _start_early(self, group: HostGroup) -> None:
         """Starts a group's host update inside the backward pass."""
@@ -209,11 +216,17 @@ class BackwardPasses:
             grad = matrix.parameter.grad
             mean = None
             if self._calibration.wants_gradient(matrix) and share > 0:
-                mean = self._ranks.average(torch.zeros_like(matrix.parameter) if grad is None else grad)
+                mine = torch.zeros_like(matrix.parameter) if grad is None else grad
+                mean = self._ranks.average(_wider_than_fp16(mine))
             if grad is not None:
                 compress_matrices([matrix])
             if mean is not None:
                 self._calibration.fit_or_test(matrix, mean)
+
+
+def _wider_than_fp16(grad: torch.Tensor) -> torch.Tensor:
+    """Fits multiply a gradient, which carries the loss scale, before they divide it by its norm."""
+    return grad.float() if grad.dtype is torch.float16 else grad
 
 
 def _after_start(name: str) -> RuntimeError:

@@ -55,8 +55,9 @@ class DeviceGroup:
         """Makes the gradients of the step final."""
 
     @torch.no_grad()
-    def step(self, rates: list[Rate | None]) -> torch.Tensor | None:
-        """Runs Adam and moves the weights. Returns the gradients' norms; None: no parameter has a gradient."""
+    def step(self, rates: list[Rate | None], *, factor: float) -> torch.Tensor | None:
+        """Runs Adam on gradients times `factor`, and moves the weights. Returns the norms of these gradients; None: no
+        parameter has one."""
         active = [i for i, matrix in enumerate(self.matrices) if matrix.has_total]
         if not active:
             return None
@@ -65,11 +66,11 @@ class DeviceGroup:
             vectors = [matrix.gradient.reshape(-1) for matrix in self.matrices if matrix.subspace is None]
             if vectors:
                 flat.grad[-sum(vector.numel() for vector in vectors) :].copy_(torch.cat(vectors))
-            norms, out = flat.step_(max_norm=self._max_norm, betas=betas, eps=eps), flat.outs
+            norms, out = flat.step_(max_norm=self._max_norm, factor=factor, betas=betas, eps=eps), flat.outs
         else:
             grads = [self.matrices[i].gradient.float() for i in active]
             out = [torch.empty_like(grad) for grad in grads]
-            norms = clip_(grads, self._max_norm)
+            norms = clip_(grads, self._max_norm, factor=factor)
             directions_(out, grads, [self.moments[i] for i in active], norms=norms, betas=betas, eps=eps)
         triples = zip((self.matrices[i] for i in active), out, (rates[i] for i in active), strict=True)
         apply_directions_(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,18 @@ _MIN_THREADS = 2
 
 MatrixAndMoments = tuple[MatrixState, Moments | None]
 """A parameter and its moments; None if another rank keeps them."""
+
+
+@dataclass
+class StartedStep:
+    """What `LSPGroups.start_updates` found."""
+
+    norm: torch.Tensor | None = None
+    """The global norm of the gradients, without the loss scale; None: it was not measured."""
+    factor: float = 1.0
+    """Adam multiplies gradients by it, to unscale and clip them."""
+    is_skipped: bool = False
+    """Gradients are not finite under loss scaling."""
 
 
 class LSPGroups:
@@ -112,42 +124,54 @@ class LSPGroups:
 
     # Updates
 
-    def start_updates(self, trains: Callable[[MatrixState], bool]) -> torch.Tensor | None:
-        """Starts the updates that the backward pass has not started. Returns the global norm; None where clipping is
-        not global. All ranks start the same groups."""
+    def start_updates(self, trains: Callable[[MatrixState], bool], *, loss_scale: float | None) -> StartedStep:
+        """Starts the updates that the backward pass has not started. All ranks start the same groups.
+
+        `loss_scale`: None without loss scaling. With it, gradients that are not finite are dropped: the step is
+        skipped, and no state changes."""
         for device_group in self.on_device:
             device_group.start([trains(matrix) for matrix in device_group.matrices])
+        downloads = not self.clips_globally and loss_scale is None
         started = []
         for group in self.on_host:  # in the order of the next forward pass
             trained = [trains(matrix) for matrix in group.matrices]
             if group.can_start(trained):
-                group.start(trained, downloads=not self.clips_globally)
+                group.start(trained, downloads=downloads)
                 started.append(group)
         for device_group in self.on_device:
             device_group.finish()
-        if not self.clips_globally:
-            return None
-        grads = {id(m): m.gradient for group in self.on_device for m in group.matrices if m.has_total}
+        if downloads:
+            return StartedStep()
+        found = {id(m): m.gradient for group in self.on_device for m in group.matrices if m.has_total}
         for group in started:
-            grads |= group.averages()
-        norm = self._clip_globally(grads)
+            found |= group.averages()
+        step = self._measured([found[id(matrix)] for matrix in self.matrices if id(matrix) in found], loss_scale)
         for group in started:
-            group.start_download()
-        return norm
+            if step.is_skipped:
+                group.discard()
+            else:
+                group.start_download(step.factor)
+        return step
 
     @torch.no_grad()
-    def _clip_globally(self, found: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """Clips gradients, given by the id of their MatrixState, to one global norm, and returns that norm.
+    def _measured(self, grads: list[torch.Tensor], loss_scale: float | None) -> StartedStep:
+        """Measures the global norm of gradients. Without loss scaling it clips them by it.
 
         One norm is taken of each gradient, in the model's order, so that any number of ranks adds up the same numbers.
-        A norm that is not finite makes all gradients NaN, which skips the step. None: there is no gradient."""
-        grads = [found[id(matrix)] for matrix in self.matrices if id(matrix) in found]
+        Without loss scaling the host reads nothing: a norm that is not finite makes all gradients NaN, which skips the
+        step. With it, Adam clips and unscales in float32, because fp16 gradients that are divided by the scale
+        underflow."""
         if not grads:
-            return None
+            return StartedStep()
         norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).norm()
-        coef = clip_coefs(norm, self._config.gradient_clipping)
-        torch._foreach_mul_(grads, torch.where(norm.isfinite(), coef, torch.nan))
-        return norm
+        max_norm = self._config.gradient_clipping if self.clips_globally else 0.0
+        if loss_scale is None:
+            coef = clip_coefs(norm, max_norm)
+            torch._foreach_mul_(grads, torch.where(norm.isfinite(), coef, torch.nan))
+            return StartedStep(norm)
+        norm /= loss_scale
+        is_finite = bool(norm.isfinite())
+        return StartedStep(norm, float(clip_coefs(norm, max_norm)) / loss_scale, is_skipped=not is_finite)
 
     def prefetch(self) -> None:
         """Uploads the pending updates that the forward pass needs first, while Adam has finished and buffers are

@@ -47,8 +47,9 @@ class HostAdam:
         self.whole_norms = store.take(4 * len(whole)).view(torch.float32) if whole else torch.empty(0)
         """Norms of whole gradients. The device computes them, which saves a pass through host memory."""
 
-    def update(self, active: Sequence[int]) -> torch.Tensor:
-        """Runs Adam on the `active` parameters, from `gradients` to `directions`. Returns the gradients' norms."""
+    def update(self, active: Sequence[int], *, factor: float) -> torch.Tensor:
+        """Runs Adam on the `active` parameters, from `gradients` times `factor` to `directions`. Returns the norms of
+        these gradients."""
         if not active:
             return torch.zeros(0)
         layout, settings = self._layout, self._settings
@@ -60,6 +61,7 @@ class HostAdam:
                 self._flat,
                 parts=(outs, grads),
                 max_norm=self._max_norm,
+                factor=factor,
                 betas=settings.betas,
                 eps=settings.eps,
             )
@@ -69,6 +71,7 @@ class HostAdam:
             grads,
             [self.moments[i] for i in active],
             max_norm=self._max_norm,
+            factor=factor,
             betas=settings.betas,
             eps=settings.eps,
             scratch=self._scratch,
@@ -77,7 +80,8 @@ class HostAdam:
 
     @torch.no_grad()
     def undo(self, active: Sequence[int], norms: torch.Tensor) -> list[torch.Tensor]:
-        """Restores the moments before `update`, which returned `norms`. Returns the gradients before clipping."""
+        """Restores the moments before `update` with the factor 1, which returned `norms`. Returns the gradients before
+        clipping."""
         grads = [self._layout.view(i, self.gradients) for i in active]
         clipped, unclipped = [], []
         for grad, coef in zip(grads, clip_coefs(norms, self._max_norm), strict=True):

@@ -75,6 +75,8 @@ class HostGroup:
         """Indices, in `matrices`, of the parameters that have a gradient in this step."""
         self._launch_cache = LaunchCache()
         self._rates: list[Rate | None] = []
+        self._factor = 1.0
+        """Adam multiplies this step's gradients by it."""
         num_projected = sum(matrix.subspace is not None for matrix in self.matrices)
         # Gradients and directions of whole matrices are copied in their own dtype, those of vectors, being small, not.
         dtypes = [
@@ -129,8 +131,10 @@ class HostGroup:
         """This step's gradients by the id of their MatrixState. The caller may change them in place."""
         return {id(self.matrices[i]): self.matrices[i].gradient for i in self._active}
 
-    def start_download(self) -> None:
+    def start_download(self, factor: float = 1.0) -> None:
+        """Passes the gradients to Adam, which multiplies them by `factor`."""
         assert self.job is not None
+        self._factor = factor
         whole = [i for i in self._active if i >= self._layout.num_projected]
         self._download_and_queue(self.job, {i: self.matrices[i].gradient for i in whole})
         for i in whole:
@@ -167,7 +171,7 @@ class HostGroup:
         assert self.adam is not None
         if self.streams is not None:
             self.streams.down.advance()
-        norms = self.adam.update(self._active)
+        norms = self.adam.update(self._active, factor=self._factor)
         if self.streams is not None and self._uploads_early:
             parts = [self._layout.flat, self._layout.whole]
             pairs = [(part(self.device_memory), part(self.adam.directions)) for part in parts]
@@ -195,6 +199,13 @@ class HostGroup:
                 if i < self._layout.num_projected:
                     self._layout.view(i, self._sums_device).copy_(grad)
         return grads
+
+    def discard(self) -> None:
+        """Drops this step's gradients after `start`, before `start_download`."""
+        for matrix in self.matrices:
+            matrix.clear()
+        self.job = None
+        self.phase = GroupPhase.SUMMING
 
     # Commit
 

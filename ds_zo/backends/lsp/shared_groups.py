@@ -117,8 +117,9 @@ class SharedHostGroup(HostGroup):
             for i in self._active
         }
 
-    def start_download(self) -> None:
+    def start_download(self, factor: float = 1.0) -> None:
         assert self.job is not None
+        self._factor = factor
         self._download_and_queue(self.job, self._whole_grads)  # which stay for `undo_update`
 
     def _download_and_queue(self, job: Job, whole: dict[int, torch.Tensor]) -> None:
@@ -141,6 +142,10 @@ class SharedHostGroup(HostGroup):
         self._whole_grads = {}
         self.job = None
         self.phase = GroupPhase.SUMMING
+
+    def discard(self) -> None:
+        super().discard()
+        self._whole_grads = {}
 
     # Commit
 
