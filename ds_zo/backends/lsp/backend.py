@@ -33,11 +33,12 @@ from torch.utils.hooks import RemovableHandle
 from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.common.weak_hooks import weakly
-from ds_zo.backends.lsp.backward import BackwardPasses
+from ds_zo.backends.lsp.backward import LSPBackwardPass
 from ds_zo.backends.lsp.calibration import Calibration, adopt
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.host_group import GroupPhase
 from ds_zo.backends.lsp.matrices import find_matrices, group_matrices, split_streamed
+from ds_zo.backends.lsp.parameter_rates import ParameterRates
 from ds_zo.backends.lsp.pending_updates import PendingUpdates
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.report import StepReport, ranks_text, settings_text
@@ -52,7 +53,6 @@ from ds_zo.backends.lsp.state import (
     matrix_states,
 )
 from ds_zo.backends.lsp.streamed import StreamedBlocks, without_caches
-from ds_zo.backends.lsp.trained import TrainedParameters
 from ds_zo.backends.lsp.weights import UpdateOnAccessState
 from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
@@ -109,8 +109,8 @@ class LSPBackend(Backend):
         self._groups = LSPGroups(layers, settings, config=config, ranks=self.ranks, device=device, unit_of=unit_of)
         is_layerwise = settings.schedule == "layerwise"
         self._pending = PendingUpdates(module, self._groups, layers, streamed=self._streamed, watches=is_layerwise)
-        self._trained = TrainedParameters(module, self._matrices, stochastic=config.section.rounding == "stochastic")
-        self._passes = BackwardPasses(
+        self._trained = ParameterRates(module, self._matrices, stochastic=config.section.rounding == "stochastic")
+        self._passes = LSPBackwardPass(
             self._groups,
             layers,
             trained=self._trained,

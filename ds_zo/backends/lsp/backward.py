@@ -16,18 +16,18 @@ from ds_zo.backends.lsp.calibration import Calibration
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
+from ds_zo.backends.lsp.parameter_rates import ParameterRates
 from ds_zo.backends.lsp.products import HeldGradients, compress_matrices
 from ds_zo.backends.lsp.ranks import BackwardOrder, CollectiveThread
 from ds_zo.backends.lsp.report import BackwardTimer
 from ds_zo.backends.lsp.streamed import StreamedBlocks
-from ds_zo.backends.lsp.trained import TrainedParameters
 from ds_zo.streaming.units import Unit
 
 _gradient_hooks: Any = WeakTensorKeyDictionary()
 """The gradient hook of each parameter. A second engine for the same module replaces the hooks of the first."""
 
 
-class BackwardPasses:
+class LSPBackwardPass:
     """Runs `engine.backward`, and holds the gradient hooks of all trained parameters."""
 
     def __init__(
@@ -35,7 +35,7 @@ class BackwardPasses:
         groups: LSPGroups,
         layers: Sequence[MatrixGroup],
         *,
-        trained: TrainedParameters,
+        trained: ParameterRates,
         calibration: Calibration,
         streamed: StreamedBlocks | None,
         ranks: CollectiveThread | None,

@@ -50,9 +50,8 @@ class SharedHostGroup(HostGroup):
         self.owner = owner
         self._ranks = ranks
         self._flags = self._sums_device[-num_matrices:]
-        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one."""
-        self._norms_device = self._flags
-        """Norms of the gradients, broadcast by the owner with the directions."""
+        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one. With
+        the owner's directions: the norms of the gradients."""
         self._norms_host = store.take(4 * num_matrices).view(torch.float32)
         self._whole_grads: dict[int, torch.Tensor] = {}
         """Gradients of whole parameters by index, kept on the device until the step is committed."""
@@ -170,7 +169,7 @@ class SharedHostGroup(HostGroup):
                 norms = job.wait()
                 self._norms_host.fill_(_NO_GRADIENT)
                 self._norms_host[self._active] = norms
-                self._norms_device.copy_(self._norms_host, non_blocking=True)
+                self._flags.copy_(self._norms_host, non_blocking=True)
                 layout, directions = self._layout, self.adam.directions
                 layout.flat(self._sums_device).copy_(layout.flat(directions), non_blocking=True)
                 for i, direction in whole_directions.items():
@@ -180,7 +179,7 @@ class SharedHostGroup(HostGroup):
                 self._ranks.broadcast_(direction, self.owner)
             self._whole_directions = whole_directions
             if isinstance(job, RemoteJob):
-                self._norms_host.copy_(self._norms_device, non_blocking=True)
+                self._norms_host.copy_(self._flags, non_blocking=True)
                 job.set_ready(_record_event(self._device))
         except BaseException as error:
             job.fail(error)

@@ -55,8 +55,9 @@ class Copy:
                     source.record_stream(stream)
         self.end.record(stream)
         self.pairs, self.is_issued = (), True
-        if self.on_issue is not None:
-            self.on_issue()
+        on_issue, self.on_issue = self.on_issue, None
+        if on_issue is not None:
+            on_issue()
 
 
 class CopyLane:

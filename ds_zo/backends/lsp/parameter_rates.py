@@ -14,8 +14,8 @@ from ds_zo.backends.lsp.products import Rate
 _STEPS_BETWEEN_PARAMETER_CHECKS = 20
 
 
-class TrainedParameters:
-    """The trained parameters of a module and their param groups."""
+class ParameterRates:
+    """Learning rates and weight decays of a module's trained parameters, from their param groups."""
 
     def __init__(self, module: nn.Module, matrices: Sequence[MatrixState], *, stochastic: bool) -> None:
         """`stochastic`: weights are rounded stochastically."""
