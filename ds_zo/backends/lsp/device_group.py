@@ -72,10 +72,8 @@ class DeviceGroup:
             out = [torch.empty_like(grad) for grad in grads]
             norms = clip_(grads, self._max_norm, factor=factor)
             directions_(out, grads, [self.moments[i] for i in active], norms=norms, betas=betas, eps=eps)
-        triples = zip((self.matrices[i] for i in active), out, (rates[i] for i in active), strict=True)
-        apply_directions_(
-            self._launch_cache, ((matrix, direction, rate) for matrix, direction, rate in triples if rate is not None)
-        )
-        for i in active:
-            self.matrices[i].clear()
+        matrices = [self.matrices[i] for i in active]
+        apply_directions_(self._launch_cache, zip(matrices, out, (rates[i] for i in active), strict=True))
+        for matrix in matrices:
+            matrix.clear()
         return norms

@@ -274,7 +274,5 @@ class HostGroup:
 
     def _apply(self, directions: dict[int, torch.Tensor]) -> None:
         """Moves the weights. Directions are given by the index of their parameter."""
-        triples = ((self.matrices[i], direction, self._rates[i]) for i, direction in directions.items())
-        apply_directions_(
-            self._launch_cache, ((matrix, direction, rate) for matrix, direction, rate in triples if rate is not None)
-        )
+        updates = ((self.matrices[i], direction, self._rates[i]) for i, direction in directions.items())
+        apply_directions_(self._launch_cache, updates)

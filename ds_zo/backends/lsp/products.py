@@ -129,14 +129,18 @@ def compress_matrices(matrices: Sequence[MatrixState]) -> PreparedLaunches | Non
     return compress_all(calls)
 
 
-def apply_directions_(launch_cache: LaunchCache, updates: Iterable[Update]) -> None:
+def apply_directions_(
+    launch_cache: LaunchCache, updates: Iterable[tuple[MatrixState, torch.Tensor, Rate | None]]
+) -> None:
     """W <- round(W (1 - lr wd) - lr P D Q^T), or for a whole parameter W <- round(W (1 - lr wd) - lr D).
 
-    All updates must be of the same step."""
+    All updates must be of the same step. A parameter without a rate stays as it is."""
     projected: list[Update] = []
     vectors: list[Update] = []
     for matrix, direction, rate in updates:
         p = matrix.parameter
+        if rate is None:
+            continue
         if matrix.subspace is not None:
             projected.append((matrix, direction, rate))
         elif p.ndim < 2:

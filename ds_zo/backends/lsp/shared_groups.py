@@ -50,8 +50,8 @@ class SharedHostGroup(HostGroup):
         self.owner = owner
         self._ranks = ranks
         self._flags = self._sums_device[-num_matrices:]
-        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one. With
-        the owner's directions: the norms of the gradients."""
+        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one.
+        After the owner's broadcast: the norm of the gradient."""
         self._norms_host = store.take(4 * num_matrices).view(torch.float32)
         self._whole_grads: dict[int, torch.Tensor] = {}
         """Gradients of whole parameters by index, kept on the device until the step is committed."""
