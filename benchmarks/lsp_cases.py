@@ -10,9 +10,10 @@ turns, is noise, and may be negative.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -59,6 +60,9 @@ class LSPCase(TrainingCase):
     None: one batch size only."""
     link_gbps: float | None = None
     """GB/s of an emulated link between host and device, slower than the machine's; None: the machine's own."""
+    without: tuple[str, ...] = ()
+    """Parts of LSP's schedule that are switched off: "early uploads" (of directions, inside the backward pass), "last
+    first" (the order of copies and of Adam's queue from the transition layer on)."""
     take_apart: bool = False
     """Whether the step is measured again without its parts: [Note: taken apart by switching off]."""
 
@@ -72,11 +76,12 @@ def speed(**settings: Any) -> Row:
     case."""
     case = LSPCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
-    with slower_link(case.link_gbps if where.type == "cuda" else None):
-        return _speed(case, where)
+    with slower_link(case.link_gbps if where.type == "cuda" else None), ExitStack() as stack:
+        return _speed(case, where, stack)
 
 
-def _speed(case: LSPCase, where: torch.device) -> Row:
+def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
+    """`stack`: left after the last step."""
     method, clipping = case.method, case.clipping
     if where.type != "cuda":
         case = replace(case, dtype="fp32")
@@ -92,6 +97,8 @@ def _speed(case: LSPCase, where: torch.device) -> Row:
         trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
     else:
         trainer = _engine(ALL[method], model, case)
+    for part in case.without:
+        stack.enter_context(_WITHOUT[part](trainer.engine))
     if case.compiled:
         trainer.compile(model)
     ids = random_batch(model, case.batch, case.length, where)
@@ -196,7 +203,14 @@ def _no_lsp_adam(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_lsp_copies(engine: Any) -> Iterator[None]:
-    from ds_zo.backends.lsp.host_group import HostGroup, TransferStreams
+    from ds_zo.backends.lsp.host_group import HostGroup
+    from ds_zo.backends.lsp.transfers import Copy, TransferStreams
+
+    issue = Copy.issue
+
+    def issue_nothing(copy: Copy, stream: Any) -> None:
+        copy.pairs = ()
+        issue(copy, stream)
 
     def upload(streams: Any, group: Any, source: torch.Tensor) -> Any:
         free = (buffer for buffer in streams._upload_buffers if buffer.group is None)
@@ -204,13 +218,43 @@ def _no_lsp_copies(engine: Any) -> Iterator[None]:
         buffer.group = group
         return buffer
 
-    def download(group: Any) -> None:
-        for matrix in group.matrices:
-            matrix.parameter.grad = None
-
-    with patch.object(TransferStreams, "upload", upload), patch.object(HostGroup, "_download", download):
+    with (
+        patch.object(TransferStreams, "upload", upload),
+        patch.object(Copy, "issue", issue_nothing),
+        patch.object(HostGroup, "_gradient_pairs", lambda group, whole: []),
+    ):
         yield
         engine.backend.apply_pending_updates()
+
+
+@contextmanager
+def _no_early_uploads(engine: Any) -> Iterator[None]:
+    """The Adam thread leaves uploads to the main thread, which issues them from `step` on."""
+    from ds_zo.backends.lsp.transfers import CopyLane
+
+    streams, advance = engine.backend._groups.streams, CopyLane.advance
+
+    def from_step_on(lane: CopyLane) -> None:
+        if lane is not streams.up or threading.current_thread() is threading.main_thread():
+            advance(lane)
+
+    with patch.object(CopyLane, "advance", from_step_on if streams is not None else advance):
+        yield
+        engine.backend.apply_pending_updates()
+
+
+@contextmanager
+def _no_last_first(engine: Any) -> Iterator[None]:
+    from ds_zo.backends.lsp.scheduler import ServiceOrder
+
+    with patch.object(ServiceOrder, "pop", lambda order, waiting: waiting.popleft()):
+        yield
+
+
+_WITHOUT: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "early uploads": _no_early_uploads,
+    "last first": _no_last_first,
+}
 
 
 @contextmanager

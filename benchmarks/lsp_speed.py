@@ -3,6 +3,7 @@
 python -m benchmarks.lsp_speed run --preset issue --total-s 550 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset speed --only 1.3b/4 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset breakdown --out rows.jsonl
+python -m benchmarks.lsp_speed run --preset schedule --total-s 300 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset figure5 --total-s 550 --out rows.jsonl
 python -m benchmarks.lsp_speed report rows.jsonl
 """
@@ -107,6 +108,31 @@ def capped_cases() -> list[Case]:
     return [*small, *large, *streamed]
 
 
+_SCHEDULES: dict[str, tuple[str, ...]] = {
+    "lsp-512": (),
+    "late-uploads": ("early uploads",),
+    "first-come": ("last first",),
+    "late-first-come": ("early uploads", "last first"),
+}
+
+
+def schedule_cases() -> list[Case]:
+    """What the parts of Algorithm 3 are worth at four sequences a step and at one, on the machine's link and on one of
+    10 GB/s."""
+    cases = [_schedule_case("ceiling", None, ())]
+    for link in (None, 10.0):
+        cases += [_schedule_case(name, link, without) for name, without in _SCHEDULES.items()]
+    return cases
+
+
+def _schedule_case(name: str, link: float | None, without: tuple[str, ...]) -> Case:
+    method, params = CONTENDERS["ceiling" if name == "ceiling" else "lsp-512"]
+    batches: dict[str, Any] = {"batch": BATCHES[0], "then_batch": BATCHES[1], "length": 1024, "max_s": 5.0}
+    case = LSPCase("llama-1.3b", method, params=params, link_gbps=link, without=without, **batches)
+    name = name if link is None else f"{name}-{link:g}gbps"
+    return case.to_run(f"schedule/1.3b/4+1/{name}", _SPEED, timeout_s=90, planned_host_gb=12.0)
+
+
 _FIGURE_5 = (
     # shape, batch, length: the LSP paper's four cases; LLaMA of the same size stands for DeepSeek-Coder
     ("gpt2-774m", 4, 512),
@@ -195,6 +221,7 @@ PRESETS: dict[str, Callable[[], list[Case]]] = {
     "breakdown": breakdown_cases,
     "ablation": ablation_cases,
     "capped": capped_cases,
+    "schedule": schedule_cases,
     "figure5": figure_5_cases,
 }
 

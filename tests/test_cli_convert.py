@@ -121,7 +121,6 @@ def test_keys_that_deepspeed_has_removed_are_removed(tmp_path: Path, capsys: Cap
             "no ds_zo.backend",
         ),
         ({"optimizer": ZO, "elasticity": {"enabled": False}}, ["--check"], "(elasticity)"),
-        ({"optimizer": {"type": "LSP"}, "fp16": {"enabled": True}}, ["--check"], "use bf16"),
         ({"optimizer": {"type": "LOMMO", "params": {}}}, ["--check"], 'did you mean "LOMO"?'),
         ({"zero_optimization": {"stage": 4}}, ["--check"], "(zero_optimization.stage)"),
         ('{"optimizer": {}, "optimizer": {}}', ["--check"], "without repeated keys"),

@@ -200,7 +200,6 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
         ["<= subspace_dim (8)", "16"],
         "optimizer.params.nonzeros_per_row",
     ),
-    ("LSP", {"fp16.enabled": True}, ["does not scale losses", "use bf16"], "fp16.enabled"),
     (
         "LSP",
         {"zero_optimization.offload_optimizer": {"device": "none"}},

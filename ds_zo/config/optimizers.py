@@ -300,11 +300,16 @@ class LSPParams(OptimizerParams):
             raise ConfigError(text, at="zero_optimization.offload_optimizer.device")
 
     def warnings_of_config(self, config: Resolved) -> list[str]:
-        if self.clip_scope != "global" or self.schedule != "layerwise":
-            return []
+        needs = []
+        if self.clip_scope == "global":
+            needs.append((f"{config.params_at}.clip_scope global", "clip_scope matrix does not"))
+        if torch.float16 in (config.dtype, config.autocast):
+            needs.append(("the loss scaling of fp16", "bf16 does not"))
         return [
-            f"{config.params_at}.clip_scope global needs the whole backward pass before the first update, so the "
-            "layerwise schedule overlaps nothing; clip_scope matrix does not"
+            f"{what} needs the whole backward pass before the first update, so the layerwise schedule overlaps "
+            f"nothing; {remedy}"
+            for what, remedy in needs
+            if self.schedule == "layerwise"
         ]
 
     @model_validator(mode="before")

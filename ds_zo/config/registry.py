@@ -144,7 +144,6 @@ _BUILT_IN = (
         clips_gradients=True,
         compiles_blocks=True,
         adamw_rates=True,
-        refuses_fp16=True,
         planner="ds_zo.planner.lsp:estimate_lsp",
     ),
 )

@@ -44,6 +44,10 @@ class LossScaler:
             self.scale *= 2
             self._overflows_left = self._hysteresis
 
+    def publish(self, optimizer: Any, *, overflow: bool) -> None:
+        """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
+        optimizer.cur_scale, optimizer.overflow = self.scale, overflow
+
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "num_clean": self._num_clean, "overflows_left": self._overflows_left}
 

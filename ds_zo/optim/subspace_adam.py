@@ -103,15 +103,20 @@ class FlatMoments:
 
 @torch.no_grad()
 def clip_(
-    grads: list[torch.Tensor], max_norm: float, *, together: tuple[torch.Tensor, torch.Tensor] | None = None
+    grads: list[torch.Tensor],
+    max_norm: float,
+    *,
+    factor: float = 1.0,
+    together: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Scales each tensor to a norm of at most `max_norm` (0: no limit). Returns the norms before scaling.
+    """Multiplies all tensors by `factor`, and scales each to a norm of at most `max_norm` (0: no limit). Returns the
+    norms in between.
 
     `together`: for contiguous tensors, the flat tensor of all of them and their sizes: then scaling takes one
     launch."""
-    norms = torch.stack(torch._foreach_norm(grads))
-    if max_norm > 0:
-        coefs = _coefs(norms, max_norm)
+    norms = _times(torch.stack(torch._foreach_norm(grads)), factor)
+    if max_norm > 0 or factor != 1.0:
+        coefs = _times(clip_coefs(norms, max_norm), factor)
         if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU the test is free, and most steps clip nothing
             if together is None:
                 torch._foreach_mul_(grads, list(coefs.unbind()))
@@ -121,33 +126,49 @@ def clip_(
     return norms
 
 
-def _coefs(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
-    return (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0)
+def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
+    return values if factor == 1.0 else values * factor
 
 
-def uses_chunks() -> bool:
-    """Whether Adam of this thread should work in chunks ([Note: Adam in chunks])."""
-    return torch.get_num_threads() >= MIN_THREADS_FOR_CHUNKS
+def clip_coefs(norms: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Factors that scale tensors to norms of at most `max_norm` (0: no limit)."""
+    return (max_norm / (norms + NORM_FLOOR)).clamp_(max=1.0) if max_norm > 0 else torch.ones_like(norms)
 
 
-def chunk_scratch() -> torch.Tensor:
-    """Scratch memory of `host_directions_` for this thread's number of threads."""
-    return torch.empty(2, _CHUNK_NUMEL * torch.get_num_threads())
+def _chunk_numel(numel: int) -> int:
+    """Elements that Adam of this thread updates at a time, of a tensor of `numel` ([Note: Adam in chunks])."""
+    num_threads = torch.get_num_threads()
+    return min(numel, _CHUNK_NUMEL * num_threads) if num_threads >= MIN_THREADS_FOR_CHUNKS else numel
 
 
-class FlatVectors:
-    """Vectors of a device in one float32 tensor, with their moments: all take as few launches as one.
+class HostScratch:
+    """Float32 memory in which one thread converts gradients and directions in 16 bits. It grows on demand."""
 
-    One call steps all vectors if they have made equally many steps. Only other code, such as loading a checkpoint, can
+    def __init__(self) -> None:
+        self._buffer = torch.empty(2, 0)
+
+    def get(self, numel: int) -> torch.Tensor:
+        """Two rows of `numel` elements."""
+        if self._buffer.shape[1] < numel:
+            self._buffer = torch.empty(2, numel)
+        return self._buffer[:, :numel]
+
+
+class FlatTensors:
+    """Gradients of a device in one float32 tensor, with their moments: Adam of all takes as few launches as of one.
+
+    One call steps all tensors if they have made equally many steps. Only other code, such as loading a checkpoint, can
     make the counts differ. The tensor version of the counts reveals that, so that a step need not wait for the device.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, *, out: torch.Tensor) -> None:
+        """`out`: float32 memory for the directions. Others may use it between two steps."""
         self._shapes = list(shapes)
         self._sizes = [math.prod(shape) for shape in shapes]
-        self.grad, self.out = (torch.zeros(sum(self._sizes), device=device) for _ in range(2))
-        self._grads, self.outs = ([self._part(i, x) for i in range(len(shapes))] for x in (self.grad, self.out))
-        self._numels = torch.tensor(self._sizes).to(device)
+        self.grad, self.out = torch.zeros(sum(self._sizes), device=device), out[: sum(self._sizes)]
+        self.grads, self.outs = ([self._part(i, x) for i in range(len(shapes))] for x in (self.grad, self.out))
+        self._numels = torch.tensor(self._sizes).to(device) if all(len(shape) < 2 for shape in shapes) else None
+        """For vectors, the sizes on the device: with them, clipping takes one launch and a copy of the coefficients."""
         self.moments = FlatMoments.zeros(self.grad.numel(), len(shapes), self._part, device=device)
         self._version = self.moments.whole.num_steps._version
         self._have_equal_steps = True
@@ -163,14 +184,12 @@ class FlatVectors:
         return self._have_equal_steps
 
     @torch.no_grad()
-    def step_(
-        self, grads: Sequence[torch.Tensor], *, max_norm: float, betas: tuple[float, float], eps: float
-    ) -> torch.Tensor:
-        """Does `clip_` and `directions_` of all vectors, with `outs` as output. Returns the norms."""
+    def step_(self, *, max_norm: float, factor: float = 1.0, betas: tuple[float, float], eps: float) -> torch.Tensor:
+        """Does `clip_` and `directions_` of all tensors, from `grad` to `out`. Returns the norms."""
         assert self._have_equal_steps
         whole = self.moments.whole
-        self.grad.copy_(torch.cat([grad.reshape(-1) for grad in grads]))
-        norms = clip_(self._grads, max_norm, together=(self.grad, self._numels))
+        together = None if self._numels is None else (self.grad, self._numels)
+        norms = clip_(self.grads, max_norm, factor=factor, together=together)
         overflow = _count_step([whole.num_steps], norms)
         self._version = whole.num_steps._version
         self.out.zero_()
@@ -187,6 +206,7 @@ def flat_directions_(
     *,
     parts: tuple[list[torch.Tensor], list[torch.Tensor]],
     max_norm: float,
+    factor: float = 1.0,
     betas: tuple[float, float],
     eps: float,
 ) -> torch.Tensor:
@@ -194,13 +214,13 @@ def flat_directions_(
 
     `parts`: the single tensors as views of `out` and of `grad`. See [Note: few torch calls]."""
     outs, grads = parts
-    norms = torch.stack(torch._foreach_norm(grads))
+    norms = _times(torch.stack(torch._foreach_norm(grads)), factor)
     found = norms.tolist()
     if not all(map(math.isfinite, found)):
         out.zero_()
         return norms
-    if max_norm > 0 and max(found) + NORM_FLOOR > max_norm:
-        torch._foreach_mul_(grads, list(_coefs(norms, max_norm).unbind()))
+    if factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm):
+        torch._foreach_mul_(grads, list(_times(clip_coefs(norms, max_norm), factor).unbind()))
     whole = moments.whole
     counts = whole.num_steps.add_(1.0).tolist()
     options: dict[str, Any] = {"overflow": None, "betas": betas, "eps": eps}
@@ -210,10 +230,8 @@ def flat_directions_(
         _adam_(outs, grads, *map(list, states), **options)
         return norms
     steps = [moments.parts[0].num_steps]
-    numel = _CHUNK_NUMEL * torch.get_num_threads()
-    sides = out, grad, whole.mean, whole.mean_square
-    in_chunks = uses_chunks() and out.numel() > numel
-    for o, g, m, v in zip(*(x.split(numel) for x in sides), strict=True) if in_chunks else [sides]:
+    chunks = (x.split(_chunk_numel(out.numel())) for x in (out, grad, whole.mean, whole.mean_square))
+    for o, g, m, v in zip(*chunks, strict=True):
         o.zero_()
         _adam_([o], [g], [m], [v], steps, **options)
     return norms
@@ -226,51 +244,37 @@ def host_directions_(
     moments: Sequence[Moments],
     *,
     max_norm: float,
+    factor: float = 1.0,
     betas: tuple[float, float],
     eps: float,
-    scratch: Callable[[], torch.Tensor],
-    known: Mapping[int, float] | None = None,
+    scratch: HostScratch,
+    known: Mapping[int, float],
 ) -> torch.Tensor:
     """Does `clip_` and `directions_` on the CPU, of tensors with contiguous memory in float32 or 16 bits. Returns
     norms.
 
-    A gradient and its output have the same dtype. `known`: norms that need not be computed, by index. Gradients in
+    A gradient and its output have the same dtype. `known`: norms by index, which tensors in 16 bits need. Gradients in
     float32 are clipped in place; gradients in 16 bits are not changed."""
     wide = [k for k, grad in enumerate(grads) if grad.dtype is torch.float32]
-    narrow = [k for k in range(len(grads)) if k not in wide]
-    chunk = scratch() if narrow else torch.empty(0)
-    norms = _host_norms(grads, known or {}, chunk)
-    found = norms.tolist()
+    asked = [k for k in wide if k not in known]
+    values = torch.stack(torch._foreach_norm([grads[k] for k in asked])).tolist() if asked else []
+    by_index = {**known, **dict(zip(asked, values, strict=True))}
+    found = [by_index[k] * factor for k in range(len(grads))]
+    norms = torch.tensor(found)
     if not all(map(math.isfinite, found)):
         torch._foreach_zero_(out)
         return norms
-    clips = max_norm > 0 and max(found) + NORM_FLOOR > max_norm
-    coefs = _coefs(norms, max_norm).tolist() if clips else [1.0] * len(grads)
+    clips = factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm)
+    coefs = _times(clip_coefs(norms, max_norm), factor).tolist() if clips else [1.0] * len(grads)
+    for k in wide:
+        if coefs[k] != 1.0:
+            grads[k].mul_(coefs[k])
     if wide:
-        for k in wide:
-            if coefs[k] != 1.0:
-                grads[k].mul_(coefs[k])
         wide_out, wide_grads = ([side[k] for k in wide] for side in (out, grads))
         directions_(wide_out, wide_grads, [moments[k] for k in wide], betas=betas, eps=eps)
-    for k in narrow:
-        _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], betas=betas, eps=eps, chunk=chunk)
+    for k in (k for k in range(len(grads)) if k not in wide):
+        _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], betas=betas, eps=eps, scratch=scratch)
     return norms
-
-
-def _host_norms(grads: Sequence[torch.Tensor], known: Mapping[int, float], chunk: torch.Tensor) -> torch.Tensor:
-    asked = {k: grad for k, grad in enumerate(grads) if k not in known}
-    wide = {k: grad for k, grad in asked.items() if grad.dtype is torch.float32}
-    found = dict(known)
-    if wide:
-        found |= zip(wide, torch.stack(torch._foreach_norm(list(wide.values()))).tolist(), strict=True)
-    found |= {k: float(_narrow_norm(grad, chunk[0])) for k, grad in asked.items() if k not in wide}
-    return torch.tensor([found[k] for k in range(len(grads))])
-
-
-def _narrow_norm(grad: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
-    """The norm in float32, chunk by chunk: torch would convert a copy of the whole tensor."""
-    parts = grad.view(-1).split(_part_numel(grad, chunk))
-    return torch.stack([torch.linalg.vector_norm(chunk[: part.numel()].copy_(part)) for part in parts]).norm()
 
 
 def _narrow_directions_(
@@ -281,16 +285,15 @@ def _narrow_directions_(
     coef: float,
     betas: tuple[float, float],
     eps: float,
-    chunk: torch.Tensor,
+    scratch: HostScratch,
 ) -> None:
     """`directions_` of one 16-bit tensor, with its gradient scaled by `coef`, in chunks ([Note: Adam in chunks])."""
     moments.num_steps.add_(1.0)
-    numel = _part_numel(grad, chunk[0])
+    num_parts = -(-grad.numel() // max(1, _chunk_numel(grad.numel())))
+    numel = -(-grad.numel() // (num_parts * _ALIGNMENT)) * _ALIGNMENT  # equal parts but for the last
     sides = (side.view(-1).split(numel) for side in (out, grad, moments.mean, moments.mean_square))
-    wide, direction = chunk[:, :numel].unbind()
     for o, g, mean, mean_square in zip(*sides, strict=True):
-        if g.numel() < numel:
-            wide, direction = wide[: g.numel()], direction[: g.numel()]
+        wide, direction = scratch.get(g.numel())
         wide.copy_(g)
         direction.zero_()
         if coef != 1.0:
@@ -298,12 +301,6 @@ def _narrow_directions_(
         states = [mean], [mean_square], [moments.num_steps]
         _adam_([direction], [wide], *states, overflow=None, betas=betas, eps=eps)
         o.copy_(direction)
-
-
-def _part_numel(tensor: torch.Tensor, chunk: torch.Tensor) -> int:
-    """Elements of a part, where all parts but the last are equal and a multiple of _ALIGNMENT."""
-    num_parts = -(-tensor.numel() // chunk.numel())
-    return -(-tensor.numel() // (num_parts * _ALIGNMENT)) * _ALIGNMENT
 
 
 @torch.no_grad()

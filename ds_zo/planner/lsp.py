@@ -27,7 +27,7 @@ _PROJECTOR_ENTRY_NBYTES = 16
 and the index that maps one order to the other."""
 _VALUE_NBYTES = 4
 _NUM_DIRECTION_BUFFERS = 3
-"""Buffers on the device for uploaded directions, each large enough for any block or module."""
+"""Buffers on the device for uploaded directions, each large enough for any block or module that needs one."""
 _MAX_HELD_NBYTES = 128 << 20
 """Most bytes of gradients of a layer that wait to be compressed together."""
 _GROUP_LAUNCH_S = 3e-4
@@ -47,8 +47,9 @@ class _Counts:
     """Elements of parameters whose Adam runs on the device: vectors, unless blocks stream and they are inside one."""
     payload_nbytes: int = 0
     """Bytes of all downloads of a step; uploads have as many."""
-    largest_payload: int = 0
-    """Payload bytes of the largest block or module."""
+    direction_buffer_nbytes: int = 0
+    """Payload bytes of the largest block or module of which more is whole than projected. The directions of the others
+    take the place of their sums."""
     projected_nbytes: int = 0
     """Bytes of the weights of projected matrices."""
     num_groups: int = 0
@@ -96,9 +97,11 @@ def _estimate(
     device = parts(
         projectors=counts.projector_nbytes,
         subspace=4 * counts.subspace_numel
-        + _NUM_DIRECTION_BUFFERS * counts.largest_payload
+        + _NUM_DIRECTION_BUFFERS * counts.direction_buffer_nbytes
         + 2 * counts.largest_scratch
-        + counts.held_nbytes,
+        + counts.held_nbytes
+        # Loss scaling keeps whole gradients until the step.
+        + (counts.whole_numel * 2 if model.dtype == "fp16" else 0),
         states=8 * counts.vector_numel,
         activations=trace.peak.activations,
         logits=trace.peak.logits,
@@ -169,6 +172,8 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
     block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
     payload_of: dict[object, int] = {}
     """Payload bytes of each block (by index) or module outside the blocks (by name)."""
+    projected_of: dict[object, int] = {}
+    """The part of them that is projected."""
     scratch: dict[object, int] = {}
     held: dict[object, list[int]] = {}
     for name, p in model.module.named_parameters():
@@ -193,10 +198,12 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
             scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]
             held.setdefault(group, []).append(p.numel() * p.element_size())
             nbytes = 4 * dims[0] * dims[1]
+            projected_of[group] = projected_of.get(group, 0) + nbytes
         counts.payload_nbytes += nbytes
         payload_of[group] = payload_of.get(group, 0) + nbytes
     counts.num_groups = len(payload_of)
-    counts.largest_payload = max(payload_of.values(), default=0)
+    buffered = (nbytes for group, nbytes in payload_of.items() if nbytes > 2 * projected_of.get(group, 0))
+    counts.direction_buffer_nbytes = max(buffered, default=0)
     counts.largest_scratch = max(scratch.values(), default=0)
     waiting = (min(sum(sizes) - max(sizes), _MAX_HELD_NBYTES) for sizes in held.values())
     counts.held_nbytes = max(waiting, default=0)

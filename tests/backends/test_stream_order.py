@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from lomo_runs import start, streamed
-from lsp_runs import lsp_json
+from lomo_runs import assert_equal, start, streamed
+from lsp_runs import current_weights, lsp_json
 from stream_clocks import (
     HOST,
     Buffer,
@@ -19,6 +19,7 @@ from stream_clocks import (
     ClockedRuntime,
     ClockedShardedRuntime,
     Races,
+    Stream,
     clock_groups,
     in_thread,
     install,
@@ -26,6 +27,8 @@ from stream_clocks import (
 from torch import nn
 from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
+from ds_zo.backends.lsp.scheduler import ServiceOrder
+from ds_zo.backends.lsp.transfers import Copy, CopyLane
 from ds_zo.backends.recompute import block_store as recompute_store
 from ds_zo.backends.zo import block_store as zo_store
 from ds_zo.backends.zo.materialise import Materialiser
@@ -294,23 +297,54 @@ AHEAD, LATE = False, True
     ids=lambda value: value if isinstance(value, str) else "Adam is late" if value else "Adam is ahead",
 )
 def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Toy().train()
-    engine: Any = start(lsp_json(**LSP[case]), model)
+    """And the weights are those of copies that are made at once."""
+    plain: Any = start(lsp_json(**LSP[case]), Toy().train())
+    train_lsp(plain)
+    expected = current_weights(plain)
+    plain.destroy()
+    engine: Any = start(lsp_json(**LSP[case]), Toy().train())
     backend = engine.backend
-    adam = ClockedAdam(monkeypatch, is_slow=is_slow)
+    backend._groups.queue = adam = ClockedAdam(monkeypatch, is_slow=is_slow)
     sources = [clock_groups(backend._groups, adam)]
     if backend._streamed is not None:
         sources.append(backend._streamed.block_store.runtime.buffers)
-    backend._queue = adam
     with Races(*sources) as races:
-        for step, batch in enumerate(toy_batches(4)):
-            if step == 2:  # a backward that no step follows
-                engine.backward(engine(**batch))
-                engine.zero_grad()
-            one_step(engine, batch)
-            if step == 1:
-                with torch.no_grad():
-                    model(**batch)
-                model.state_dict()
+        train_lsp(engine)
         backend.apply_pending_updates()  # Adam's clock stops with the test, and the collector would wait for it
     assert races.num_writes and not races.found
+    assert_equal(current_weights(engine), expected)
+
+
+def train_lsp(engine: Any) -> None:
+    for step, batch in enumerate(toy_batches(4)):
+        if step == 2:  # a backward that no step follows
+            engine.backward(engine(**batch))
+            engine.zero_grad()
+        if step == 3:  # a checkpoint between backward and step
+            engine.backward(engine(**batch))
+            engine.backend.rank_state()
+            engine.step()
+        else:
+            one_step(engine, batch)
+        if step == 1:
+            with torch.no_grad():
+                engine.module(**batch)
+            engine.module.state_dict()
+
+
+@pytest.mark.parametrize(("last_first", "order"), [(False, "abdce"), (True, "abdfe")])
+def test_copies_of_lsp_wait_their_turn(last_first: bool, order: str) -> None:
+    """Two are under way at a time. Who is next is decided when one of them ends; one that is needed comes first."""
+    service, issued = ServiceOrder(), []
+    lane = CopyLane(Stream(), service)  # type: ignore[arg-type]
+    copies = {name: Copy([], on_issue=lambda name=name: issued.append(name)) for name in "abcdef"}
+    for copy in copies.values():
+        lane.put(copy)
+    assert issued == ["a", "b"]
+    lane.issue_now(copies["d"])
+    lane.issue_now(copies["a"])
+    service.last_first = last_first
+    for name, num_issued in (("a", 3), ("b", 4), ("d", 5)):  # three were under way
+        copies[name].end.synchronize()
+        lane.advance()
+        assert "".join(issued) == order[:num_issued]

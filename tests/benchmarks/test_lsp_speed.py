@@ -54,6 +54,13 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
+def test_parts_of_the_schedule_are_switched_off() -> None:
+    [case] = [case for case in cases_of("schedule", device="cpu", tiny=True) if case.name.endswith("/late-first-come")]
+    row = lsp_cases.speed(**case.params)
+    assert row["then"]["batch"] == 1 and tuple(case.params["without"]) == ("early uploads", "last first")
+
+
+@pytest.mark.usefixtures("single_process")
 def test_compiled_cases_compile_whoever_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
     cases = [case for case in cases_of("speed", device="cpu", tiny=True) if case.name.endswith("-compiled")]

@@ -145,7 +145,8 @@ def test_every_stock_json_becomes_a_valid_one_without_idle_keys(to: str) -> None
         resolved = check(found.config)
         assert resolved.ignored == (), seed
         placed = (found.config["zero_optimization"].get("offload_param") or {}).get("device")
-        assert resolved.warnings == () or placed == "auto", (seed, resolved.warnings)
+        warnings = [text for text in resolved.warnings if "loss scaling of fp16" not in text]
+        assert not warnings or placed == "auto", (seed, resolved.warnings)
         kept = {"stage", "offload_param", "offload_optimizer", "ds_zo"}
         assert found.config["zero_optimization"].keys() <= kept, seed
 
@@ -239,16 +240,15 @@ def test_accumulation_is_said_to_become_small_updates() -> None:
     assert "accumulation" not in converted(stock, "zo").config["optimizer"]["params"]
 
 
-def test_lsp_gets_bf16_for_fp16() -> None:
+def test_fp16_stays_where_losses_are_scaled() -> None:
     stock = {
         "train_micro_batch_size_per_gpu": 1,
         "fp16": {"enabled": True, "loss_scale": 0},
         "optimizer": {"type": "Adam"},
     }
     assert converted(stock, "zo").config["fp16"] == {"enabled": True}
-    assert converted(stock, "lomo").config["fp16"] == stock["fp16"]
-    found = converted(stock, "lsp").config
-    assert found["bf16"] == {"enabled": True} and "fp16" not in found
+    for to in ("lomo", "lsp"):
+        assert converted(stock, to).config["fp16"] == stock["fp16"]
 
 
 def test_keys_of_another_backend_go() -> None:

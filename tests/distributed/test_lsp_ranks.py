@@ -30,8 +30,8 @@ def results() -> Results:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_are_one_of_the_global_batch(name: str, results: Results) -> None:
-    """To 1e-6; fits that end on other bits differ by more."""
-    atol = 1e-6 if "learned" not in name else 5e-5
+    """To 1e-6; fits that end on other bits differ by more, and so do weights that fp16 rounds."""
+    atol = 5e-5 if "learned" in name else 4e-3 if "fp16" in name else 1e-6
     alone = results[1][0][name]
     for num_ranks in (2, 4) if name in ON_FOUR else (2,):
         first, *others = (mine[name] for mine in results[num_ranks])
@@ -40,7 +40,7 @@ def test_ranks_are_one_of_the_global_batch(name: str, results: Results) -> None:
             assert (other["norm"], other["skipped"]) == (first["norm"], first["skipped"])
         for key, value in first["weights"].items():
             torch.testing.assert_close(value, alone["weights"][key], rtol=0, atol=atol, msg=f"{num_ranks} {key}")
-        assert first["skipped"] == alone["skipped"] == (name == "poisoned")
+        assert first["skipped"] == alone["skipped"] == name.startswith("poisoned")
         assert first["norm"] == pytest.approx(alone["norm"], rel=1e-3, nan_ok=True)
 
 

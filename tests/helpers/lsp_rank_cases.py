@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped together": {"stage": 2, "clipping": 0.1, "params": {"clip_scope": "global"}},
     "synchronous": {"stage": 2, "params": {"schedule": "sync"}},
     "poisoned": {"stage": 2},
+    "poisoned, fp16": {"stage": 1, "fp16": {"enabled": True, "initial_scale_power": 4}, "params": {"edge": "dense"}},
     "two losses": {"stage": 2, "params": {"schedule": "sync"}},
     "forgotten": {"stage": 2},
     "bare": {"stage": 2},
@@ -67,7 +68,7 @@ def compare(rank: int) -> dict[str, Any]:
         for step in range(NUM_FITTED_STEPS if "learned" in name else NUM_STEPS):
             bytes_before = 0 if line is None else line.bytes_wire
             loss = engine(**batch_of(rank, step, world_size)).loss
-            if name == "poisoned" and step == 1 and rank == world_size - 1:
+            if name.startswith("poisoned") and step == 1 and rank == world_size - 1:
                 loss = loss * float("nan")
             loss.backward() if name == "bare" else engine.backward(loss)
             if name == "two losses":
@@ -82,8 +83,8 @@ def compare(rank: int) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "bytes": 0 if line is None else line.bytes_wire - bytes_before,
-            "states": sum(m.num_bytes for group in engine.backend._host_groups for m in group.moments),
-            "early": engine.backend._starts_early,
+            "states": sum(m.num_bytes for group in engine.backend._groups.on_host for m in group.moments),
+            "early": engine.backend._passes.starts_early,
         }
         engine.destroy()
     return results
@@ -131,9 +132,9 @@ def overlap(rank: int) -> dict[str, Any]:
     engine = start(json_of({"stage": 2}, 2), small())
     train(engine, [batch_of(rank, 0, 2)])
     engine.backward(engine(**batch_of(rank, 1, 2)).loss)
-    after_backward = {group.phase.name for group in engine.backend._host_groups}
+    after_backward = {group.phase.name for group in engine.backend._groups.on_host}
     engine.step()
-    after_step = {group.phase.name for group in engine.backend._host_groups}
+    after_step = {group.phase.name for group in engine.backend._groups.on_host}
     alone: dict[str, torch.Tensor] = {}
     if rank == 1:
         time.sleep(0.2)

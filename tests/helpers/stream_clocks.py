@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo import ops
-from ds_zo.backends.lsp import host_group as lsp_host_group
+from ds_zo.backends.lsp import transfers as lsp_transfers
 from ds_zo.backends.lsp.groups import LSPGroups
-from ds_zo.backends.lsp.scheduler import Job
+from ds_zo.backends.lsp.scheduler import Job, ServiceOrder
 from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -69,8 +69,11 @@ _numbers = itertools.count()
 class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: dict[str, int] = {}
+        self._has_ended = False
+        """The host has waited for it. No other event is known to have ended."""
 
     def record(self, stream: Clock | None = None) -> None:
+        self._has_ended = False
         self.seen = dict((stream or _streams[-1]).seen)
         self._know_more(_threads[-1].seen)
 
@@ -81,9 +84,13 @@ class Event:
 
     def synchronize(self) -> None:
         _threads[-1].join(self.seen)
+        self._has_ended = True
 
     def query(self) -> bool:
-        return False
+        return self._has_ended
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
 
 
 @contextmanager
@@ -109,8 +116,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _streams[-1])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
     monkeypatch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
-    make: Any = lsp_host_group.UploadBuffer
-    monkeypatch.setattr(lsp_host_group, "UploadBuffer", lambda buffer: make(buffer, filled=Event(), drained=Event()))
+    make: Any = lsp_transfers.UploadBuffer
+    monkeypatch.setattr(lsp_transfers, "UploadBuffer", lambda buffer: make(buffer, filled=Event(), drained=Event()))
 
 
 def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -211,17 +218,17 @@ class ClockedAdam:
     """The thread that runs Adam, which gets to a job as soon as it is there, or not before somebody waits for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_slow: bool) -> None:
-        self.last_first = False
+        self.order = ServiceOrder()
         self._clock = Clock("adam")
         self._is_slow = is_slow
-        self._told: dict[int, dict[str, int]] = {}
-        """What the one who handed over a job had seen, while it waits."""
+        self._told: list[tuple[Job, dict[str, int]]] = []
+        """Jobs that wait, and what the one who handed over each had seen."""
         self._done: dict[int, dict[str, int]] = {}
         wait, is_finished = Job.wait, vars(Job)["is_finished"].fget
 
         def wait_on_clocks(job: Job) -> torch.Tensor:
-            if id(job) in self._told:
-                self._run(job)
+            while id(job) not in self._done:  # its download may wait for the end of another
+                self._run(self._told[0][0])
             _threads[-1].join(self._done[id(job)])
             return wait(job)
 
@@ -235,12 +242,14 @@ class ClockedAdam:
         monkeypatch.setattr(Job, "is_finished", property(look))
 
     def put(self, job: Job) -> None:
-        self._told[id(job)] = dict(_threads[-1].seen)
-        if not self._is_slow:
+        self._told.append((job, dict(_threads[-1].seen)))
+        if not self._is_slow and not any(thread is self._clock for thread in _threads):
             self._run(job)
 
     def _run(self, job: Job) -> None:
-        self._clock.join(self._told.pop(id(job)))
+        [seen] = [seen for waiting, seen in self._told if waiting is job]
+        self._told = [told for told in self._told if told[0] is not job]
+        self._clock.join(seen)
         with _pushed(_threads, self._clock):
             job.run()
         self._done[id(job)] = dict(self._clock.seen)
@@ -255,8 +264,7 @@ _kept: list[Any] = []
 
 def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[Buffer]]:
     """Makes LSP's groups copy through streams, as on CUDA. Returns the buffers that they use."""
-    sizes = [group.directions_host.numel() for group in groups.on_host]
-    groups.streams = streams = lsp_host_group.TransferStreams(torch.device("cpu"), buffer_bytes=max(sizes))
+    groups.streams = streams = groups.make_streams()
     for group in groups.on_host:
         group.streams, group._queue = streams, adam  # type: ignore[assignment]
 
@@ -264,11 +272,11 @@ def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[
         for upload_buffer in streams._upload_buffers:
             yield "upload buffer", upload_buffer.buffer, True
         for group in groups.on_host:
-            yield f"sums of {group.name}", group._sums_device.view(torch.uint8), True
+            yield f"sums and directions of {group.name}", group.device_memory.view(torch.uint8), True
             on_host = {
-                "gradients": group.gradients_host,
-                "directions": group.directions_host,
-                "norms": group._whole_norms_host,
+                "gradients": group.adam.gradients,
+                "directions": group.adam.directions,
+                "norms": group.adam.whole_norms,
             }
             for what, buffer in on_host.items():
                 yield f"{what} of {group.name}", buffer, False

@@ -152,7 +152,7 @@ def test_lsp_takes_the_planned_bytes_on_the_host(edge: Any) -> None:
     place = {"zero_optimization": {"stage": 0, "offload_optimizer": OFFLOADED}}
     backend = start("llama", "LSP", {**own, "projector": "random"}, **place).backend
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)  # which aligns every matrix
-    moments = sum(m.num_bytes for group in backend._host_groups for m in group.moments)
+    moments = sum(m.num_bytes for group in backend._groups.on_host for m in group.moments)
     assert plan.host["states"] == moments
     projectors = [s.subspace for s in backend._matrices if s.subspace is not None]
     taken = sum(pair.num_bytes for pair in projectors)
@@ -172,11 +172,11 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     backend = engine.backend
     block_store = backend._streamed.block_store
     assert plan.host["weights"] == block_store.store.nbytes
-    assert plan.host["states"] == sum(m.num_bytes for group in backend._host_groups for m in group.moments)
+    assert plan.host["states"] == sum(m.num_bytes for group in backend._groups.on_host for m in group.moments)
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)
     assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
     assert plan.device["weights"] == sum(u.nbytes for u in block_store.placement.units if not u.streamed)
-    assert plan.device["states"] == sum(m.num_bytes for group in backend._device_groups for m in group.moments)
+    assert plan.device["states"] == sum(m.num_bytes for group in backend._groups.on_device for m in group.moments)
     for _ in range(3):
         up, down = block_store.runtime.bytes_up, block_store.runtime.bytes_down
         one_step(engine)

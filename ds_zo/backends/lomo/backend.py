@@ -257,10 +257,8 @@ class LOMOBackend(Backend):
     # Step
 
     def _publish_scale(self, *, overflow: bool) -> None:
-        """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
         if self._scaler is not None:
-            self.optimizer.cur_scale = self._scaler.scale  # type: ignore[attr-defined]
-            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
+            self._scaler.publish(self.optimizer, overflow=overflow)
 
     def step(self) -> StepOutcome:
         outcome = self._window.step()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, HostScratch, TransferStreams
+from ds_zo.backends.lsp.device_group import DeviceGroup, flat_numel
+from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedDeviceGroup, SharedHostGroup
+from ds_zo.backends.lsp.transfers import TransferStreams
 from ds_zo.config import LSPParams, Resolved
-from ds_zo.optim.subspace_adam import Moments
+from ds_zo.optim.subspace_adam import HostScratch, Moments, clip_coefs
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.units import Unit
 
@@ -32,6 +35,18 @@ MatrixAndMoments = tuple[MatrixState, Moments | None]
 """A parameter and its moments; None if another rank keeps them."""
 
 
+@dataclass
+class StartedStep:
+    """What `LSPGroups.start_updates` found."""
+
+    norm: torch.Tensor | None = None
+    """The global norm of the gradients, without the loss scale; None: it was not measured."""
+    factor: float = 1.0
+    """Adam multiplies gradients by it, to unscale and clip them."""
+    is_skipped: bool = False
+    """Gradients are not finite under loss scaling."""
+
+
 class LSPGroups:
     """Host groups and device groups of one model. Host groups are in the order of the module tree."""
 
@@ -43,66 +58,133 @@ class LSPGroups:
         config: Resolved,
         ranks: CollectiveThread | None,
         device: torch.device,
-        max_norm: float,
         unit_of: Mapping[int, Unit],
     ) -> None:
         """Places each group by [Note: projected and whole parameters]. `unit_of`: the block of each streamed parameter,
         by the parameter's id."""
         self.on_host: list[HostGroup] = []
         self.on_device: list[DeviceGroup] = []
+        self.matrices = sorted((m for group in groups for m in group.matrices), key=lambda matrix: matrix.index)
+        """All trained parameters, in the model's order."""
+        self.clips_globally = config.gradient_clipping > 0 and settings.clip_scope == "global"
         self.store = HostStore(device, pin=True, ring=False)
-        numel = sum(math.prod(matrix.shape) for group in groups for matrix in group.matrices)
+        numel = sum(math.prod(matrix.shape) for matrix in self.matrices)
         self.queue = UpdateQueue(num_threads=_num_threads(device, numel, shared=ranks is not None), device=device)
         self.streams: TransferStreams | None = None
         """None on a CPU, or without host groups."""
-        self._settings, self._ranks, self._device, self._max_norm = settings, ranks, device, max_norm
-        self._has_owners = config.zero_stage > 0
-        """See [Note: owners of layers]."""
+        self._settings, self._config, self._ranks, self._device = settings, config, ranks, device
         self._scratch = HostScratch()
+        on_device: list[list[MatrixState]] = []
         vectors: list[MatrixState] = []
         for group in groups:
             unit = unit_of.get(id(group.matrices[0].parameter))
             matrices = group.matrices
-            if config.offload_optimizer and unit is None:
+            if not config.offload_optimizer:
+                on_device.append(matrices)
+                continue
+            if unit is None:
                 vectors += [matrix for matrix in matrices if matrix.parameter.ndim < 2]
                 matrices = [matrix for matrix in matrices if matrix.parameter.ndim >= 2]
-            if not matrices:
-                continue
-            if config.offload_optimizer:
-                self.on_host.append(self._host_group(MatrixGroup(group.name, group.is_block, matrices, group.modules)))
-                self.on_host[-1].unit = unit
-            else:
-                self.on_device.append(self._device_group(matrices))
-        if vectors:
-            self.on_device.append(self._device_group(vectors))
+            if matrices:
+                self.on_host.append(self._host_group(replace(group, matrices=matrices), unit))
+        on_device += [vectors] if vectors else []
+        directions = torch.empty(max(map(flat_numel, on_device), default=0), device=device)
+        self.on_device += [self._device_group(matrices, directions) for matrices in on_device]
         if device.type == "cuda" and self.on_host:
-            sizes = [group.directions_host.numel() for group in self.on_host if not group.uploads_in_place]
-            self.streams = TransferStreams(device, buffer_bytes=max(sizes, default=0))
+            self.streams = self.make_streams()
             for host_group in self.on_host:
                 host_group.streams = self.streams
 
-    def _host_group(self, group: MatrixGroup) -> HostGroup:
-        options: dict[str, Any] = {
-            "device": self._device,
-            "store": self.store,
-            "queue": self.queue,
-            "scratch": self._scratch,
-            "max_norm": self._max_norm,
-        }
+    def make_streams(self) -> TransferStreams:
+        buffer_bytes = max(group.buffer_bytes for group in self.on_host)
+        return TransferStreams(self._device, order=self.queue.order, buffer_bytes=buffer_bytes)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"device": self._device, "max_norm": 0.0 if self.clips_globally else self._largest_norm}
+
+    @property
+    def _largest_norm(self) -> float:
+        """The norm that one parameter's gradient is clipped to. The norm of all is then at most `gradient_clipping`.
+
+        Clipping each to `gradient_clipping` itself would rarely clip. Steps with large gradients would then fill Adam's
+        second moments, which AdamW prevents by clipping the norm of all."""
+        return self._config.gradient_clipping / math.sqrt(max(len(self.matrices), 1))
+
+    def _host_group(self, group: MatrixGroup, unit: Unit | None) -> HostGroup:
+        options = {**self._options, "store": self.store, "queue": self.queue, "scratch": self._scratch, "unit": unit}
         if self._ranks is None:
             return HostGroup(group, self._settings, **options)
-        owner = len(self.on_host) % self._ranks.size if self._has_owners else None
+        owner = len(self.on_host) % self._ranks.size if self._config.zero_stage > 0 else None
         return SharedHostGroup(group, self._settings, ranks=self._ranks, owner=owner, **options)
 
-    def _device_group(self, matrices: list[MatrixState]) -> DeviceGroup:
-        options: dict[str, Any] = {"device": self._device, "max_norm": self._max_norm}
+    def _device_group(self, matrices: list[MatrixState], directions: torch.Tensor) -> DeviceGroup:
+        options = {**self._options, "directions": directions}
         if self._ranks is None:
             return DeviceGroup(matrices, self._settings, **options)
         return SharedDeviceGroup(matrices, self._settings, ranks=self._ranks, **options)
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether each layer's states are on one rank only ([Note: owners of layers])."""
+        return bool(self.on_host) and self._ranks is not None and self._config.zero_stage > 0
+
+    # Updates
+
+    def start_updates(self, trains: Callable[[MatrixState], bool], *, loss_scale: float | None) -> StartedStep:
+        """Starts the updates that the backward pass has not started. All ranks start the same groups.
+
+        `loss_scale`: None without loss scaling. With it, gradients that are not finite are dropped: the step is
+        skipped, and no state changes."""
+        for device_group in self.on_device:
+            device_group.start([trains(matrix) for matrix in device_group.matrices])
+        downloads = not self.clips_globally and loss_scale is None
+        started = []
+        for group in self.on_host:  # in the order of the next forward pass
+            trained = [trains(matrix) for matrix in group.matrices]
+            if group.can_start(trained):
+                group.start(trained, downloads=downloads)
+                started.append(group)
+        for device_group in self.on_device:
+            device_group.finish()
+        if downloads:
+            return StartedStep()
+        found = {id(m): m.gradient for group in self.on_device for m in group.matrices if m.has_total}
+        for group in started:
+            found |= group.averages()
+        step = self._measured([found[id(matrix)] for matrix in self.matrices if id(matrix) in found], loss_scale)
+        for group in started:
+            if step.is_skipped:
+                group.discard()
+            else:
+                group.start_download(step.factor)
+        return step
+
+    @torch.no_grad()
+    def _measured(self, grads: list[torch.Tensor], loss_scale: float | None) -> StartedStep:
+        """Measures the global norm of gradients. Without loss scaling it clips them by it.
+
+        One norm is taken of each gradient, in the model's order, so that any number of ranks adds up the same numbers.
+        Without loss scaling the host reads nothing: a norm that is not finite makes all gradients NaN, which skips the
+        step. With it, Adam clips and unscales in float32, because fp16 gradients that are divided by the scale
+        underflow."""
+        if not grads:
+            return StartedStep()
+        norm = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).norm()
+        max_norm = self._config.gradient_clipping if self.clips_globally else 0.0
+        if loss_scale is None:
+            coef = clip_coefs(norm, max_norm)
+            torch._foreach_mul_(grads, torch.where(norm.isfinite(), coef, torch.nan))
+            return StartedStep(norm)
+        norm /= loss_scale
+        is_finite = bool(norm.isfinite())
+        return StartedStep(norm, float(clip_coefs(norm, max_norm)) / loss_scale, is_skipped=not is_finite)
+
     def prefetch(self) -> None:
         """Uploads the pending updates that the forward pass needs first, while Adam has finished and buffers are
         free."""
+        if self.streams is not None:
+            self.streams.up.advance()
         for group in self.on_host:
             if group.phase is GroupPhase.UPDATE_PENDING and not group.prefetch():
                 return
@@ -117,25 +199,24 @@ class LSPGroups:
         """Frees pinned host memory after the last copy. With several ranks it does not wait: copies of a rank whose
         peer has died never end."""
         if self.streams is not None and self._ranks is None:
-            for stream in (self.streams.down, self.streams.up):
-                stream.synchronize()
+            for lane in (self.streams.down, self.streams.up):
+                lane.stream.synchronize()
         self.store.close()
 
     def matrices_and_moments(self) -> list[MatrixAndMoments]:
         """All parameters with their moments, for checkpoints and for new projectors."""
         found: list[MatrixAndMoments] = []
         for group in self.on_host:
-            moments = group.moments if group.keeps_states else [None] * len(group.matrices)
+            moments: Sequence[Moments | None] = group.moments or [None] * len(group.matrices)
             found += zip(group.matrices, moments, strict=True)
         for device_group in self.on_device:
             found += zip(device_group.matrices, device_group.moments, strict=True)
         return found
 
-    def footprint(self, matrices: Sequence[MatrixState]) -> dict[str, int]:
+    def footprint(self) -> dict[str, int]:
         """Bytes that LSP needs besides the weights, without the scratch memory of products."""
-        subspaces = [matrix.subspace for matrix in matrices if matrix.subspace is not None]
-        on_device = sum(s.num_bytes for s in subspaces)
-        on_device += sum(matrix.total.nbytes for matrix in matrices if matrix.total is not None)
+        on_device = sum(matrix.subspace.num_bytes for matrix in self.matrices if matrix.subspace is not None)
+        on_device += sum(matrix.total.nbytes for matrix in self.matrices if matrix.total is not None)
         on_device += sum(m.num_bytes for group in self.on_device for m in group.moments)
         on_device += 0 if self.streams is None else self.streams.num_bytes
         on_host = self.store.nbytes + sum(m.num_bytes for group in self.on_host for m in group.moments)

@@ -7,7 +7,7 @@ either way. Launch arguments are computed once for each set of addresses, becaus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,10 @@ class Rate:
     stochastic: bool
 
 
+Update = tuple[MatrixState, torch.Tensor, Rate]
+"""A parameter, its direction and its rate."""
+
+
 class LaunchCache:
     """Prepared launches by the addresses that they were prepared for. They are valid for unchanged projectors only."""
 
@@ -63,19 +67,6 @@ class LaunchCache:
 
     def clear(self) -> None:
         self._launches.clear()
-
-
-def apply_directions_cached_(
-    launch_cache: LaunchCache, matrices: Sequence[MatrixState], directions: Sequence[torch.Tensor], rate: Rate
-) -> None:
-    """Does what `apply_directions_` does, at one rate for all matrices, with launches that are prepared once."""
-    key = *[matrix.parameter.data_ptr() for matrix in matrices], *[direction.data_ptr() for direction in directions]
-    found = launch_cache.get(key, matrices)
-    if found is not None:
-        found.launch(lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, step=rate.step)
-        return
-    updates = [(matrix, direction, rate) for matrix, direction in zip(matrices, directions, strict=True)]
-    launch_cache.put(key, matrices, apply_directions_(updates))
 
 
 class HeldGradients:
@@ -138,29 +129,64 @@ def compress_matrices(matrices: Sequence[MatrixState]) -> PreparedLaunches | Non
     return compress_all(calls)
 
 
-def apply_directions_(updates: Iterable[tuple[MatrixState, torch.Tensor, Rate]]) -> PreparedLaunches | None:
+def apply_directions_(
+    launch_cache: LaunchCache, updates: Iterable[tuple[MatrixState, torch.Tensor, Rate | None]]
+) -> None:
     """W <- round(W (1 - lr wd) - lr P D Q^T), or for a whole parameter W <- round(W (1 - lr wd) - lr D).
 
-    All updates must be of the same step. The returned launches can be repeated at another rate that all matrices
-    share; None: they cannot be repeated."""
-    projected: list[MatrixUpdate] = []
-    vectors: list[VectorUpdate] = []
-    step, has_whole = 0, False
+    All updates must be of the same step. A parameter without a rate stays as it is."""
+    projected: list[Update] = []
+    vectors: list[Update] = []
     for matrix, direction, rate in updates:
-        p, step = matrix.parameter, rate.step
-        stochastic = rate.stochastic and p.dtype is not torch.float32
-        rounding: Rounding = "stochastic" if stochastic else "nearest"
+        p = matrix.parameter
+        if rate is None:
+            continue
         if matrix.subspace is not None:
-            P, Q = matrix.subspace.P, matrix.subspace.Q_update
-            projected.append(MatrixUpdate(p, direction.t(), P, Q, rate.lr, rate.weight_decay, rounding, matrix.offset))
+            projected.append((matrix, direction, rate))
         elif p.ndim < 2:
-            vectors.append(VectorUpdate(p, direction, rate.lr, rate.weight_decay, rounding, matrix.offset))
+            vectors.append((matrix, direction, rate))
         else:
-            dither = Dither(step=step, offset=matrix.offset) if stochastic else None
+            stochastic = _rounding(p, rate) == "stochastic"
+            dither = Dither(step=rate.step, offset=matrix.offset) if stochastic else None
             sgd_update_(p, direction, lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, dither=dither)
-            has_whole = True
-    matrix_launches = apply_all_(projected, step=step)
-    vector_launches = update_vectors_(vectors, step=step)
-    if has_whole or (projected and vectors):
-        return None
-    return vector_launches if vectors else matrix_launches
+    for part, launch in ((projected, _update_projected_), (vectors, _update_vectors_)):
+        if part:
+            _launch_cached(launch_cache, part, launch)
+
+
+def _launch_cached(
+    launch_cache: LaunchCache, updates: list[Update], launch: Callable[[list[Update]], PreparedLaunches | None]
+) -> None:
+    """Repeats prepared launches if all updates are at one rate, and prepares them the first time."""
+    rate, matrices = updates[0][2], [matrix for matrix, _, _ in updates]
+    if any(other is not rate for _, _, other in updates):
+        launch(updates)
+        return
+    key = tuple(x for matrix, direction, _ in updates for x in (matrix.parameter.data_ptr(), direction.data_ptr()))
+    found = launch_cache.get(key, matrices)
+    if found is not None:
+        found.launch(lr=rate.lr, decay=1.0 - rate.lr * rate.weight_decay, step=rate.step)
+    else:
+        launch_cache.put(key, matrices, launch(updates))
+
+
+def _update_projected_(updates: list[Update]) -> PreparedLaunches | None:
+    calls = []
+    for matrix, direction, rate in updates:
+        p, subspace = matrix.parameter, matrix.subspace
+        assert subspace is not None
+        settings = rate.lr, rate.weight_decay, _rounding(p, rate), matrix.offset
+        calls.append(MatrixUpdate(p, direction.t(), subspace.P, subspace.Q_update, *settings))
+    return apply_all_(calls, step=updates[0][2].step)
+
+
+def _update_vectors_(updates: list[Update]) -> PreparedLaunches | None:
+    calls = []
+    for matrix, direction, rate in updates:
+        settings = rate.lr, rate.weight_decay, _rounding(matrix.parameter, rate), matrix.offset
+        calls.append(VectorUpdate(matrix.parameter, direction, *settings))
+    return update_vectors_(calls, step=updates[0][2].step)
+
+
+def _rounding(p: torch.Tensor, rate: Rate) -> Rounding:
+    return "stochastic" if rate.stochastic and p.dtype is not torch.float32 else "nearest"

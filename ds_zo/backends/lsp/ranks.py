@@ -141,7 +141,7 @@ class BackwardOrder:
     A group is next when its gradients and those of all groups behind it have come, or at the end of the backward
     pass. See [Note: one order of collectives]."""
 
-    def __init__(self, groups: Sequence[Sequence[MatrixState]], on_layer: Callable[[int], None]) -> None:
+    def __init__(self, groups: Sequence[list[MatrixState]], on_layer: Callable[[list[MatrixState]], None]) -> None:
         self._groups = groups
         self._on_layer = on_layer
         self._missing: list[set[int]] = []
@@ -172,7 +172,7 @@ class BackwardOrder:
 
     def _advance(self) -> None:
         self._next -= 1
-        self._on_layer(self._next + 1)
+        self._on_layer(self._groups[self._next + 1])
 
 
 def _nothing() -> None:

@@ -112,11 +112,8 @@ class BackwardTimer:
         updates = [g.job.seconds for g in groups if g.job is not None and g.job.is_finished and g.job.seconds]
         if self._backward_s is None or not updates:
             return 0
-        copies = [
-            begin.elapsed_time(end) / 1e3
-            for begin, end in (g.download_events for g in groups if g.download_events)
-            if end.query()
-        ]
+        downloads = [g.download for g in groups if g.download is not None and g.download.is_issued]
+        copies = [copy.begin.elapsed_time(copy.end) / 1e3 for copy in downloads if copy.end.query()]
         copy_s = sum(copies) / len(copies) if copies else 0.0
         return transition_layer(
             len(groups),
@@ -127,25 +124,8 @@ class BackwardTimer:
         )
 
 
-def describe_matrices(
-    matrices: Sequence[MatrixState], settings: LSPParams, *, on_host: bool, device_bytes: int, host_bytes: int
-) -> list[str]:
-    projected = [matrix for matrix in matrices if matrix.subspace is not None]
-    whole = [matrix for matrix in matrices if matrix.subspace is None]
-    dims = sorted({matrix.shape for matrix in projected})
-    shown = ", ".join(f"{p} x {q}" for p, q in dims[-3:]) if dims else "no subspace"
-    num_matrices = sum(matrix.parameter.ndim >= 2 for matrix in whole)
-    return [
-        f"ds_zo: {len(projected)} matrices in {shown} ({settings.nonzeros_per_row} non-zeros a row, "
-        f"{settings.projector}), {num_matrices} matrices and {len(whole) - num_matrices} vectors whole, embeddings "
-        f"and head: {settings.edge}",
-        f"ds_zo: Adam on the {'CPU' if on_host else 'device'}, schedule {settings.schedule}; besides "
-        f"weights {device_bytes / 2**20:.0f} MiB on the device, {host_bytes / 2**20:.0f} MiB on the host",
-    ]
-
-
 def settings_text(matrices: Sequence[MatrixState], settings: LSPParams, *, on_host: bool) -> str:
-    """The method's main settings, for the start-up table."""
+    """The method's main settings, for the start-up table and the debug log."""
     projected = [matrix.shape for matrix in matrices if matrix.subspace is not None]
     largest = max(projected, default=None)
     subspaces = "no subspace"

@@ -7,8 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+Waiting = TypeVar("Waiting")
 
 
 def transition_layer(num_layers: int, *, backward_s: float, download_s: float, update_s: float, upload_s: float) -> int:
@@ -23,6 +27,17 @@ def transition_layer(num_layers: int, *, backward_s: float, download_s: float, u
         return 0
     hidden = (backward_s - (download_s + update_s + upload_s)) / slowest
     return round(min(max(num_layers - hidden, 0), num_layers))
+
+
+@dataclass
+class ServiceOrder:
+    """Who is served next of those that wait. Adam's queue and the copies of both directions share one object."""
+
+    last_first: bool = False
+    """The one that came last is served first; otherwise the one that came first."""
+
+    def pop(self, waiting: deque[Waiting]) -> Waiting:
+        return waiting.pop() if self.last_first else waiting.popleft()
 
 
 class Job:
@@ -103,8 +118,7 @@ class UpdateQueue:
 
     def __init__(self, *, num_threads: int | None = None, device: torch.device | None = None) -> None:
         """`device`: the device whose copies the thread waits for."""
-        self.last_first = False
-        """The job that came last is served first; otherwise the job that came first."""
+        self.order = ServiceOrder()
         self._num_threads = num_threads
         self._device = device
         self._jobs: deque[Job] = deque()
@@ -114,7 +128,9 @@ class UpdateQueue:
 
     def put(self, job: Job) -> None:
         with self._changed:
-            assert not self._is_closed
+            if self._is_closed:
+                job.fail(RuntimeError("Adam's thread has ended"))
+                return
             self._jobs.append(job)
             self._changed.notify()
             if self._thread is None:
@@ -135,7 +151,7 @@ class UpdateQueue:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
                 return None
-            return self._jobs.pop() if self.last_first else self._jobs.popleft()
+            return self.order.pop(self._jobs)
 
     def _serve(self) -> None:
         if self._device is not None and self._device.index is not None and self._device.type == "cuda":

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.lsp.host_group import DeviceGroup, GroupPhase, HostGroup, Rate
+from ds_zo.backends.lsp.device_group import DeviceGroup
+from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
+from ds_zo.backends.lsp.products import Rate
 from ds_zo.backends.lsp.ranks import CollectiveCall, CollectiveThread
 from ds_zo.backends.lsp.scheduler import Job, RemoteJob
 from ds_zo.config import LSPParams
@@ -43,22 +45,16 @@ class SharedHostGroup(HostGroup):
     ) -> None:
         """`owner`: the rank that keeps the moments; None: every rank does."""
         num_matrices = len(group.matrices)
-        keeps_states = owner is None or owner == ranks.index
-        super().__init__(
-            group, settings, device=device, store=store, num_extra=num_matrices, keeps_states=keeps_states, **options
-        )
+        own: dict[str, Any] = {"keeps_states": owner in (None, ranks.index), "uploads": owner is None}
+        super().__init__(group, settings, device=device, store=store, num_extra=num_matrices, **own, **options)
         self.owner = owner
-        self.uploads_in_place = owner is not None
         self._ranks = ranks
         self._flags = self._sums_device[-num_matrices:]
-        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one."""
-        self._norms_device = self._flags
-        """Norms of the gradients, broadcast by the owner with the directions."""
+        """By parameter: 1 if this rank has a gradient, else 0. After the average: the share of ranks that have one.
+        After the owner's broadcast: the norm of the gradient."""
         self._norms_host = store.take(4 * num_matrices).view(torch.float32)
         self._whole_grads: dict[int, torch.Tensor] = {}
         """Gradients of whole parameters by index, kept on the device until the step is committed."""
-        self._grads_to_download: dict[int, torch.Tensor] = {}
-        """The averaged `_whole_grads` between the average and the download."""
         self._whole_directions: dict[int, torch.Tensor] = {}
         """Directions of whole parameters by index, broadcast by the owner."""
         self._average_call: CollectiveCall | None = None
@@ -66,12 +62,14 @@ class SharedHostGroup(HostGroup):
 
     # Average and download
 
-    @torch.no_grad()
-    def start(self, *, trained: Sequence[bool] = (), downloads: bool = True) -> None:
-        """Averages the gradients over ranks. A `trained` parameter without a gradient on this rank counts as zero.
+    def can_start(self, trained: Sequence[bool]) -> bool:
+        """All ranks answer the same, whatever gradients they have."""
+        return self.phase is GroupPhase.SUMMING and any(trained)
 
-        `downloads`: the averages are downloaded and passed to Adam at once. Otherwise the caller changes `averages()`
-        and then calls `start_download`."""
+    @torch.no_grad()
+    def start(self, trained: Sequence[bool], *, downloads: bool = True) -> None:
+        """Averages the gradients over ranks first. A trained parameter without a gradient on this rank counts as
+        zero."""
         assert self.phase is GroupPhase.SUMMING
         present = [matrix.has_total and trains for matrix, trains in zip(self.matrices, trained, strict=True)]
         for matrix, has in zip(self.matrices, present, strict=True):
@@ -87,7 +85,7 @@ class SharedHostGroup(HostGroup):
             if matrix.total is None and trained[i]:
                 self._whole_grads[i] = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 p.grad = None
-        job = Job(self._update) if self.keeps_states else RemoteJob(self._read_norms)
+        job = RemoteJob(self._read_norms) if self.adam is None else Job(self._update)
         active = [i for i, has in enumerate(present) if has] if present == list(trained) else None
         self._average_call = self._ranks.submit(partial(self._average, job, self._whole_grads, active, downloads))
         self.job = job
@@ -102,16 +100,15 @@ class SharedHostGroup(HostGroup):
                 self._ranks.average_(grad)
             if active is None:
                 active = [i for i, share in enumerate(self._flags.tolist()) if share > 0]
-            self._active, self._grads_to_download = active, whole
+            self._active = active
             if downloads:
-                self._download_and_queue(job)
+                self._download_and_queue(job, whole)
         except BaseException as error:
             job.fail(error)
             raise
 
     def averages(self) -> dict[int, torch.Tensor]:
-        """Averaged gradients by the id of their MatrixState, without those that no rank had. The caller may change them
-        in place before `start_download`."""
+        """Averaged gradients by the id of their MatrixState, without those that no rank had."""
         assert self._average_call is not None
         self._average_call.wait()
         return {
@@ -119,31 +116,24 @@ class SharedHostGroup(HostGroup):
             for i in self._active
         }
 
-    def start_download(self) -> None:
+    def start_download(self, factor: float = 1.0) -> None:
         assert self.job is not None
-        self._download_and_queue(self.job)
+        self._factor = factor
+        self._download_and_queue(self.job, self._whole_grads)  # which stay for `undo_update`
 
-    def _download_and_queue(self, job: Job) -> None:
-        if self.keeps_states:
-            job.ready = self._download()
-            self._queue.put(job)
-        self._grads_to_download = {}
-
-    def _whole_gradients_to_download(self) -> list[tuple[int, torch.Tensor]]:
-        return [(i, grad) for i, grad in self._grads_to_download.items() if i in self._active]
-
-    def _drop_whole_gradients(self) -> None:
-        pass  # `_whole_grads` keeps them for `undo_update`
+    def _download_and_queue(self, job: Job, whole: dict[int, torch.Tensor]) -> None:
+        if self.adam is not None:
+            super()._download_and_queue(job, {i: grad for i, grad in whole.items() if i in self._active})
 
     # Undoing: [Note: undone updates]
 
     @torch.no_grad()
     def undo_update(self) -> None:
         """Leaves the averages in place of this rank's gradients. Averaging them again does not change them."""
-        assert self._average_call is not None
+        assert self._average_call is not None and self.job is not None
         self._average_call.wait()
-        if self.keeps_states:
-            super().undo_update()
+        if self.adam is not None:
+            self._undo_adam(self.adam, self.job)
         for i, (matrix, share) in enumerate(zip(self.matrices, self._flags.tolist(), strict=True)):
             matrix.has_total = share > 0
             if matrix.has_total and i in self._whole_grads:
@@ -152,8 +142,9 @@ class SharedHostGroup(HostGroup):
         self.job = None
         self.phase = GroupPhase.SUMMING
 
-    def _restore_whole_gradient(self, i: int, grad: torch.Tensor) -> None:
-        pass  # `undo_update` does, from the averages on the device
+    def discard(self) -> None:
+        super().discard()
+        self._whole_grads = {}
 
     # Commit
 
@@ -174,21 +165,21 @@ class SharedHostGroup(HostGroup):
             whole_directions = {
                 i: torch.empty(self.matrices[i].shape, dtype=dtype, device=self._device) for i, dtype in whole.items()
             }
-            if self.keeps_states:
+            if self.adam is not None:
                 norms = job.wait()
                 self._norms_host.fill_(_NO_GRADIENT)
                 self._norms_host[self._active] = norms
-                self._norms_device.copy_(self._norms_host, non_blocking=True)
-                directions = self._flat_view(self.directions_host)
-                self._sums_device[: directions.numel()].copy_(directions, non_blocking=True)
+                self._flags.copy_(self._norms_host, non_blocking=True)
+                layout, directions = self._layout, self.adam.directions
+                layout.flat(self._sums_device).copy_(layout.flat(directions), non_blocking=True)
                 for i, direction in whole_directions.items():
-                    direction.copy_(self._view(i, self.directions_host), non_blocking=True)
+                    direction.copy_(layout.view(i, directions), non_blocking=True)
             self._ranks.broadcast_(self._sums_device, self.owner)
             for direction in whole_directions.values():
                 self._ranks.broadcast_(direction, self.owner)
             self._whole_directions = whole_directions
             if isinstance(job, RemoteJob):
-                self._norms_host.copy_(self._norms_device, non_blocking=True)
+                self._norms_host.copy_(self._flags, non_blocking=True)
                 job.set_ready(_record_event(self._device))
         except BaseException as error:
             job.fail(error)
@@ -198,29 +189,24 @@ class SharedHostGroup(HostGroup):
         self._active = [i for i, norm in enumerate(self._norms_host.tolist()) if norm != _NO_GRADIENT]
         return self._norms_host[self._active]
 
-    def prefetch(self) -> bool:
-        return True if self.owner is not None else super().prefetch()
-
     @torch.no_grad()
     def apply_pending_update(self) -> None:
         if self.owner is None or self.phase is not GroupPhase.UPDATE_PENDING:
             super().apply_pending_update()
             return
         assert self.job is not None and self._broadcast_call is not None
-        norms = self.job.wait()
+        self.job.wait()
         self._broadcast_call.wait()
-        is_finite = bool(norms.isfinite().all())
+        whole = self._whole_directions
         with interrupts.deferred(), without_interception():
-            if is_finite:
-                self._apply(self._sums_device.view(torch.uint8))
+            if self.job.is_finite:
+                in_place = {i: self._layout.view(i, self._sums_device) for i in self._active if i not in whole}
+                self._apply({**in_place, **{i: whole[i] for i in self._active if i in whole}})
             if self._device.type == "cuda":
-                for direction in self._whole_directions.values():
+                for direction in whole.values():
                     direction.record_stream(torch.cuda.current_stream(self._device))
             self._whole_directions = {}
             self.phase = GroupPhase.SUMMING
-
-    def _direction(self, i: int, buffer: torch.Tensor) -> torch.Tensor:
-        return self._whole_directions[i] if i in self._whole_directions else super()._direction(i, buffer)
 
 
 class SharedDeviceGroup(DeviceGroup):
@@ -235,13 +221,13 @@ class SharedDeviceGroup(DeviceGroup):
         self._ranks = ranks
         self._average_call: CollectiveCall | None = None
         self._vectors: list[MatrixState] = []
-        self._flat = torch.empty(0)
+        self._reduced = torch.empty(0)
         """The vectors' gradients in float32, then by parameter the share of ranks that have a gradient."""
         self._lacks_gradients = False
         """This rank had no gradient of some trained parameter."""
 
     @torch.no_grad()
-    def start(self, *, trained: Sequence[bool]) -> None:
+    def start(self, trained: Sequence[bool]) -> None:
         """Starts averaging. A trained parameter without a gradient on this rank counts as zero."""
         trained_matrices = [matrix for matrix, trains in zip(self.matrices, trained, strict=True) if trains]
         flags = [float(matrix.has_total) for matrix in self.matrices]
@@ -257,10 +243,10 @@ class SharedDeviceGroup(DeviceGroup):
         parts = [matrix.gradient.float().flatten() for matrix in self._vectors]
         device = self.matrices[0].parameter.device
         shares = torch.ones(len(flags), device=device) if all(flags) else torch.tensor(flags, device=device)
-        self._flat = torch.cat([*parts, shares])
+        self._reduced = torch.cat([*parts, shares])
 
         def average() -> None:
-            for value in [*matrix_grads, self._flat]:
+            for value in [*matrix_grads, self._reduced]:
                 self._ranks.average_(value)
 
         self._average_call = self._ranks.submit(average)
@@ -270,7 +256,7 @@ class SharedDeviceGroup(DeviceGroup):
         assert self._average_call is not None
         self._average_call.wait()
         sizes = [matrix.gradient.numel() for matrix in self._vectors]
-        *parts, shares = self._flat.split([*sizes, len(self.matrices)])
+        *parts, shares = self._reduced.split([*sizes, len(self.matrices)])
         for matrix, part in zip(self._vectors, parts, strict=True):
             matrix.gradient.copy_(part.view(matrix.gradient.shape))
         if self._lacks_gradients:

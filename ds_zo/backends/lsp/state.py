@@ -123,7 +123,7 @@ def gather_owned_states(groups: Sequence[SharedHostGroup], ranks: CollectiveThre
         if group.owner is None or group.owner == 0:
             continue
         for i, matrix in enumerate(group.matrices):
-            mine = group.moments[i].state_dict() if group.keeps_states else None
+            mine = group.moments[i].state_dict() if group.moments else None
             state = _broadcast_state(mine, matrix.shape, owner=group.owner, ranks=ranks)
             if ranks.index == 0:
                 found[matrix.name] = state

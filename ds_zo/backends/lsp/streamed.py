@@ -174,6 +174,10 @@ class StreamedBlocks:
 
     # Weights
 
+    def is_materialised(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's block is on the device."""
+        return self.block_store.is_materialised(self.unit_of[id(parameter)])
+
     def set_update_callback(self, apply_pending_update: Callable[[Unit], bool]) -> None:
         """Replaces a weak callback by a strong one, so that blocks can be brought up to date while the engine
         closes."""

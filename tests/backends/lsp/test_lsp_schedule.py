@@ -49,7 +49,7 @@ def run(schedule: str, *, num_batches: int = 4, **json: Any) -> tuple[list[float
     json["params"] = {**json.get("params", {}), "schedule": schedule}
     engine = start(lsp_json(**json), small())
     losses = train(engine, batches("llama", num_batches))
-    assert engine.backend._starts_early == (schedule == "layerwise")
+    assert engine.backend._passes.starts_early == (schedule == "layerwise")
     return losses, current_weights(engine)
 
 
@@ -102,7 +102,7 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     data = list(batches("llama", 2))
     train(engine, data[:1])
     engine.backward(engine(**data[1]).loss)
-    groups = engine.backend._host_groups
+    groups = engine.backend._groups.on_host
     assert all(group.phase is GroupPhase.UPDATING for group in groups)
     engine.step()
     assert all(group.phase is GroupPhase.UPDATE_PENDING for group in groups)
@@ -296,7 +296,7 @@ def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, orde
     time.sleep(0.05)  # the first is being held
     for job in jobs:
         queue.put(job)
-    queue.last_first = last_first
+    queue.order.last_first = last_first
     gate.set()
     for job in jobs:
         job.wait()
@@ -317,7 +317,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
 
     engine = start(json, small())
     train(engine, batches("llama", 1))
-    queue, module, dropped = engine.backend._queue, engine.module, threading.Event()
+    queue, module, dropped = engine.backend._groups.queue, engine.module, threading.Event()
 
     def collect() -> torch.Tensor:
         assert dropped.wait(10)
@@ -329,7 +329,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
         queue.put(Job(collect))
     engine.backward(loss)
     engine.step()
-    assert any(group.phase is GroupPhase.UPDATE_PENDING for group in engine.backend._host_groups)
+    assert any(group.phase is GroupPhase.UPDATE_PENDING for group in engine.backend._groups.on_host)
     del engine, loss
     dropped.set()
     if where == "here":
@@ -354,7 +354,7 @@ def test_an_engine_whose_adam_failed_is_destroyed_all_the_same(monkeypatch: pyte
     with pytest.raises(MemoryError, match="no room for Adam"):
         engine.destroy()
     assert not any(m._forward_pre_hooks for m in engine.module.modules())
-    assert engine.backend._queue._thread is None or not engine.backend._queue._thread.is_alive()
+    assert engine.backend._groups.queue._thread is None or not engine.backend._groups.queue._thread.is_alive()
     engine.destroy()
 
 

@@ -1,0 +1,64 @@
+"""Which parameters an engine trains, and at which rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ds_zo.backends.common.param_groups import ParamGroupIndex
+from ds_zo.backends.lsp.matrices import MatrixState
+from ds_zo.backends.lsp.products import Rate
+
+_STEPS_BETWEEN_PARAMETER_CHECKS = 20
+
+
+class ParameterRates:
+    """Learning rates and weight decays of a module's trained parameters, from their param groups."""
+
+    def __init__(self, module: nn.Module, matrices: Sequence[MatrixState], *, stochastic: bool) -> None:
+        """`stochastic`: weights are rounded stochastically."""
+        self._module, self._stochastic = module, stochastic
+        self._index = ParamGroupIndex()
+        self._ids = {id(matrix.parameter) for matrix in matrices}
+        self._frozen = self._untrained()
+
+    def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Reads the param groups, which a user may have changed."""
+        self._index.follow(param_groups)
+
+    def is_grouped(self, matrix: MatrixState) -> bool:
+        """Whether the parameter is in a param group."""
+        return matrix.parameter in self._index
+
+    def trains(self, matrix: MatrixState) -> bool:
+        """Whether the parameter requires a gradient and is in a param group."""
+        return matrix.parameter.requires_grad and matrix.parameter in self._index
+
+    def rates(self, matrices: Sequence[MatrixState], step: int) -> list[Rate | None]:
+        """Learning rate and weight decay of each matrix in a step; None for a parameter in no param group. Parameters
+        of one param group get the same object."""
+        found: dict[int, Rate] = {}
+        groups = [self._index.get(matrix.parameter) for matrix in matrices]
+        for group in groups:
+            if group is not None and id(group) not in found:
+                lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+                found[id(group)] = Rate(lr, weight_decay, step, self._stochastic)
+        return [None if group is None else found[id(group)] for group in groups]
+
+    def check(self, step: int) -> None:
+        """Refuses parameters that became trainable after the engine was made.
+
+        Parameters that were frozen then are checked at every forward. New parameters are looked for once in
+        _STEPS_BETWEEN_PARAMETER_CHECKS steps, because walking over a model takes a millisecond."""
+        looks_for_new = step % _STEPS_BETWEEN_PARAMETER_CHECKS == 0
+        for name, p in self._untrained() if looks_for_new else self._frozen:
+            if p.requires_grad and p.numel() and p.is_floating_point():
+                raise ValueError(
+                    f"LSP trains the parameters that are trainable in deepspeed.initialize, got {name}, which became "
+                    "trainable later: call requires_grad_(True), add or replace parameters before deepspeed.initialize"
+                )
+
+    def _untrained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._module.named_parameters() if id(p) not in self._ids]
