@@ -377,7 +377,7 @@ QWEN = Grid(
         "adalomo": Method({**_config("AdaLOMO"), **_BF16}, lrs=(1.5e-4, 5e-4), device_gb=14, **_ON_QWEN),
         "lsp": Method(_LSP_SHIPPED, lrs=(2e-5, 6e-5), device_gb=22, **_ON_QWEN),
         "zo": Method(_ZO_RESIDENT, lrs=(1e-6, 3e-6), device_gb=14, **_ZO_ON_QWEN),
-        "mezo": Method({**MEZO, **_BF16}, lrs=(1e-6,), lr_of="zo", device_gb=10, **_ZO_ON_QWEN),
+        "mezo": Method({**MEZO, **_BF16}, lrs=(1e-6,), lr_of="zo", device_gb=18, **_ZO_ON_QWEN),
     },
     tasks=("sst2", "rte", "alpaca"),
     seeds=(0, 1),
