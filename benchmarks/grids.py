@@ -388,6 +388,30 @@ an H200. The rates come from those that SmolLM2's rows chose. AdamW, LoRA, LSP a
 for eleven times as many parameters. LOMO and AdaLOMO try the chosen rate and a third: clipping fixes the norm of
 LOMO's step, and AdaLOMO's step is relative to the weights. One epoch of 1,000 rows; ZO and MeZO 300 steps of eight."""
 
+_ON_CODE: dict[str, Any] = {"steps": 150, "batch_size": 8, "eval_every": 150, "warmups": (0.05,)}
+
+QWEN_CODE = Grid(
+    {
+        "zero-shot": replace(QWEN.methods["zero-shot"], device_gb=24),
+        "adamw": replace(QWEN.methods["adamw"], lrs=(1e-5,), device_gb=44, **_ON_CODE),
+        "lora": replace(QWEN.methods["lora"], lrs=(2e-4,), device_gb=24, **_ON_CODE),
+        "lsp": replace(QWEN.methods["lsp"], lrs=(2e-5,), device_gb=30, **_ON_CODE),
+        "zero-offload": Method(
+            {**ZERO_OFFLOAD_ADAMW, **_BF16, "zero_optimization": _OVERLAPPED},
+            lrs=(1e-5,),
+            lr_of="adamw",
+            device_gb=24,
+            **{**_ON_CODE, "steps": 50},
+        ),
+    },
+    tasks=("humaneval",),
+    seeds=(0, 1),
+    arguments=("--max-length", "384", "--eval-batch-size", "24", "--group-by-length", "--pad-multiple", "16"),
+)
+"""The LSP paper's table of code: training on functions of installed packages, then HumanEval. Rates are those that grid
+`qwen` chose (`--rates-from`). LSP and ZeRO-Offload run one at a time (`--jobs 1`); ZeRO-Offload's 50 steps are about as
+many as fit the time of LSP's 150, and `--case-seconds` ends them at LSP's time (`train_s` of its rows)."""
+
 SMOKE = Grid(
     {
         "zero-shot": Method(ADAMW, steps=0, seeds=(0,)),
@@ -443,6 +467,7 @@ GRIDS: dict[str, Grid] = {
     "lsp-equal-time": LSP_EQUAL_TIME,
     "lsp-rates": LSP_RATES,
     "qwen": QWEN,
+    "qwen-code": QWEN_CODE,
     "smoke": SMOKE,
     "probe": PROBE,
 }

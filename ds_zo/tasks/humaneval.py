@@ -12,6 +12,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ FILE = "HumanEval.jsonl.gz"
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 NUM_PAIRS: dict[Split, int] = {"test": 200, "dev": 200, "train": 1600}
 MAX_NEW_TOKENS = 384
+_BATCH_FACTOR = 8
+"""Prompts in a batch for each sequence of an evaluation batch: logits are needed at one position of a prompt only."""
 _NEXT_STATEMENT = re.compile(r"^(?=[^\s])", flags=re.MULTILINE)
 """The beginning of a line without indentation: a function's body ends there."""
 _Z_95 = 1.959964
@@ -86,7 +89,7 @@ class HumanEval(LanguageTask):
         share = evaluator.share(len(problems))
         mine = [problems[index] for index, _ in share]
         texts = complete(
-            evaluator,
+            replace(evaluator, batch_size=_BATCH_FACTOR * evaluator.batch_size),
             [problem["prompt"] for problem in mine],
             tokenizer,
             max_new_tokens=MAX_NEW_TOKENS,
