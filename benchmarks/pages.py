@@ -4,8 +4,8 @@
     python -m benchmarks.pages --check    # names the pages that are not current, and exits with status 1
 
 A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`.
-NAME is a key of BLOCKS. The text between the comments is replaced. A page has no measured figure outside such blocks,
-so new rows need no edit by hand.
+NAME is a key of BLOCKS. The text between the comments is replaced, by nothing while a block has no rows. A page has no
+measured figure outside such blocks, so new rows need no edit by hand.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
 from benchmarks.grids import read_grid
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
+from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
 from benchmarks.sweep import rows_of
 from ds_zo.records.prose import wrapped
@@ -632,6 +633,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "records": records,
     "paper-lomo-lora": lomo_beside_lora,
     **PAPER_BLOCKS,
+    **QWEN_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 
@@ -643,7 +645,8 @@ def filled(text: str) -> str:
         begin, name, end = found.groups()
         if name not in BLOCKS:
             raise ValueError(f"a block of rows must be one of {', '.join(BLOCKS)}, got {name}; rename it")
-        return f"{begin}\n{wrapped(BLOCKS[name]())}\n\n{end}"
+        text = BLOCKS[name]()
+        return f"{begin}\n{wrapped(text)}\n\n{end}" if text else f"{begin}{end}"
 
     return MARKED.sub(block, text)
 

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 from benchmarks.grids import read_grid
+from benchmarks.qwen_pages import CODE, QWEN
 from benchmarks.recipes import OWN_ROWS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 INDEX = (RESULTS / "README.md").read_text(encoding="utf-8")
-WRITTEN_ON_A_GPU = {OWN_ROWS, "gpu_support.jsonl"}
+WRITTEN_ON_A_GPU = {OWN_ROWS, "gpu_support.jsonl", QWEN, CODE}
 """Files that the index may name before a GPU has made them."""
 
 
