@@ -111,13 +111,13 @@ def _raises_only(statements: Sequence[ast.stmt]) -> bool:
 
 def is_permissive(distribution: Distribution) -> bool:
     """Whether the metadata states MIT, BSD, Apache or PSF licences and no other. No statement: False."""
-    found = distribution.metadata
-    expression = found.get("License-Expression")
-    stated = re.split(r"\s+(?:AND|OR|WITH)\s+|[()]", expression) if expression else []
-    classifiers = found.get_all("Classifier") or []
+    expressions, classifiers, texts = (
+        [str(text) for text in distribution.metadata.get_all(name) or ()]
+        for name in ("License-Expression", "Classifier", "License")
+    )
+    stated = [part for text in expressions for part in re.split(r"\s+(?:AND|OR|WITH)\s+|[()]", text)]
     stated = stated or [text.removeprefix(_CLASSIFIER) for text in classifiers if text.startswith(_CLASSIFIER)]
-    stated = stated or [found.get("License") or ""]
-    stated = [text.strip() for text in stated if text.strip()]
+    stated = [text.strip() for text in stated or texts if text.strip()]
     return bool(stated) and all(_PERMISSIVE.fullmatch(text) for text in stated)
 
 
