@@ -406,7 +406,7 @@ QWEN_CODE = Grid(
     },
     tasks=("humaneval",),
     seeds=(0, 1),
-    arguments=("--max-length", "384", "--eval-batch-size", "24", "--group-by-length", "--pad-multiple", "16"),
+    arguments=("--max-length", "512", "--eval-batch-size", "24", "--group-by-length", "--pad-multiple", "16"),
 )
 """The LSP paper's table of code: training on functions of installed packages, then HumanEval. Rates are those that grid
 `qwen` chose (`--rates-from`). LSP and ZeRO-Offload run one at a time (`--jobs 1`); ZeRO-Offload's 50 steps are about as

