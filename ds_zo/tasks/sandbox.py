@@ -19,6 +19,8 @@ GUARD = Path(__file__).with_name("guarded_program.py")
 WALL_S, CPU_S, MEMORY_BYTES = 15.0, 5, 1 << 30
 """Limits of one program. The wall time is longer, for machines with other work."""
 _MAX_AT_ONCE = 8
+_ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Each thread of numpy's products would reserve memory."""
 
 
 def run_all(programs: Sequence[str], *, wall_s: float = WALL_S, cpu_s: int = CPU_S) -> list[bool]:
@@ -40,7 +42,7 @@ def run(program: str, *, wall_s: float = WALL_S, cpu_s: int = CPU_S) -> bool:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"},
+            env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
         )
         try:

@@ -69,6 +69,7 @@ def test_programs_pass_by_their_tests_and_within_their_limits() -> None:
     right = [humaneval.program(problem, problem["canonical_solution"]) for problem in (first, second)]
     found = sandbox.run_all([*right, *(humaneval.program(first, text) for text in wrong.values())], cpu_s=1)
     assert found[:2] == [True, True]
+    assert sandbox.run("import numpy as np\nassert (np.ones((9, 9)) @ np.ones(9) == 9).all()"), "models do import it"
     assert dict(zip(wrong, found[2:], strict=True)) == dict.fromkeys(wrong, False)
     late = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n"
     assert not sandbox.run(late, wall_s=0.5)
