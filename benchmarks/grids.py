@@ -379,7 +379,7 @@ QWEN = Grid(
         "lora": Method({**ADAMW, **_BF16}, lrs=(2e-4, 6e-4), lora_ranks=(2,), device_gb=14, **_ON_QWEN),
         "lomo": Method({**LOMO, **_BF16}, lrs=(3e-2, 1e-1), device_gb=14, **_ON_QWEN),
         "adalomo": Method({**_config("AdaLOMO"), **_BF16}, lrs=(1.5e-4, 5e-4), device_gb=14, **_ON_QWEN),
-        "lsp": Method(_LSP_SHIPPED, lrs=(2e-5, 6e-5), device_gb=22, **_ON_QWEN),
+        "lsp": Method(_LSP_SHIPPED, lrs=(1e-5, 3e-5), device_gb=22, **_ON_QWEN),
         "zo": Method(_ZO_RESIDENT, lrs=(1e-6, 3e-6), device_gb=14, **_ZO_ON_QWEN),
         "mezo": Method({**MEZO, **_BF16}, lrs=(1e-6,), lr_of="zo", device_gb=18, **_ZO_ON_QWEN),
     },
@@ -388,8 +388,8 @@ QWEN = Grid(
     arguments=("--max-length", "128", "--eval-batch-size", "32", "--group-by-length", "--pad-multiple", "16"),
 )
 """Qwen2.5-Coder-1.5B in bf16 as the shipped JSONs train it, all weights on the device, sized for about eight minutes of
-an H200. The rates come from those that SmolLM2's rows chose. AdamW, LoRA, LSP and ZO try a third and a tenth of theirs,
-for eleven times as many parameters. LOMO and AdaLOMO try the chosen rate and a third: clipping fixes the norm of
+an H200. The rates come from those that SmolLM2's rows chose. AdamW, LoRA and ZO try a third and a tenth of theirs, for
+eleven times as many parameters, and LSP tries AdamW's. LOMO and AdaLOMO try the chosen rate and a third: clipping fixes the norm of
 LOMO's step, and AdaLOMO's step is relative to the weights. One epoch of 1,000 rows; ZO and MeZO 300 steps of eight."""
 
 _ON_CODE: dict[str, Any] = {"steps": 150, "batch_size": 8, "eval_every": 150, "warmups": (0.05,)}
@@ -399,7 +399,7 @@ QWEN_CODE = Grid(
         "zero-shot": replace(QWEN.methods["zero-shot"], device_gb=24),
         "adamw": replace(QWEN.methods["adamw"], lrs=(1e-5,), device_gb=44, **_ON_CODE),
         "lora": replace(QWEN.methods["lora"], lrs=(2e-4,), device_gb=24, **_ON_CODE),
-        "lsp": replace(QWEN.methods["lsp"], lrs=(2e-5,), device_gb=30, **_ON_CODE),
+        "lsp": replace(QWEN.methods["lsp"], lrs=(1e-5,), device_gb=30, **_ON_CODE),
         "zero-offload": Method(
             {**ZERO_OFFLOAD_ADAMW, **_BF16, "zero_optimization": _OVERLAPPED},
             lrs=(1e-5,),

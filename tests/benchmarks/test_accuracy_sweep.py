@@ -158,7 +158,7 @@ def test_a_case_waits_for_the_memory_that_it_states(tmp_path: Path) -> None:
 
 def test_qwens_rates_follow_those_that_rows_chose_for_smollm2() -> None:
     chosen = best_rates(read_rows(Path("benchmarks/results/h200_accuracy.jsonl")))
-    chosen["lsp"] = chosen["lsp-512"]
+    chosen["lsp"] = chosen["adamw"]
     for name in ("adamw", "lora", "lsp", "zo"):
         assert GRIDS["qwen"].methods[name].lrs == pytest.approx((chosen[name] / 10, 0.3 * chosen[name])), name
     for name in ("lomo", "adalomo"):
