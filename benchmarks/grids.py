@@ -389,8 +389,9 @@ QWEN = Grid(
 )
 """Qwen2.5-Coder-1.5B in bf16 as the shipped JSONs train it, all weights on the device, sized for about eight minutes of
 an H200. The rates come from those that SmolLM2's rows chose. AdamW, LoRA and ZO try a third and a tenth of theirs, for
-eleven times as many parameters, and LSP tries AdamW's. LOMO and AdaLOMO try the chosen rate and a third: clipping fixes the norm of
-LOMO's step, and AdaLOMO's step is relative to the weights. One epoch of 1,000 rows; ZO and MeZO 300 steps of eight."""
+eleven times as many parameters. LSP tries AdamW's. LOMO and AdaLOMO try the chosen rate and a third: clipping fixes the
+norm of LOMO's step, and AdaLOMO's step is relative to the weights. One epoch of 1,000 rows; ZO and MeZO 300 steps of
+eight."""
 
 _ON_CODE: dict[str, Any] = {"steps": 150, "batch_size": 8, "eval_every": 150, "warmups": (0.05,)}
 
