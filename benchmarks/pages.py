@@ -317,9 +317,9 @@ def lsp_learned() -> str:
     body.append(["learned, on dev", *(_percent(_distances("lsp-512-dense", task, on="dev")) for task in TASKS)])
     heads = ["projectors (d = 512)", *TASKS.values()]
     conditions = (
-        f"{SMOLLM}, 120 steps of 16 texts, `edge: dense`, learning rate 1e-4, the one chosen for AdamW. Percent of AdamW's score on "
-        "test, above (+) or below (-) it with the same seeds: accuracy, for Alpaca the loss with its sign turned. "
-        "Mean, standard error, and the number of seeds in brackets:"
+        f"{SMOLLM}, 120 steps of 16 texts, `edge: dense`, learning rate 1e-4, the one chosen for AdamW. Percent of "
+        "AdamW's score on test, above (+) or below (-) it with the same seeds: accuracy, for Alpaca the loss with its "
+        "sign turned. Mean, standard error, and the number of seeds in brackets:"
     )
     return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
 
