@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
+from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
@@ -634,6 +635,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checkpoints": checkpoints,
     "records": records,
     "paper-lomo-lora": lomo_beside_lora,
+    **GRID_BLOCKS,
     **PAPER_BLOCKS,
     **QWEN_BLOCKS,
 }
@@ -647,14 +649,16 @@ def filled(text: str) -> str:
         begin, name, end = found.groups()
         if name not in BLOCKS:
             raise ValueError(f"a block of rows must be one of {', '.join(BLOCKS)}, got {name}; rename it")
-        text = BLOCKS[name]()
-        return f"{begin}\n{wrapped(text)}\n\n{end}" if text else f"{begin}{end}"
+        made = wrapped(BLOCKS[name]())
+        return f"{begin}\n{made}\n\n{end}" if made else f"{begin}{end}"  # empty while it has no rows
 
     return MARKED.sub(block, text)
 
 
 def marked_pages() -> list[Path]:
-    return [page for page in sorted(DOCS.glob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
+    """The pages of docs/ and the README, as far as they have blocks. The README's may have no links."""
+    found = (*sorted(DOCS.glob("*.md")), REPO / "README.md")
+    return [page for page in found if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
