@@ -44,7 +44,7 @@ def best_rates(rows: Sequence[Row], *, tasks: Sequence[str] = SELECT_TASKS) -> d
         chosen = row["status"] == "ok" and row["task"] in tasks and row["seed"] == SELECT_SEED
         if chosen and row["lr"] is not None and row["dev"] is not None and _is_finite(row):
             known = scores[row["method"]][row["lr"]]
-            known[row["task"]] = max(sign_of(row["metric"]) * row["dev"], known.get(row["task"], float("-inf")))
+            known[row["task"]] = max(_dev_sign(row) * row["dev"], known.get(row["task"], float("-inf")))
     found = {}
     for method, by_rate in scores.items():
         wanted = {task for by_task in by_rate.values() for task in by_task}
@@ -127,6 +127,11 @@ def table(rows: Sequence[Row], *, grid: Grid | None = None) -> str:
     return "\n".join(lines)
 
 
+def _dev_sign(row: Row) -> float:
+    """1 or -1, by which dev scores are multiplied so that larger is better. Older rows have one metric."""
+    return sign_of(row.get("dev_metric") or row["metric"])
+
+
 def _is_finite(row: Row) -> bool:
     return math.isfinite(row["dev"]) and math.isfinite(row.get("loss_last") or 0.0)
 
@@ -135,7 +140,7 @@ def by_seed(rows: Sequence[Row]) -> dict[int, Row]:
     """Of several runs of a seed, the one that is best on dev; none without a test score."""
     found: dict[int, Row] = {}
     for row in rows:
-        other, sign = found.get(row["seed"]), sign_of(row["metric"])
+        other, sign = found.get(row["seed"]), _dev_sign(row)
         better = other is None or sign * (row["dev"] or 0.0) > sign * (other["dev"] or 0.0)
         if better and row["after"] is not None:
             found[row["seed"]] = row

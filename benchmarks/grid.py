@@ -45,6 +45,8 @@ class Method:
     """The method whose chosen rate this one uses, so that both are compared at one rate; None: its own."""
     seeds: tuple[int, ...] | None = None
     """Seeds in place of the grid's; None: the grid's. A method without randomness needs one."""
+    device_gb: float | None = None
+    """Device memory of one run, by which a sweep decides how many runs fit the device at once; None: an equal share."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class GridCase:
     warmup: float | None = None
     lora_rank: int | None = None
     arguments: tuple[str, ...] = ()
+    device_gb: float | None = None
     config: Config = field(default_factory=dict, hash=False)
 
     @property
@@ -136,6 +139,7 @@ def _case(
         warmup=warmup,
         lora_rank=rank,
         arguments=method.arguments,
+        device_gb=method.device_gb,
         config=config,
     )
 

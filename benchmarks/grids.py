@@ -364,6 +364,59 @@ LSP_RATES = Grid(
 """Which rate LSP wants where AdamW's is known, with learned and random projectors, the tied embedding projected or not:
 for the embedded model, whose other matrices are 128 x 128 to 384 x 128."""
 
+QWEN_STEPS, QWEN_ZO_STEPS = 60, 300
+_ON_QWEN: dict[str, Any] = {"steps": QWEN_STEPS, "eval_every": QWEN_STEPS // 2, "warmups": (0.05,)}
+_ZO_ON_QWEN: dict[str, Any] = {"steps": QWEN_ZO_STEPS, "batch_size": ZO_BATCH, "eval_every": QWEN_ZO_STEPS // 2}
+_LSP_SHIPPED = {**LSP, **_BF16, "optimizer": {"type": "LSP", "params": {"subspace_dim": 512, "edge": "dense"}}}
+_ZO_RESIDENT = _config("ZO", params={"zo_eps": 1e-3}, **_BF16)
+
+QWEN = Grid(
+    {
+        "zero-shot": Method(
+            _config("MeZO", params={"lr": 0.0, "zo_eps": 1e-3}, **_BF16), steps=0, seeds=(0,), device_gb=10
+        ),
+        "adamw": Method({**ADAMW, **_BF16}, lrs=(1e-5, 3e-5), device_gb=40, **_ON_QWEN),
+        "lora": Method({**ADAMW, **_BF16}, lrs=(2e-4, 6e-4), lora_ranks=(2,), device_gb=14, **_ON_QWEN),
+        "lomo": Method({**LOMO, **_BF16}, lrs=(3e-2, 1e-1), device_gb=14, **_ON_QWEN),
+        "adalomo": Method({**_config("AdaLOMO"), **_BF16}, lrs=(1.5e-4, 5e-4), device_gb=14, **_ON_QWEN),
+        "lsp": Method(_LSP_SHIPPED, lrs=(1e-5, 3e-5), device_gb=22, **_ON_QWEN),
+        "zo": Method(_ZO_RESIDENT, lrs=(1e-6, 3e-6), device_gb=14, **_ZO_ON_QWEN),
+        "mezo": Method({**MEZO, **_BF16}, lrs=(1e-6,), lr_of="zo", device_gb=18, **_ZO_ON_QWEN),
+    },
+    tasks=("sst2", "rte", "alpaca"),
+    seeds=(0, 1),
+    arguments=("--max-length", "128", "--eval-batch-size", "32", "--group-by-length", "--pad-multiple", "16"),
+)
+"""Qwen2.5-Coder-1.5B in bf16 as the shipped JSONs train it, all weights on the device, sized for about eight minutes of
+an H200. The rates come from those that SmolLM2's rows chose. AdamW, LoRA and ZO try a third and a tenth of theirs, for
+eleven times as many parameters. LSP tries AdamW's. LOMO and AdaLOMO try the chosen rate and a third: clipping fixes the
+norm of LOMO's step, and AdaLOMO's step is relative to the weights. One epoch of 1,000 rows; ZO and MeZO 300 steps of
+eight."""
+
+_ON_CODE: dict[str, Any] = {"steps": 150, "batch_size": 8, "eval_every": 150, "warmups": (0.05,)}
+
+QWEN_CODE = Grid(
+    {
+        "zero-shot": replace(QWEN.methods["zero-shot"], device_gb=24),
+        "adamw": replace(QWEN.methods["adamw"], lrs=(1e-5,), device_gb=44, **_ON_CODE),
+        "lora": replace(QWEN.methods["lora"], lrs=(2e-4,), device_gb=24, **_ON_CODE),
+        "lsp": replace(QWEN.methods["lsp"], lrs=(1e-5,), device_gb=30, **_ON_CODE),
+        "zero-offload": Method(
+            {**ZERO_OFFLOAD_ADAMW, **_BF16, "zero_optimization": _OVERLAPPED},
+            lrs=(1e-5,),
+            lr_of="adamw",
+            device_gb=24,
+            **{**_ON_CODE, "steps": 50},
+        ),
+    },
+    tasks=("humaneval",),
+    seeds=(0, 1),
+    arguments=("--max-length", "512", "--eval-batch-size", "24", "--group-by-length", "--pad-multiple", "16"),
+)
+"""The LSP paper's table of code: training on functions of installed packages, then HumanEval. Rates are those that grid
+`qwen` chose (`--rates-from`). LSP and ZeRO-Offload run one at a time (`--jobs 1`); ZeRO-Offload's 50 steps are about as
+many as fit the time of LSP's 150, and `--case-seconds` ends them at LSP's time (`train_s` of its rows)."""
+
 SMOKE = Grid(
     {
         "zero-shot": Method(ADAMW, steps=0, seeds=(0,)),
@@ -418,6 +471,8 @@ GRIDS: dict[str, Grid] = {
     "lsp-time": LSP_TIME,
     "lsp-equal-time": LSP_EQUAL_TIME,
     "lsp-rates": LSP_RATES,
+    "qwen": QWEN,
+    "qwen-code": QWEN_CODE,
     "smoke": SMOKE,
     "probe": PROBE,
 }

@@ -4,8 +4,8 @@
     python -m benchmarks.pages --check    # names the pages that are not current, and exits with status 1
 
 A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`.
-NAME is a key of BLOCKS. The text between the comments is replaced. A page has no measured figure outside such blocks,
-so new rows need no edit by hand.
+NAME is a key of BLOCKS. The text between the comments is replaced, by nothing while a block has no rows. A page has no
+measured figure outside such blocks, so new rows need no edit by hand.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
+from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
 from benchmarks.sweep import rows_of
 from ds_zo.records.prose import wrapped
@@ -636,6 +637,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "paper-lomo-lora": lomo_beside_lora,
     **GRID_BLOCKS,
     **PAPER_BLOCKS,
+    **QWEN_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 

@@ -7,7 +7,8 @@ known and it would not end within the piece, the next piece runs it, and a short
 written when its case ends: a sweep that is killed loses only the running cases.
 
 [Note: one GPU for several cases] Each process gets at most twice its share of the device's memory, so that a process
-that asks for too much fails alone, and its share of the cores.
+that asks for too much fails alone, and its share of the cores. If the cases state their memory (`device_gb`), a case
+waits until it fits beside the running ones, and may take half as much again as it states.
 
 [Note: forked from a warm server] Importing torch, transformers and DeepSpeed takes longer than a short case. A fork
 server imports them once and never initialises CUDA. PyTorch must then count devices through NVML, because a query of
@@ -63,6 +64,8 @@ _MEMORY_STRETCH = 2.0
 """Factor by which a process may exceed its share of memory: few of the processes that run at once are large."""
 MOST_POINTS = 40
 """Most losses in a row's curve. They are means over equal spans if a run read more."""
+_STATED_STRETCH = 1.5
+"""Factor by which a process may exceed the memory that its case states, which is an estimate."""
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
 
@@ -87,6 +90,8 @@ class Sweep:
     most_seconds: float | None = None
     """Seconds after which a case is killed and recorded as a failure; None: no limit."""
     arguments: tuple[str, ...] = ()
+    device_gb: float | None = None
+    """The device's memory, which cases that state theirs share; None: only `jobs` limits the processes at once."""
     start: Start = "forkserver"
     preload: tuple[str, ...] = PRELOAD
     """Modules that are imported once, before the forks."""
@@ -94,6 +99,19 @@ class Sweep:
     """How processes start after a child ended with `BAD_FORK`."""
     environment: dict[str, str] = field(default_factory=dict)
     num_points: int = MOST_POINTS
+
+    @property
+    def shared_gb(self) -> float:
+        """Device memory that running cases may state together."""
+        return float("inf") if self.device_gb is None else _MEMORY_SHARE * self.device_gb
+
+    def memory_share(self, case: GridCase) -> float | None:
+        """The fraction of the device's memory that a case's process may allocate; None: all of it."""
+        if self.jobs == 1:
+            return None
+        if self.device_gb is not None and case.device_gb is not None:
+            return min(_MEMORY_SHARE, _STATED_STRETCH * case.device_gb / self.device_gb)
+        return min(_MEMORY_SHARE, _MEMORY_STRETCH * _MEMORY_SHARE / self.jobs)
 
     @property
     def span_s(self) -> float:
@@ -180,7 +198,9 @@ def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda cas
     try:
         while (left_s := deadline - time.monotonic()) > 0:
             while len(running) < sweep.jobs:
-                case = next_case(sweep, waiting, [expectation(case, rows) for case in waiting], left_s)
+                expected_s = [expectation(case, rows) for case in waiting]
+                free_gb = sweep.shared_gb - sum(job.case.device_gb or 0.0 for job in running)
+                case = next_case(sweep, waiting, expected_s, left_s, free_gb=free_gb)
                 if case is None:
                     break
                 begun.add(case.key)
@@ -216,12 +236,20 @@ def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[Gri
 
 
 def next_case(
-    sweep: Sweep, waiting: Sequence[GridCase], seconds: Sequence[float | None], left_s: float
+    sweep: Sweep,
+    waiting: Sequence[GridCase],
+    seconds: Sequence[float | None],
+    left_s: float,
+    *,
+    free_gb: float = float("inf"),
 ) -> GridCase | None:
-    """Returns the first case that fits the rest of this piece. If there is none, in the first half of the piece, a case
-    that is too long for any piece: checkpoints bring it to its end. See [Note: a sweep may be cut into pieces]."""
+    """Returns the first case that fits the rest of this piece and the free memory. If there is none, in the first half
+    of the piece, a case that is too long for any piece: checkpoints bring it to its end. See [Note: a sweep may be cut
+    into pieces]."""
     too_long = None
     for case, expected_s in zip(waiting, seconds, strict=True):
+        if (case.device_gb or 0.0) > free_gb:
+            continue
         if expected_s is None or expected_s <= left_s or sweep.checkpoint(case).is_file():
             return case
         if too_long is None and expected_s > sweep.span_s < 2 * left_s:
@@ -258,8 +286,7 @@ class _Running:
         (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
         (self.folder / "summary.json").unlink(missing_ok=True)
         self.began = time.monotonic()
-        # [Note: one GPU for several cases]
-        share = min(_MEMORY_SHARE, _MEMORY_STRETCH * _MEMORY_SHARE / sweep.jobs) if sweep.jobs > 1 else None
+        share = sweep.memory_share(case)  # [Note: one GPU for several cases]
         arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment, share)
         self.process = context.Process(target=_train, args=arguments, name=case.key)
         self.process.start()

@@ -7,7 +7,8 @@ device are counted as if those of several runs lay side by side, which needs CUD
 The figures are of SmolLM2-135M on an H200 with four runs at once: together 26 steps of 16 x 256 tokens a second with
 backward passes in TF32, 88 steps of 16 x 45 of ZO and MeZO in float32; 35 ms a step of MeZO and 72 of AdamW with nobody
 waiting for the device; 2 to 5 s a run beside steps and scores; LSP's first fit takes half of what is counted. Good to a
-factor of one and a half; rows of like runs replace the estimate as they come in.
+factor of one and a half; rows of like runs replace the estimate as they come in. Loading is timed of a model of 1.5
+billion parameters.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ GROUPED = 1.2
 """Tokens of a batch of like lengths, for each that is not padding."""
 START_S, LSP_FIT_S, LSP_FIT_STEPS = 5.0, 8.0, 100
 """Until the first step: the device's context, weights, tokens; what LSP's first fit adds, at its usual steps."""
+LOAD_S_PER_BILLION = 3.0
+"""Further seconds until the first step for each billion of weights."""
 LSP_UPDATE_S, OFFLOAD_UPDATE_S = 0.02, 0.12
 """Of the CPU's Adam a step: LSP's beyond what is hidden, and ZeRO-Offload's with its copies."""
+COMPLETIONS_S = {"humaneval": 40.0, "humaneval-chat": 40.0}
+"""Of tasks whose test split is completed token by token and run: seconds of one score on test."""
 SAFETY = 1.15
 """On a time that was measured: neighbours change."""
 _EVAL_BATCH = 128
@@ -123,13 +128,17 @@ def cost(case: GridCase, size: Size, folder: Path, *, arguments: Sequence[str] =
         for found in (scored["dev"], scored["test"])  # a state that is the best so far is also tested: every other one
     ]
     eval_device_s, eval_host_s = (evals[0][i] + evals[1][i] / 2 for i in range(2))
+    if case.task in COMPLETIONS_S:
+        eval_host_s += COMPLETIONS_S[case.task]
     lsp = backend_of(case.config) == "lsp"
     offloads = not lsp and "offload_optimizer" in (case.config.get("zero_optimization") or {})
     update_s = LSP_UPDATE_S * lsp + OFFLOAD_UPDATE_S * offloads
     return Cost(
         device_s=case.steps * step[0] + num_evals * eval_device_s,
         host_s=case.steps * (step[1] + update_s) + num_evals * eval_host_s,
-        start_s=START_S + LSP_FIT_S * lsp * _params(case).get("fit_steps", LSP_FIT_STEPS) / LSP_FIT_STEPS,
+        start_s=START_S
+        + LOAD_S_PER_BILLION * size.numel / 1e9
+        + LSP_FIT_S * lsp * _params(case).get("fit_steps", LSP_FIT_STEPS) / LSP_FIT_STEPS,
     )
 
 
@@ -164,28 +173,40 @@ def _passes(case: GridCase, size: Size, *, tokens: int, flops: float) -> tuple[f
 
 
 def plan_table(
-    cases: Sequence[GridCase], *, model: str, data_root: Path, jobs: int, arguments: Sequence[str] = ()
+    cases: Sequence[GridCase],
+    *,
+    model: str,
+    data_root: Path,
+    jobs: int,
+    arguments: Sequence[str] = (),
+    shared_gb: float = math.inf,
 ) -> str:
-    """Markdown: seconds by method, and what `jobs` runs at once need for all; a ValueError where nothing is known."""
+    """Markdown: seconds by method, and what `jobs` runs at once need for all; a ValueError where nothing is known.
+    Fewer run at once if those that state their memory exceed `shared_gb` together."""
     size = model_size(model)
     if size is None:
         raise ValueError(f"a plan needs the model's size: looked for a folder with config.json and weights at {model}")
     costs: dict[str, list[Cost]] = {}
+    gb_seconds = 0.0
     for case in cases:
         found = cost(case, size, data_root / case.task, arguments=arguments)
         if found is None:
             raise ValueError(f"a plan needs the texts' lengths: looked for {data_root / case.task / 'train.jsonl'}")
         costs.setdefault(case.method, []).append(found)
+        gb_seconds += (case.device_gb or 0.0) * (found.start_s + found.host_s)
     whole = [found for mine in costs.values() for found in mine]
     cells = []
     for name, mine in [*costs.items(), ("all", whole)]:
         sums = [sum(getattr(found, part) for found in mine) for part in ("start_s", "host_s", "device_s")]
         cells.append([name, str(len(mine)), *(f"{value:.0f}" for value in sums)])
-    host_s = sum(found.start_s + found.host_s for found in whole) / jobs
+    alone_s = sum(found.start_s + found.host_s for found in whole)
+    at_once = min(jobs, shared_gb * alone_s / gb_seconds) if gb_seconds else jobs
+    host_s = alone_s / at_once
     device_s = sum(found.device_s for found in whole)
     bound = "device" if device_s > host_s else "host"
     longest_s = max((found.start_s + found.host_s for found in whole), default=0.0)
-    total = f"{jobs} at once: about {max(host_s, device_s):.0f} s, bound by the {bound}; the longest {longest_s:.0f} s"
+    about = f"about {max(host_s, device_s):.0f} s, bound by the {bound}; the longest {longest_s:.0f} s"
+    total = f"{at_once:.0f} at once: {about}"
     return "\n".join([*table_lines(["method", "runs", "start, s", "host, s", "device, s"], cells), "", total])
 
 

@@ -67,6 +67,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("how to run it")
     how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once (default: %(default)s)")
     how.add_argument(
+        "--device-gb",
+        type=float,
+        metavar="GB",
+        help="the GPU's memory: with --jobs, as many runs at once as fit it, if the grid states their memory",
+    )
+    how.add_argument(
         "--max-seconds", type=float, metavar="S", help="end within S seconds; running cases save a checkpoint"
     )
     how.add_argument(
@@ -100,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
 
     args = parser.parse_args(argv)
-    for name in ("jobs", "max_seconds", "grace", "case_seconds", "most_seconds", "steps", "limit"):
+    for name in ("jobs", "device_gb", "max_seconds", "grace", "case_seconds", "most_seconds", "steps", "limit"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -189,6 +195,24 @@ class Listing:
         return [case for case in self.left(rows) if self.only is None or case.key in self.only]
 
 
+def check_memory(cases: Sequence[GridCase], sweep: Sweep) -> None:
+    """Ends the command if cases state their memory and the GPU's is not known, or too small for one of them."""
+    stated = [case for case in cases if case.device_gb is not None]
+    if not stated or sweep.jobs == 1:
+        return
+    largest = max(stated, key=lambda case: case.device_gb or 0.0)
+    if sweep.device_gb is None:
+        sys.exit(
+            f"error: runs of this grid take up to {largest.device_gb:g} GB each, so that several at once need the "
+            "GPU's memory: got none (--device-gb)"
+        )
+    if largest.device_gb is not None and largest.device_gb > sweep.shared_gb:
+        sys.exit(
+            f"error: {largest.key} takes {largest.device_gb:g} GB; runs side by side may take {sweep.shared_gb:.0f} "
+            f"of the GPU's {sweep.device_gb:g}: leave it out, or run one at a time (--methods, --jobs 1)"
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     try:
@@ -206,15 +230,24 @@ def main(argv: list[str] | None = None) -> None:
         grace_s=args.grace,
         case_seconds=args.case_seconds,
         most_seconds=args.most_seconds,
+        device_gb=args.device_gb,
         arguments=tuple(args.train_arguments),
         start=args.start,
     )
     rows = read_rows(args.results)
+    check_memory(listing.whole(rows), sweep)
     if args.plan:
         try:
             data_root = args.data_root or Path()
-            options = {"data_root": data_root, "jobs": args.jobs, "arguments": sweep.arguments}
-            print(plan_table(listing.whole(rows), model=args.model, **options))
+            plan = plan_table(
+                listing.whole(rows),
+                model=args.model,
+                data_root=data_root,
+                jobs=args.jobs,
+                arguments=sweep.arguments,
+                shared_gb=sweep.shared_gb,
+            )
+            print(plan)
         except ValueError as error:
             sys.exit(f"error: {error} (--model, --data-root)")
         return

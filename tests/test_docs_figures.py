@@ -40,7 +40,7 @@ def read(name: str) -> str:
     return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "choose"])
 def test_the_figures_of_a_page_are_those_of_the_rows(name: str) -> None:
     text = read(name)
     assert pages.MARKED.search(text)
@@ -54,7 +54,7 @@ def test_a_page_has_no_measured_figure_outside_its_blocks(name: str) -> None:
 
 
 def test_every_block_is_on_a_page_and_a_changed_row_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = {found[1] for name in NAMES for found in pages.MARKED.findall(read(name))}
+    used = {found[1] for name in [*NAMES, "choose"] for found in pages.MARKED.findall(read(name))}
     assert used == set(pages.BLOCKS)
     text = read("records")
     row = max((r for r in pages.rows_in(pages.LOMO) if r.get("cap_gb") == 24), key=lambda r: r["parameters"])

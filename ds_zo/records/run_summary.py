@@ -23,6 +23,8 @@ class Best:
     metric: str
     dev: dict[str, float]
     test: dict[str, float]
+    test_metric: str | None = None
+    """The metric of test scores; None: that of dev."""
 
     @property
     def value(self) -> float:
@@ -57,6 +59,8 @@ class Summary:
     before_values: dict[str, float] | None
     after_values: dict[str, float] | None
     dev: float | None
+    dev_metric: str | None
+    """The metric of `dev`, which is not `metric` for a task that scores test in another way."""
     best_step: int | None
     peak_device_gb: float
     peak_host_gb: float
@@ -64,6 +68,8 @@ class Summary:
     checkpoint_folder: str | None
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
+    data_digest: str | None = None
+    """Tells apart the training rows of a task that makes them from the machine's packages."""
     curve: list[Point] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -85,4 +91,4 @@ class Summary:
 
 
 def _percent(metric: str, value: float) -> str:
-    return f"{value:.1%}" if metric == "accuracy" else f"{value:.3f}"
+    return f"{value:.1%}" if metric in ("accuracy", "pass_at_1") else f"{value:.3f}"

@@ -43,6 +43,10 @@ class Task(ABC):
         for split in SPLITS:
             self.rows(split)
 
+    def digest(self) -> str | None:
+        """Tells apart the rows of different machines; None for a task whose rows are the same everywhere."""
+        return None
+
     @abstractmethod
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Any]:
         """The training sequences of a split, from which `collate` makes batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,22 +58,27 @@ def read_jsonl(path: Path) -> list[Row]:
             f"that folder holds {', '.join(beside) or 'nothing'}" if beside is not None else "there is no such folder"
         )
         raise TaskError(f"looked for the file {path}: not found ({found})")
-    rows: list[Row] = []
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.isascii() and any("\udc80" <= char <= "\udcff" for char in line):
-                raise TaskError(f"files of rows are UTF-8; {path}:{number} is not")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TaskError(f"every line must be one JSON object; {path}:{number} is not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise TaskError(f"every line must be one JSON object; {path}:{number} is a {type(row).__name__}")
-            rows.append(row)
+        return parse_jsonl(lines, place=str(path))
+
+
+def parse_jsonl(lines: Iterable[str], *, place: str) -> list[Row]:
+    """The rows of a file's lines; `place` names the file in errors."""
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.isascii() and any("\udc80" <= char <= "\udcff" for char in line):
+            raise TaskError(f"files of rows are UTF-8; {place}:{number} is not")
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"every line must be one JSON object; {place}:{number} is not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise TaskError(f"every line must be one JSON object; {place}:{number} is a {type(row).__name__}")
+        rows.append(row)
     if not rows:
-        raise TaskError(f"{path} has no rows")
+        raise TaskError(f"{place} has no rows")
     return rows
 
 

@@ -38,7 +38,7 @@ def encode_answer(
     that is too long loses the beginning of the prompt (after leading special tokens), then the end of the answer.
     """
     ids = list(_ids(tokenizer, prompt + answer))
-    start = _common_prefix(ids, _ids(tokenizer, prompt))
+    start = common_prefix(ids, _ids(tokenizer, prompt))
     if end and tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
     special = set(tokenizer.all_special_ids)
@@ -55,7 +55,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, ma
     ids = list(_ids(tokenizer, "\n".join(texts)))
     special = set(tokenizer.all_special_ids)
     end = next((i for i in range(len(ids), 0, -1) if ids[i - 1] not in special), len(ids))
-    border = min(_common_prefix(ids, _ids(tokenizer, texts[0])), end) if len(texts) > 1 else end
+    border = min(common_prefix(ids, _ids(tokenizer, texts[0])), end) if len(texts) > 1 else end
     room = max(0, max_length - (len(ids) - end))
     first = min(border, max(room - (end - border), -(-room // 2)))
     return (ids[:first] + ids[border : min(end, border + room - first)] + ids[end:])[:max_length]
@@ -66,7 +66,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, truncation=False)["input_ids"])
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of tokens that two sequences begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

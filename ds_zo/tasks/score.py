@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 LOWER_IS_BETTER = frozenset({"perplexity"})
+PERCENT = frozenset({"accuracy", "exact_match", "pass_at_1", "pass_at_1_low", "pass_at_1_high"})
+"""Metrics that are shown in percent."""
 
 
 def sign_of(metric: str) -> float:
@@ -57,7 +59,7 @@ class Score:
 def _show(name: str, value: float) -> str:
     if name in LOWER_IS_BETTER:
         return f"{value:.2f}"
-    return f"{value:.1%}" if name in ("accuracy", "exact_match") else f"{value:.3f}"
+    return f"{value:.1%}" if name in PERCENT else f"{value:.3f}"
 
 
 def _mean(metric: str) -> Callable[[Sequence[float]], dict[str, float]]:

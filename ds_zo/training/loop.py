@@ -217,7 +217,7 @@ class TrainingLoop:
         better = score.is_better_than(progress.best.value if progress.best else None)
         if better:
             test = self.evaluate("test")
-            progress.best = Best(progress.step, score.metric, score.values, test.values)
+            progress.best = Best(progress.step, score.metric, score.values, test.values, test.metric)
             if not self.args.no_save:
                 self.save_model()
         self.checkpoints.note(progress)

@@ -23,7 +23,9 @@ def summarise(loop: TrainingLoop, before: Score | None, after: Score | None) -> 
     optimizer = config.get("optimizer") or {}
     losses = [point.loss for point in progress.curve if point.loss is not None]
     after_values = best.test if best else after.values if after else None
-    metric = next((found.metric for found in (best, after, before) if found is not None), None)
+    metric = next((found.metric for found in (after, before) if found is not None), None)
+    if best is not None:
+        metric = best.test_metric or best.metric
     return Summary(
         model=args.model,
         task=args.task,
@@ -47,6 +49,7 @@ def summarise(loop: TrainingLoop, before: Score | None, after: Score | None) -> 
         before_values=before.values if before else None,
         after_values=after_values,
         dev=best.value if best else None,
+        dev_metric=best.metric if best else None,
         best_step=best.step if best else None,
         peak_device_gb=round(accelerator.max_memory_allocated() / 1e9, 3) if on_device else 0.0,
         peak_host_gb=round(host_peak_gb(), 3),
@@ -54,5 +57,6 @@ def summarise(loop: TrainingLoop, before: Score | None, after: Score | None) -> 
         checkpoint_folder=str(loop.checkpoints.folder) if loop.checkpoints.folder.is_dir() else None,
         versions=versions(),
         commit=commit(),
+        data_digest=loop.task.digest(),
         curve=progress.curve,
     )

@@ -14,6 +14,7 @@ import pytest
 from clean_process import in_clean_process
 from forkserver import forkserver_context
 
+from benchmarks.accuracy import best_rates
 from benchmarks.grid import GridCase, GridError
 from benchmarks.grids import GRIDS, read_grid
 from benchmarks.sweep import Sweep, next_case, read_rows, remaining, run, thinned
@@ -141,6 +142,27 @@ def test_a_piece_is_filled_with_what_fits() -> None:
     assert next_case(sweep, cases, expected, 200).task == "100"
     assert next_case(sweep, cases, expected, 50) is None, "the machine is given back"
     assert next_case(sweep, cases[:1], expected[:1], 400).task == "900", "checkpoints bring it on"
+
+
+def test_a_case_waits_for_the_memory_that_it_states(tmp_path: Path) -> None:
+    cases = [c for c in GRIDS["qwen"].cases() if (c.task, c.seed) == ("rte", 0) and c.method in ("adamw", "lora")]
+    sweep = Sweep(script=tmp_path, results=tmp_path, folder=tmp_path, model="m", jobs=8, device_gb=100)
+    assert [c.device_gb for c in cases] == [40, 40, 14, 14] and sweep.shared_gb == 90
+    nothing = [None] * len(cases)
+    assert next_case(sweep, cases, nothing, 1.0, free_gb=90).method == "adamw"
+    assert next_case(sweep, cases, nothing, 1.0, free_gb=90 - 2 * 40 + 4).method == "lora"
+    assert next_case(sweep, cases, nothing, 1.0, free_gb=90 - 2 * 40) is None
+    assert [sweep.memory_share(c) for c in cases[1:3]] == [0.6, 0.21], "half as much again as it states"
+    assert dataclasses.replace(sweep, device_gb=None).memory_share(cases[0]) == 0.9 * 2 / 8
+
+
+def test_qwens_rates_follow_those_that_rows_chose_for_smollm2() -> None:
+    chosen = best_rates(read_rows(Path("benchmarks/results/h200_accuracy.jsonl")))
+    chosen["lsp"] = chosen["adamw"]
+    for name in ("adamw", "lora", "lsp", "zo"):
+        assert GRIDS["qwen"].methods[name].lrs == pytest.approx((chosen[name] / 10, 0.3 * chosen[name])), name
+    for name in ("lomo", "adalomo"):
+        assert GRIDS["qwen"].methods[name].lrs == pytest.approx((0.3 * chosen[name], chosen[name])), name
 
 
 def test_rows_keep_a_short_curve() -> None:

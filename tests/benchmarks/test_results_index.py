@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 from benchmarks.grids import read_grid
+from benchmarks.qwen_pages import CODE, QWEN
 from benchmarks.recipes import OWN_ROWS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 INDEX = (RESULTS / "README.md").read_text(encoding="utf-8")
 WRITTEN_ON_A_GPU = {
     *(OWN_ROWS, "gpu_support.jsonl", "h200_zo_full.jsonl", "h200_lsp_figure5.jsonl"),
-    *("h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl"),
+    *("h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl", QWEN, CODE),
 }
 """Files that the index may name before a GPU has made them."""
 

@@ -1,0 +1,60 @@
+"""Runs programs that a model wrote, several at once, each in a process of its own with limits on time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+GUARD = Path(__file__).with_name("guarded_program.py")
+WALL_S, CPU_S, MEMORY_BYTES = 15.0, 5, 1 << 30
+"""Limits of one program. The wall time is longer, for machines with other work."""
+_MAX_AT_ONCE = 8
+_ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Each thread of numpy's products would reserve memory."""
+
+
+def run_all(programs: Sequence[str], *, wall_s: float = WALL_S, cpu_s: int = CPU_S) -> list[bool]:
+    """Whether each program runs to its end without an error."""
+    at_once = max(1, min(_MAX_AT_ONCE, os.cpu_count() or 1))
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(partial(run, wall_s=wall_s, cpu_s=cpu_s), programs))
+
+
+def run(program: str, *, wall_s: float = WALL_S, cpu_s: int = CPU_S) -> bool:
+    """Runs a program in an empty temporary folder, without this process's environment. All processes of its session are
+    killed at its end."""
+    token = secrets.token_hex(16)
+    request = {"program": program, "token": token, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(GUARD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+            start_new_session=True,
+        )
+        try:
+            written, _ = process.communicate(json.dumps(request).encode(), timeout=wall_s)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _kill(process)
+    return written.decode(errors="replace") == token
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
