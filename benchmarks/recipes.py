@@ -482,8 +482,9 @@ def rates() -> str:
     used = [row for row in _rows("h200_lsp_learned.jsonl") if row["method"] in USED_METHODS]
     for method, model in sorted({(row["method"], row["model"]) for row in used}):
         mine = [row for row in used if (row["method"], row["model"]) == (method, model) and row["task"] == "alpaca"]
-        tried = sorted({row["lr"] for row in mine})
-        basis = "the only one tried" if len(tried) == 1 else f"best on dev of {', '.join(f'{r:g}' for r in tried)}"
+        used_rates = sorted({row["lr"] for row in mine})
+        tried = ", ".join(f"{rate:g}" for rate in used_rates)
+        basis = "the only one tried" if len(used_rates) == 1 else f"best on dev of {tried}"
         best = min(mine, key=lambda row: row["dev"])  # perplexity
         cells.append([USED_METHODS[method], model, f"{best['lr']:g}", f"{basis}, Alpaca (`h200_lsp_learned.jsonl`)"])
     for name, model, file, source in LARGE_MODEL_RATES:
