@@ -41,7 +41,7 @@ from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype, reader_of
 from ds_zo.streaming.node import Node, RankPartition
-from ds_zo.streaming.placement import evenly_spaced, move_buffers, place_units, plan_units
+from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -69,13 +69,17 @@ class RecomputedBlockStore:
         param_groups: Sequence[Mapping[str, Any]],
         device: torch.device,
         process_group: Any = None,
+        placement: Placement | None = None,
     ) -> None:
+        """`placement`: the model's units, if a subclass divides the model itself."""
         self._module = module
         self._stream = config.section.stream
-        check_frozen_dtype(module, "auto")
         self.device = device
-        self.placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
-        self.placement.scratch_nbytes = 0  # updates are made in place
+        if placement is None:
+            check_frozen_dtype(module, "auto")
+            placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
+            placement.scratch_nbytes = 0  # updates are made in place
+        self.placement = placement
         blocks = self.placement.blocks
         num_resident = min(len(blocks), self._stream.resident_blocks or 0)
         resident_ids = {id(blocks[i]) for i in evenly_spaced(len(blocks), num_resident)}
@@ -211,6 +215,11 @@ class RecomputedBlockStore:
             self._materialised.discard(id(unit))
             if unit.streamed:
                 unit.bind_stored()
+
+    def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Context in which autograd saves the input tensors of one call of a block. A subclass may save them in another
+        place."""
+        return nullcontext()
 
     @contextmanager
     def updating_piece(self, unit: Unit) -> Iterator[torch.Tensor]:
