@@ -7,6 +7,7 @@ is decoded into one scratch buffer, which all blocks share, each time that it is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -174,8 +175,15 @@ class FrozenModuleState(RecomputedModuleState):
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
         return unit.streamed or FrozenBlockStore.is_encoded(unit)
 
+    def close(self) -> None:
+        if self.owns_module() and not sys.is_finalizing():
+            self.stop_intercepting()
+            self.release_all(rebind=True)
+            self._return_encoded()
+        super().close()
+
     @torch.no_grad()
-    def return_encoded(self) -> None:
+    def _return_encoded(self) -> None:
         """Leaves encoded weights in the module, which outlives the engine: decoded, or unread if the model's files
         provide them."""
         for unit in self._block_store.placement.blocks:
@@ -184,6 +192,7 @@ class FrozenModuleState(RecomputedModuleState):
             unread = {id(p.parameter) for p in unit.placed if has_source(self._module, p.parameter)}
             values = [p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed]
             unit.bind(values)
+            unit.streamed = False
             for placed in unit.placed:
                 if id(placed.parameter) in unread:
                     put_back(self._module, placed.parameter)
