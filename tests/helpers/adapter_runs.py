@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
-import peft
+import pytest
 import torch
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.ops import nf4
 
+peft = pytest.importorskip("peft")
 LR = 1e-2
 FORMATS = {"fp8": torch.float8_e4m3fn, "bf12": torch.uint8}
 TARGETS = ["q_proj", "v_proj", "down_proj"]

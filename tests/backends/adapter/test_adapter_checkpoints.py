@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-
-peft = pytest.importorskip("peft")
-
-from adapter_runs import METHODS, adapted, adapter_json, batches, start, train, weights
+from adapter_runs import METHODS, adapted, adapter_json, batches, peft, start, train, weights
 from tiny_models import tiny_model
 
 from ds_zo.checkpoint import CheckpointError
@@ -75,7 +72,7 @@ def test_another_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
     other = adapted()
     with torch.no_grad():
         next(p for n, p in other.named_parameters() if "k_proj" in n).mul_(2)
-    with pytest.raises(CheckpointError, match="needs the base of its run .*, got another base .*: load the same model"):
+    with pytest.raises(CheckpointError, match=r"needs the base of its run .*, got another base .*: load the same"):
         start(other).load_checkpoint(str(tmp_path))
     wider = start(adapted("rslora"))
     with pytest.raises((CheckpointError, ValueError)):

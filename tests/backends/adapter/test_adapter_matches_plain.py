@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("peft")
-
 from adapter_runs import (
     METHODS,
     adapted,
