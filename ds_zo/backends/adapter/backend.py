@@ -36,6 +36,7 @@ from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, without_aliases
 from ds_zo.config import AdamWParams, Resolved
 from ds_zo.optim import LossScaler
+from ds_zo.streaming.allocator import SETTING, segments_expand
 from ds_zo.streaming.node import use_world_timeout
 
 
@@ -97,6 +98,12 @@ class AdapterBackend(Backend):
             logger.warning(
                 "ds_zo: no block has a frozen parameter, so no block is streamed and the whole model is on the device: "
                 "freeze the base model (PEFT does), or remove zero_optimization.offload_param"
+            )
+        budget = self.config.section.stream.device_memory_gb
+        if self.device.type == "cuda" and budget is not None and not segments_expand():
+            logger.warning(
+                f"ds_zo: PyTorch's allocator may lose several of {budget:g} GB to fragmentation: start with "
+                f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
             )
 
     # Forward and backward
