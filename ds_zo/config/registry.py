@@ -195,13 +195,13 @@ def register_backend(
     *,
     params: type[OptimizerParams] = OptimizerParams,
     planner: str | None = None,
-    **capabilities: bool,
+    **capabilities: Any,
 ) -> None:
     """Makes a backend available to every JSON that names `optimizer_type`.
 
     `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
     `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `capabilities` are
-    the boolean fields of `BackendEntry`, all False by default. Call it before `deepspeed.initialize`, in every process;
+    the other fields of `BackendEntry`, by default False or empty. Call it before `deepspeed.initialize`, in every process;
     to register the same entry twice does nothing.
     """
     entry = BackendEntry(optimizer_type, backend, params, planner=planner, **capabilities)
