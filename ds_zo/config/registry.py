@@ -201,8 +201,8 @@ def register_backend(
 
     `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
     `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `capabilities` are
-    the other fields of `BackendEntry`, by default False or empty. Call it before `deepspeed.initialize`, in every process;
-    to register the same entry twice does nothing.
+    the other fields of `BackendEntry`, by default False or empty. Call it before `deepspeed.initialize`, in every
+    process; to register the same entry twice does nothing.
     """
     entry = BackendEntry(optimizer_type, backend, params, planner=planner, **capabilities)
     stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}

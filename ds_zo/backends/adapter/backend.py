@@ -57,6 +57,8 @@ class AdapterBackend(Backend):
         half = torch.float16 in (config.dtype, config.autocast)
         self._scaler = LossScaler(config.loss_scale) if half else None
         self._publish_scale(overflow=False)
+        self._num_applied = 0
+        """Steps that this engine has not skipped."""
         self._caches = Caches(module)
         self._models_with_causal_loss = models_with_causal_loss(module)
         chosen = resident_ids(module, self.param_groups)
@@ -152,7 +154,9 @@ class AdapterBackend(Backend):
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
             self._publish_scale(overflow=overflow)
-        if self._base is not None:
+        self._num_applied += finite
+        # The first step makes the optimizer's states, which only later backward passes have beside them.
+        if self._base is not None and self._num_applied > 1:
             self._base.block_store.fill_device()
         return StepOutcome(applied=finite, grad_norm=norm, advance_schedule=not overflow)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from ds_zo.streaming.units import PlacedParameter, Unit
 
 class FrozenBlockStore(RecomputedBlockStore):
     """Stores the frozen parameters of blocks, and decodes a block's weights when it is materialised."""
+
+    fills_after: ClassVar[str] = "the second step"
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,9 @@ class MaterialisedBlock:
 
 class RecomputedBlockStore:
     """Stores the weights of a model with recomputed blocks, and materialises a block's weights on the device."""
+
+    fills_after: ClassVar[str] = "the first step"
+    """When the backend calls `fill_device` first, in words."""
 
     def __init__(
         self,
@@ -347,7 +350,7 @@ class RecomputedBlockStore:
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         return StartupSummary(
             weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks), verb=verb)
-            + ("; blocks that fit move to the GPU after the first step" if self._may_fill else ""),
+            + (f"; blocks that fit move to the GPU after {self.fills_after}" if self._may_fill else ""),
             device_bytes=nonzero([("weights", weights), ("this rank's pieces", pieces), ("slots", slots)]),
             host_bytes=nonzero([("weights", self.store.nbytes if self.shards is None else 0)]),
             pinned_bytes=self.store.pinned_nbytes if self.shards is None else 0,
