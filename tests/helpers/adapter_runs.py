@@ -77,7 +77,7 @@ def start(model: nn.Module, json: dict[str, Any] | None = None, **arguments: Any
 def train(engine: Any, data: Sequence[dict[str, torch.Tensor]]) -> list[float]:
     losses = []
     for batch in data:
-        loss = engine(**batch).loss
+        loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -85,7 +85,7 @@ def train(engine: Any, data: Sequence[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def run(model: nn.Module, data: Sequence[dict[str, torch.Tensor]], **options: Any) -> tuple[Any, Any]:

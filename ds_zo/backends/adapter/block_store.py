@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs
+from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.planner.choices import WIRE
@@ -99,6 +101,15 @@ class FrozenBlockStore(RecomputedBlockStore):
 
     def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         return super().saving_inputs(tensors) if self.host_inputs is None else self.host_inputs.saving(tensors)
+
+    def startup_summary(self) -> StartupSummary:
+        found, blocks = super().startup_summary(), self.placement.blocks
+        stored = "/".join(sorted({part.stored_as for unit in blocks for part in unit.parts}))
+        return replace(
+            found,
+            weights=found.weights + (f", blocks stored as {stored}" if blocks else ""),
+            device_bytes={**found.device_bytes, **nonzero([("scratch", self._scratch.numel())])},
+        )
 
     def check_frozen(self) -> None:
         """Raises if a parameter that is stored with its block requires a gradient."""
