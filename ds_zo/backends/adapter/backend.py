@@ -223,6 +223,9 @@ class AdapterBackend(Backend):
         if resume:
             self.optimizer.load_state_dict(optimizer)
 
+    def frozen_unread(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._base is None else self._base.state.encoded_unread()
+
     def stored(self) -> dict[str, torch.Tensor]:
         return super().stored() if self._base is None else self._base.state.stored()
 

@@ -8,23 +8,29 @@ is decoded into one scratch buffer, which all blocks share, each time that it is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs
+from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.planner.choices import WIRE
+from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, has_source, put_back
 from ds_zo.streaming.placement import plan_units
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
+
+_ROOM = 3
+"""Decoded copies of a unit that must fit free host memory before it is decoded."""
 
 
 class FrozenBlockStore(RecomputedBlockStore):
@@ -137,7 +143,33 @@ class FrozenModuleState(RecomputedModuleState):
         """Returns the float32 master of a trained parameter. None: it has none."""
         self.num_writes = 0
         """Number of weights that were written by name so far."""
+        self._reads_encoded = True
+        """False: `state_dict` has placeholders without memory for encoded weights."""
         super().__init__(block_store, module)
+        self._save: StandIn | None = None
+        if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
+            self._save = StandIn(partial(self._save_adapters, module.save_pretrained), module.save_pretrained)
+            object.__setattr__(module, "save_pretrained", self._save)
+
+    @contextmanager
+    def encoded_unread(self) -> Iterator[None]:
+        """Context in which `state_dict` decodes no weights."""
+        self._reads_encoded, before = False, self._reads_encoded
+        try:
+            yield
+        finally:
+            self._reads_encoded = before
+
+    def _save_adapters(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces PEFT's `save_pretrained`, which takes the adapters out of a `state_dict` of the whole model."""
+        with self.encoded_unread():
+            return save(*args, **kwargs)
+
+    def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
+        unit, _ = self._placement_of[id(p)]
+        if not self._reads_encoded and FrozenBlockStore.is_encoded(unit):
+            return torch.zeros((), dtype=p.dtype).expand(p.shape)
+        return super()._read_into(state_dict, p)
 
     @torch.no_grad()
     def refresh(self, parameter: nn.Parameter) -> None:
@@ -155,6 +187,7 @@ class FrozenModuleState(RecomputedModuleState):
 
     def _read_encoded(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
         if self._decoded is None or self._decoded[0] != id(unit):
+            _check_host_memory(unit)
             with self._block_store.materialise(unit):
                 copies = {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
             self._decoded = (id(unit), copies)
@@ -193,6 +226,8 @@ class FrozenModuleState(RecomputedModuleState):
             self.stop_intercepting()
             self.release_all(rebind=True)
             self._return_encoded()
+        if self._save is not None and self._module.__dict__.get("save_pretrained") is self._save:
+            object.__delattr__(self._module, "save_pretrained")
         super().close()
 
     @torch.no_grad()
@@ -209,6 +244,19 @@ class FrozenModuleState(RecomputedModuleState):
             for placed in unit.placed:
                 if id(placed.parameter) in unread:
                     put_back(self._module, placed.parameter)
+
+
+def _check_host_memory(unit: Unit) -> None:
+    """Raises if host memory has no room for the decoded weights of a unit. The system would end the process instead."""
+    if sys.platform != "linux":
+        return
+    free = host_free_bytes()
+    if free < _ROOM * unit.scratch_nbytes:
+        raise RuntimeError(
+            f"host memory has no room for the decoded base, got {free / 1e9:.1f} GB free at {unit.name}: save the "
+            "adapters alone, by save_pretrained of the PEFT model, by save_checkpoint, or from Trainer with "
+            "zero_optimization.stage 3"
+        )
 
 
 def resident_ids(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> set[int]:

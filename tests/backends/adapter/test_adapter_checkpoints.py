@@ -12,6 +12,7 @@ import transformers as hf
 from adapter_runs import METHODS, adapted, adapter_json, batches, peft, start, train, weights
 from tiny_models import tiny_model
 
+from ds_zo.backends.adapter import block_store
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.streaming.loading import load_pretrained
 
@@ -82,7 +83,7 @@ def test_another_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
     assert not fresh.optimizer.state
 
 
-def test_saved_models_have_the_decoded_base(tmp_path: Path) -> None:
+def test_saved_models_have_the_decoded_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(adapted(dtype=torch.bfloat16), adapter_json(frozen_dtype="nf4", **BF16))
     train(engine, batches(1))
     expected = weights(engine.module)
@@ -92,7 +93,13 @@ def test_saved_models_have_the_decoded_base(tmp_path: Path) -> None:
     engine.save_16bit_model(str(tmp_path), "model.bin")
     saved = torch.load(tmp_path / "model.bin")
     assert all(torch.equal(value, saved[name]) for name, value in expected.items())
+    monkeypatch.setattr(block_store, "host_free_bytes", lambda: 0)  # adapters are saved without the decoded base
     engine.module.save_pretrained(tmp_path / "adapter")
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert trained.keys() == {name for name in expected if "lora_" in name}
+    with pytest.raises(RuntimeError, match=r"no room for the decoded base, got 0.0 GB .*: save the adapters alone"):
+        engine.module.state_dict()
+    monkeypatch.undo()
     adapters = peft.load_peft_weights(str(tmp_path / "adapter"))
     assert adapters and all("lora_" in name for name in adapters)
     module = engine.module
