@@ -24,7 +24,8 @@ class HostInputs:
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self.device = device
         self._store = HostStore(device, pin=pin)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """The side stream of all copies; None without CUDA."""
         self._free: dict[int, list[torch.Tensor]] = {}
         """Buffers that hold no input, by their bytes."""
         self._kept: weakref.WeakValueDictionary[int, KeptInput] = weakref.WeakValueDictionary()
@@ -72,17 +73,17 @@ class HostInputs:
 
     def on_side_stream(self) -> AbstractContextManager[Any]:
         """Context of a copy, which comes after the work that was issued to the compute stream so far."""
-        if self._stream is None:
+        if self.stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
 
     def take_back(self, buffer: torch.Tensor) -> None:
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         self._store.close()
 
 
@@ -94,7 +95,7 @@ class KeptInput:
         self._owner = owner
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._host = buffer
-        self._copied = torch.cuda.Event() if owner.device.type == "cuda" else None
+        self._copied = None if owner.stream is None else torch.cuda.Event()
         """Recorded after the last copy of this input, to the host or back."""
         self._device: torch.Tensor | None = tensor
         """The input on the device; None while only the host has it."""
