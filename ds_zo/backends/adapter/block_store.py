@@ -148,7 +148,8 @@ class FrozenModuleState(RecomputedModuleState):
         super().__init__(block_store, module)
         self._save: StandIn | None = None
         if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
-            self._save = StandIn(partial(self._save_adapters, module.save_pretrained), module.save_pretrained)
+            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
+            self._save = StandIn(partial(self._save_adapters, save), save)
             object.__setattr__(module, "save_pretrained", self._save)
 
     @contextmanager
