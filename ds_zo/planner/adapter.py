@@ -7,7 +7,7 @@ from typing import Any
 from ds_zo.config.optimizers import AdamWParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing, recomputed
-from ds_zo.planner.choices import WIRE
+from ds_zo.planner.choices import frozen_wire
 from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.recomputed import Streamed
@@ -68,8 +68,13 @@ def _resident(
 def _streamed(model: Model, limits: Limits, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
     trace = model.low_rank_trace(rank=LOW_RANK, checkpointing=True)
     placement = plan_units(
-        model.module, [], block_paths=stream.blocks, frozen_wire=WIRE[stream.frozen_dtype], split=False
+        model.module, [], block_paths=stream.blocks, frozen_wire=frozen_wire(stream.frozen_dtype), split=False
     )
+    if stream.frozen_dtype == "mxfp4" and not placement.decodes_frozen:
+        raise ValueError(
+            f"frozen_dtype mxfp4 keeps weights of experts that a model's files hold in MXFP4, got {model.name}, which "
+            "has no experts: take nf4 (--stream)"
+        )
     placement.scratch_nbytes = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
     trained = _trained(model, trace)
     num_blocks = len(placement.blocks)

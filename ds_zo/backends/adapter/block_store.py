@@ -24,7 +24,7 @@ from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBl
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.planner.choices import WIRE
 from ds_zo.records.environment import host_free_bytes
-from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, has_source, put_back
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, has_source, put_back, shipped_wire
 from ds_zo.streaming.placement import plan_units
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
@@ -54,7 +54,7 @@ class FrozenBlockStore(RecomputedBlockStore):
             module,
             param_groups,
             block_paths=stream.blocks,
-            frozen_wire=WIRE[frozen_dtype],
+            frozen_wire=shipped_wire(module, frozen_dtype) if frozen_dtype in ("auto", "mxfp4") else WIRE[frozen_dtype],
             split=False,
             outside_blocks=resident_ids(module, param_groups),
         )

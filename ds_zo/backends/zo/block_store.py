@@ -42,7 +42,7 @@ from ds_zo.streaming.budget import (
 )
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, reader_of
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, reader_of, shipped_wire
 from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
@@ -79,12 +79,13 @@ class ZOBlockStore:
         if frozen_dtype == "auto" and config.stream:
             frozen_dtype = frozen_dtype_of(module) or "auto"
         check_frozen_dtype(module, frozen_dtype)
+        ships = frozen_dtype in ("auto", "mxfp4")
         self.placement = plan_units(
             module,
             param_groups,
             block_paths=self._stream.blocks,
             wire=WIRE[self._stream.wire_dtype],
-            frozen_wire=WIRE[frozen_dtype],
+            frozen_wire=shipped_wire(module, frozen_dtype) if ships and config.stream else WIRE[frozen_dtype],
             split=self._stream.master == "split",
         )
         _check_dtypes(self.placement)
