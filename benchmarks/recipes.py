@@ -321,6 +321,16 @@ RECIPES = (
         planned_as="ZO of all weights: adapters are not in the plan",
     ),
     Recipe(
+        "adapter_70b_16gb",
+        "70B, LoRA by AdamW with a streamed NF4 base",
+        "meta-llama/Llama-2-70b-hf",
+        "llama-70b",
+        1024,
+        "adapter",
+        device_gb=16,
+        options=f"{_TEXT_OPTIONS} --lora-rank 16 --lora-targets all-linear",
+    ),
+    Recipe(
         "zero_offload",
         "Stock ZeRO-Offload",
         "huggyllama/llama-7b",
@@ -386,6 +396,7 @@ LARGE_MODEL_RATES = (
     ("ZO", "up to 7B", "zo", f"ten times that of {_MEZO}"),
     ("ZO", "13B and larger", "zo_13b_24gb", _MEZO),
     ("ZO with LoRA", "7B and larger", "lora_zo_7b_8gb", f"{_MEZO} with LoRA"),
+    ("LoRA by AdamW", "70B", "adapter_70b_16gb", "[QLoRA's settings for LLaMA-65B](https://arxiv.org/abs/2305.14314)"),
 )
 """Method, model, the JSON in ds_configs/ with its learning rate for such a model, and where that rate comes from."""
 QUALITY_METHODS = ("zero-shot", "adamw", "lora", "adalomo", "lomo", "zo", "zo-bf16-wire", "zo-fp8-wire")

@@ -86,7 +86,10 @@ def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--host-memory-gb", "0"], "memory must be > 0 GB, or left out for any amount, got 0 (--host-memory-gb)"),
         (["--device-memory-gb", "inf"], "got inf (--device-memory-gb)"),
         (["--params", '{"clip_gradvalue": 1}', "--backend", "lomo"], "optimizer.params.clip_gradvalue"),
-        (["--params", '{"lr": 1}', "--backend", "adamw"], "planned for zo, lomo, adalomo, lsp, got some of adamw"),
+        (
+            ["--params", '{"lr": 1}', "--backend", "adamw"],
+            "planned for zo, lomo, adalomo, lsp, adapter, got some of adamw",
+        ),
         (["--stream", '{"wire_dtype": "fp8"}', "--backend", "lomo"], "(ds_zo.stream.wire_dtype)"),
         (["--gpus", "0", "--backend", "zo"], "gpus and nodes must be >= 1, got 0 and 1"),
     ):

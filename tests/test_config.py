@@ -191,6 +191,10 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ),
     ("LOMO", stream("writeback_interval", 8), ["belongs to ZO", "lomo"], "ds_zo.stream.writeback_interval"),
     ("LSP", stream("fuse_update", False), ["belongs to ZO"], "ds_zo.stream.fuse_update"),
+    ("LSP", stream("offload_activations", True), ["belongs to Adapter"], "ds_zo.stream.offload_activations"),
+    ("Adapter", stream("wire_dtype", "fp8"), ["must be auto"], "ds_zo.stream.wire_dtype"),
+    ("Adapter", stream("fuse_update", False), ["belongs to ZO"], "ds_zo.stream.fuse_update"),
+    ("Adapter", param("adam_w_mode", False), ["must be true"], "optimizer.params.adam_w_mode"),
     ("LSP", stream("wire_dtype", "fp8"), ["the model's fp32 under lsp", '"fp8"'], "ds_zo.stream.wire_dtype"),
     ("LSP", stream("master", "split"), ["belongs to ZO", "under lsp"], "ds_zo.stream.master"),
     ("LOMO", {"ds_zo.checkpoint.trajectory": True}, ["belongs to ZO"], "ds_zo.checkpoint.trajectory"),
@@ -720,3 +724,25 @@ def test_a_section_spelt_another_way_is_never_ignored(key: str) -> None:
 def test_a_remedy_names_the_place_that_this_json_has() -> None:
     with pytest.raises(ConfigError, match=r"set ds_zo\.params\.accumulation"):
         resolve({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "ds_zo": {"backend": "lomo"}})
+
+
+def test_adapter_takes_a_stock_adamw_of_the_json_or_of_the_script() -> None:
+    json: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9]}},
+        "ds_zo": {"backend": "adapter"},
+    }
+    found = resolve(json)
+    assert (found.backend, found.params_at, found.optimizer.lr) == ("adapter", "optimizer.params", 3e-4)
+    assert (found.ignored, found.warnings) == ((), ())
+    with pytest.raises(ConfigError, match=r"one optimizer must be given, got optimizer.type \"AdamW\""):
+        resolve(json, client_optimizer=True)
+    with pytest.raises(ConfigError, match="selects without an optimizer block"):
+        resolve({**json, "optimizer": {"type": "SGD"}})
+    with pytest.raises(ConfigError, match="selects without an optimizer block"):
+        resolve({**json, "ds_zo": {"backend": "lsp"}})
+    del json["optimizer"]
+    assert resolve(json, client_optimizer=True).params_at == "ds_zo.params"
+    json["ds_zo"]["params"] = {"betas": [0.9, 0.9]}
+    with pytest.raises(ConfigError, match="betas belongs to the optimizer that the script makes"):
+        resolve(json, client_optimizer=True)

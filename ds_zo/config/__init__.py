@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_zo.config.errors import ConfigError
 from ds_zo.config.optimizers import (
     AdaLOMOParams,
+    AdamWParams,
     AdapterParams,
     LOMOParams,
     LSPParams,
@@ -20,6 +21,7 @@ from ds_zo.config.stock import LossScale
 __all__ = [
     "BACKENDS",
     "AdaLOMOParams",
+    "AdamWParams",
     "AdapterParams",
     "BackendEntry",
     "CheckpointConfig",

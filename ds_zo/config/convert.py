@@ -62,9 +62,14 @@ _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
 _LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-_STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype")
+_STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations")
 _STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
+_READERS = {
+    "stream.frozen_dtype": "only ZO and Adapter read it",
+    "stream.offload_activations": "only Adapter reads it",
+}
+"""Reasons to remove keys of the `ds_zo` section that ZO is not the only one to read."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +269,11 @@ def _convert_optimizer(draft: Draft, source: str | None) -> None:
         owner = entry_of(source).optimizer_type
     if draft.is_client:
         draft.set(f"{section}.backend", entry.name, "the script makes its own optimizer, so the section names {type}")
+    elif entry.stock_types and not _names_itself(draft, source):
+        if str(draft.get("optimizer.type")).lower() not in entry.stock_types:
+            draft.set("optimizer.type", "AdamW", "AdamW trains the adapters")
+        draft.set(f"{section}.backend", entry.name, "the section names {type}, which calls the optimizer of the JSON")
+        draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
     else:
         if source != entry.name:
             draft.set("optimizer.type", entry.optimizer_type, "the update is {type}'s")
@@ -278,6 +288,11 @@ def _convert_optimizer(draft: Draft, source: str | None) -> None:
             draft.remove(
                 f"{draft.params_at}.{key}", 'Trainer and Accelerate refuse "auto" here; left out means the same'
             )
+
+
+def _names_itself(draft: Draft, source: str | None) -> bool:
+    """Whether `optimizer.type` of the source is the name of the backend that it is converted to."""
+    return source == draft.entry.name and str(draft.get("optimizer.type")).lower() == draft.entry.name
 
 
 def _convert_precision(draft: Draft) -> None:
@@ -310,7 +325,7 @@ def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
     unread = [f"stream.{key}" for key in entry.unread_stream_keys]
     unread += [] if entry.replays_updates else ["checkpoint.trajectory", "checkpoint.trajectory_dir"]
     for key in (*unread, *([] if entry.zeroth_order else ["cuda_graphs"])):
-        draft.remove(f"{at}.{key}", "only ZO reads it")
+        draft.remove(f"{at}.{key}", _READERS.get(key, "only ZO reads it"))
     if not entry.compiles_blocks:
         draft.remove(f"{at}.compile_blocks", "{type} does not compile blocks")
     stage = draft.get("zero_optimization.stage")
@@ -376,7 +391,11 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
     lr, why, basis = start.lr, start.source, start.basis
     if entry.adamw_rates and is_adam and old:
         lr = float(old)
-        why = basis = f"AdamW's rate: {entry.optimizer_type}'s updates of a matrix are as large as AdamW's"
+        why = basis = (
+            "AdamW's rate: the optimizer stays"
+            if entry.stock_types
+            else f"AdamW's rate: {entry.optimizer_type}'s updates of a matrix are as large as AdamW's"
+        )
     if draft.is_client:
         keep = " (AdamW's own is right too)" if entry.adamw_rates else ""
         draft.note(

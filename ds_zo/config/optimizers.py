@@ -232,6 +232,31 @@ class AdaLOMOParams(LOMOParams):
     """Largest root mean square of a normalised update."""
 
 
+class AdamWParams(OptimizerParams):
+    """Adapter: AdamW trains the parameters that require gradients, over a frozen base that is streamed."""
+
+    lr: float = Field(1e-4, ge=0, le=100)
+    """Learning rate; a `scheduler` scales it."""
+
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
+    """AdamW's decay rates."""
+
+    eps: float = Field(1e-8, gt=0, le=1)
+    """Added to the denominator of AdamW's update."""
+
+    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        for key, value in (config.section.params or {}).items():
+            text = f"{key} belongs to the optimizer that the script makes, got {shown(value)}; set it there"
+            raise ConfigError(text, at=f"ds_zo.params.{key}")
+        for key in ("adam_w_mode", "adamw_mode"):
+            if lookup(ds_config, f"optimizer.params.{key}") is False:
+                text = (
+                    f"{key} must be true, because weight decay is decoupled from the gradient, got false; leave it "
+                    'out, or make torch.optim.Adam in the script and write "ds_zo": {"backend": "adapter"}'
+                )
+                raise ConfigError(text, at=f"optimizer.params.{key}")
+
+
 _RETIRED_LSP_KEYS = {
     "update_rms": ("updates always have AdamW's size", "remove it, and set lr to AdamW's learning rate"),
     "payload_dtype": ("float32 copies were the fastest on every machine that was measured", "remove it"),

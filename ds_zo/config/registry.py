@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.errors import ConfigError, shown, suggestion
-from ds_zo.config.optimizers import AdaLOMOParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
+from ds_zo.config.optimizers import AdaLOMOParams, AdamWParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class BackendEntry:
 
     params: type[OptimizerParams] = OptimizerParams
     """Types `optimizer.params`."""
+
+    stock_types: tuple[str, ...] = ()
+    """Stock values of `optimizer.type`, in lower case, that a JSON may name beside `ds_zo.backend`. The backend calls
+    `step()` of the optimizer that it is given."""
 
     streams: bool = False
     """The backend streams blocks when `offload_param.device` is "cpu". False: the configuration refuses that setting,
@@ -73,7 +77,13 @@ class BackendEntry:
 
     stores_other_dtypes: bool = False
     """The backend reads `wire_dtype`, `frozen_dtype` and `master` of `stream`. False: weights are stored in the model's
-    dtype."""
+    dtype, except frozen ones under `stores_frozen_dtypes`."""
+
+    stores_frozen_dtypes: bool = False
+    """The backend reads `stream.frozen_dtype`, and not the other two keys of `stores_other_dtypes`."""
+
+    offloads_activations: bool = False
+    """The backend reads `stream.offload_activations`. False: the configuration refuses true."""
 
     rounds_by_kahan: bool = False
     """The backend has `rounding` kahan for weights on the device. False: the configuration refuses it."""
@@ -90,8 +100,19 @@ class BackendEntry:
     @property
     def unread_stream_keys(self) -> tuple[str, ...]:
         """Keys of `ds_zo.stream` that the backend does not read."""
-        of_replay = () if self.replays_updates else ("writeback_interval", "fuse_update")
-        return of_replay if self.stores_other_dtypes else ("wire_dtype", "frozen_dtype", "master", *of_replay)
+        unread = {
+            "wire_dtype": not self.stores_other_dtypes,
+            "frozen_dtype": not self.reads_frozen_dtype,
+            "master": not self.stores_other_dtypes,
+            "writeback_interval": not self.replays_updates,
+            "fuse_update": not self.replays_updates,
+            "offload_activations": not self.offloads_activations,
+        }
+        return tuple(key for key, is_unread in unread.items() if is_unread)
+
+    @property
+    def reads_frozen_dtype(self) -> bool:
+        return self.stores_other_dtypes or self.stores_frozen_dtypes
 
 
 _BUILT_IN = (
@@ -146,6 +167,20 @@ _BUILT_IN = (
         adamw_rates=True,
         planner="ds_zo.planner.lsp:estimate_lsp",
     ),
+    BackendEntry(
+        "Adapter",
+        "ds_zo.backends.adapter.backend:AdapterBackend",
+        AdamWParams,
+        stock_types=("adamw", "adam"),
+        streams=True,
+        shards_host=True,
+        scales_loss=True,
+        clips_gradients=True,
+        adamw_rates=True,
+        stores_frozen_dtypes=True,
+        offloads_activations=True,
+        planner="ds_zo.planner.adapter:estimate_adapter",
+    ),
 )
 _entries = {entry.name: entry for entry in _BUILT_IN}
 
@@ -159,14 +194,14 @@ def register_backend(
     *,
     params: type[OptimizerParams] = OptimizerParams,
     planner: str | None = None,
-    **capabilities: bool,
+    **capabilities: Any,
 ) -> None:
     """Makes a backend available to every JSON that names `optimizer_type`.
 
     `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
     `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `capabilities` are
-    the boolean fields of `BackendEntry`, all False by default. Call it before `deepspeed.initialize`, in every process;
-    to register the same entry twice does nothing.
+    the other fields of `BackendEntry`, by default False or empty. Call it before `deepspeed.initialize`, in every
+    process; to register the same entry twice does nothing.
     """
     entry = BackendEntry(optimizer_type, backend, params, planner=planner, **capabilities)
     stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}

@@ -124,9 +124,16 @@ def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
 
 
 def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str | None:
+    """The backend that `optimizer.type` names: by its own name, or by a stock one that the backend of `ds_zo.backend`
+    uses."""
     optimizer = ds_config.get(key)
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
-    return name.lower() if isinstance(name, str) and name.lower() in backend_names() else None
+    if not isinstance(name, str):
+        return None
+    if name.lower() in backend_names():
+        return name.lower()
+    in_section = _backend_in_section(ds_config)
+    return in_section if in_section is not None and name.lower() in entry_of(in_section).stock_types else None
 
 
 def _backend_in_section(ds_config: dict[str, Any]) -> str | None:

@@ -175,9 +175,9 @@ def _check_streaming(config: Resolved) -> None:
     if config.stream:
         return
     stream = config.section.stream
-    for key in ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype"):
+    for key in ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations"):
         value = getattr(stream, key)
-        if value not in (None, "auto"):
+        if value is not None and value is not False and value != "auto":
             text = (
                 f"{key} needs block streaming, got {shown(value)} without it; set "
                 'zero_optimization.offload_param.device to "cpu", or leave the key out'
@@ -207,9 +207,15 @@ def _check_capabilities(config: Resolved) -> None:
             f"model's dtype, got {shown(stream.wire_dtype)}; leave it out"
         )
         raise ConfigError(text, at="ds_zo.stream.wire_dtype")
-    if stream.frozen_dtype != "auto" and not entry.stores_other_dtypes:
-        text = f"frozen_dtype belongs to ZO, got {shown(stream.frozen_dtype)} under {config.backend}; leave it out"
+    if stream.frozen_dtype != "auto" and not entry.reads_frozen_dtype:
+        text = (
+            f"frozen_dtype belongs to ZO and Adapter, got {shown(stream.frozen_dtype)} under {config.backend}; leave "
+            "it out"
+        )
         raise ConfigError(text, at="ds_zo.stream.frozen_dtype")
+    if stream.offload_activations and not entry.offloads_activations:
+        text = f"offload_activations belongs to Adapter, got true under {config.backend}; leave it out"
+        raise ConfigError(text, at="ds_zo.stream.offload_activations")
     if stream.master == "split" and "master" in stream.model_fields_set and not entry.stores_other_dtypes:
         text = (
             f"master split belongs to ZO, got it under {config.backend}, which stores no low bits; leave it out, and "

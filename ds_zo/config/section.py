@@ -35,11 +35,15 @@ class StreamConfig(ConfigModel):
     shared by 256 values. fp8 takes half the bytes of bf16."""
 
     frozen_dtype: FrozenDtype = "auto"
-    """Format in which the host stores frozen matrices of blocks (ZO), such as the base model under LoRA; auto: the
-    model's dtype, or the four bits in which the files of `ds_zo.load_pretrained` hold a matrix. nf4 is the four-bit
+    """Format in which frozen matrices of blocks are stored (ZO and Adapter), such as the base model under LoRA; auto:
+    the model's dtype, or the four bits in which the files of `ds_zo.load_pretrained` hold a matrix. nf4 is the four-bit
     format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. mxfp4 is that of gpt-oss, for matrices that
     the files hold so: 0.53125 bytes a weight. Frozen vectors keep the model's dtype, and trained parameters are stored
     as `wire_dtype` says."""
+
+    offload_activations: bool = False
+    """Adapter: keep the inputs of blocks, from which the backward pass recomputes the blocks, in pinned host memory. It
+    saves the device one hidden state for each block."""
 
     master: Literal["split", "wire"] = "split"
     """split: the host keeps the low bits of float32 weights in a second buffer. wire: weights exist only in

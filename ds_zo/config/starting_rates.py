@@ -44,6 +44,7 @@ STARTING_RATES = (
     StartingRate("adalomo", "AdaLOMO", "7B", math.inf, 5e-4, "the AdaLomo authors' rate for LLaMA-7B"),
     StartingRate("lsp", "LSP", "SmolLM2-135M", 1e9, 1e-4, "the only rate tried"),
     StartingRate("lsp", "LSP", "7B", math.inf, 2e-5, "the rate of AdamW in Stanford Alpaca's settings for LLaMA-7B"),
+    StartingRate("adapter", "LoRA by AdamW", "70B", math.inf, 1e-4, "QLoRA's rate for LLaMA-65B"),
 )
 _USUAL_NUMEL = 7e9
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_zo.planner import choices
+from ds_zo.planner.low_rank import low_rank_adapters
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.planner.timeline import Trace
@@ -73,6 +74,16 @@ class Model:
                 return self._run_backward(checkpointing=checkpointing)
 
         return self._trace(f"backward {checkpointing} {loss_in_chunks}", run)
+
+    def low_rank_trace(self, *, rank: int, checkpointing: bool) -> Trace:
+        """The trace of a forward and a backward pass that train LoRA adapters on all matrices of the blocks, with the
+        loss in chunks."""
+
+        def run() -> Trace:
+            with self._chunked_losses(), low_rank_adapters(self.module, self.blocks, rank=rank):
+                return self._run_backward(checkpointing=checkpointing)
+
+        return self._trace(f"low rank {rank} {checkpointing}", run)
 
     def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
         if kind not in self._traces:

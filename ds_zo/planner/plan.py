@@ -24,7 +24,7 @@ from ds_zo.planner.stock import (
     estimate_zero_offload,
 )
 
-_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype")
+_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations")
 """Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
 _IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
 _BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
@@ -57,10 +57,10 @@ def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) ->
     """The estimate of one of our backends. If it does not fit, a note names a stored form that would. Raises if
     `deepspeed.initialize` would refuse its JSON."""
     found = _own_estimate(entry, model, limits, options)
-    if found.fits or not entry.stores_other_dtypes:
+    if found.fits:
         return found
     written = options.stream.model_dump(exclude_unset=True)
-    for form in _NARROWER:
+    for form in (form for form in _NARROWER if not form.keys() & set(entry.unread_stream_keys)):
         other = _own_estimate(entry, model, limits, replace(options, stream=StreamConfig(**{**written, **form})))
         if other.fits:
             adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
@@ -199,7 +199,8 @@ def plan(
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
     section = parse(StreamConfig, dict(stream or {}), at="ds_zo.stream")
-    if offload is None and any(getattr(section, key) not in (None, "auto") for key in _NEED_STREAMING):
+    values = [getattr(section, key) for key in _NEED_STREAMING]
+    if offload is None and any(value is not None and value is not False and value != "auto" for value in values):
         offload = True
     options = Options(section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1)
     if isinstance(model, str):

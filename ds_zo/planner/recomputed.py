@@ -44,11 +44,16 @@ class Streamed:
         return f"{len(self.blocks)} of {len(self.placement.blocks)} blocks streamed, recomputed from their inputs"
 
 
-def place(model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: int) -> Streamed:
-    """Keeps as many blocks on the device as fit. `other_nbytes`: device memory that is neither weights nor slots."""
-    placement = plan_units(
-        model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
-    )
+def place(
+    model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: int, placement: Placement | None = None
+) -> Streamed:
+    """Keeps as many blocks on the device as fit. `other_nbytes`: device memory that is neither weights, slots nor
+    scratch. `placement`: None: all parameters are trained, and there is no scratch."""
+    if placement is None:
+        placement = plan_units(
+            model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
+        )
+        placement.scratch_nbytes = 0
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots if stream.overlap else 1
     none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_replay_slots": 0, "pairs": False}
@@ -57,10 +62,8 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: i
     if stream.resident_blocks is not None:
         num_resident = min(stream.resident_blocks, num_blocks)
     elif limits.device_nbytes is not None:
-        # `most_resident` adds the scratch memory of a placement, which only ZO has.
-        others = other_nbytes - placement.scratch_nbytes
         budget = limits.device_nbytes
-        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=others, sizes=lambda _: sizes)
+        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=other_nbytes, sizes=lambda _: sizes)
         num_resident = max(0, found)
     there = device_bytes(placement, num_resident=num_resident, **sizes)
     stays = evenly_spaced(num_blocks, num_resident)

@@ -528,7 +528,8 @@ class PluginEngine(CheckpointingEngine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        state = self.backend.module_state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        with self.backend.frozen_unread() if exclude_frozen_parameters else nullcontext():
+            state = self.backend.module_state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,10 +74,12 @@ def plan_units(
     wire: torch.dtype | None = None,
     frozen_wire: FrozenWire = None,
     split: bool = True,
+    outside_blocks: Collection[int] = (),
 ) -> Placement:
     """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks, and
     `frozen_wire` that of frozen matrices there, or a function that returns it for each (None: each parameter's own
-    dtype). Parameters outside the blocks keep their dtype: they are never streamed."""
+    dtype). Parameters outside the blocks keep their dtype: they are never streamed. `outside_blocks`: ids of parameters
+    that are not stored with their block. The trainable parameters of a mostly frozen block never are."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
     for name, entry in blocks.items():
@@ -112,13 +114,15 @@ def plan_units(
         else:
             in_block[block].append(placed)
     for name, placed_list in in_block.items():
-        frozen = [p for p in placed_list if not p.trainable]
+        frozen = sum(p.numel for p in placed_list if not p.trainable)
         # In a mostly frozen block the trainable parameters (adapters) become resident units of their own.
-        if sum(p.numel for p in frozen) > sum(p.numel for p in placed_list) // 2:
-            for placed in placed_list:
-                if placed.trainable:
-                    outside.setdefault(owners[id(placed.parameter)][0], []).append(placed)
-            in_block[name] = frozen
+        mostly_frozen = frozen > sum(p.numel for p in placed_list) // 2
+        in_block[name] = []
+        for placed in placed_list:
+            if id(placed.parameter) in outside_blocks or (mostly_frozen and placed.trainable):
+                outside.setdefault(owners[id(placed.parameter)][0], []).append(placed)
+            else:
+                in_block[name].append(placed)
 
     def make(name: str, m: nn.Module, placed: list[PlacedParameter], index: int, *, is_block: bool) -> Unit:
         parts = _parts(

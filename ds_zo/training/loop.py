@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ds_zo.checkpoint.preemption import Preemption
 from ds_zo.config import backend_of
+from ds_zo.config.stock import lookup
 from ds_zo.records.environment import host_peak_gb
 from ds_zo.records.run_summary import Best, Point
 from ds_zo.tasks import Evaluator, HeadTask, Score, pad_token_id
@@ -69,13 +70,17 @@ class TrainingLoop:
         """The folder of the saved model; None: no model has been saved."""
         self.progress = Progress()
 
+    def _stores_base_narrow(self) -> bool:
+        """Whether the frozen base of adapters is stored in fewer bits, so that it need not exist in its own dtype."""
+        return lookup(self.config, "ds_zo.stream.frozen_dtype") not in (None, "auto")
+
     def _load_model(self) -> Any:
         """Returns the model, and keeps its tokenizer."""
         args, has_head = self.args, isinstance(self.task, HeadTask)
         model, self.tokenizer = load_model(
             args.model,
             dtype=DTYPES[self.dtype],
-            lazily=backend_of(self.config) is not None and args.lora_rank is None,
+            lazily=backend_of(self.config) is not None and (args.lora_rank is None or self._stores_base_narrow()),
             num_labels=self.task.num_labels if isinstance(self.task, HeadTask) else None,
         )
         if has_head and args.padding_side == "left" and self.tokenizer.cls_token_id is not None:

@@ -223,13 +223,13 @@ def test_its_own_keys_are_typed_suggested_and_listed() -> None:
         resolve(ds_config)
     tables = key_tables()
     assert '### `optimizer.params` with `"type": "Glide"`\n' in tables and "A key that no other backend has." in tables
-    assert "`lsp` or `plainsgd` or `glide`" in tables
+    assert "`adapter` or `plainsgd` or `glide`" in tables
 
 
 def test_names_are_suggested_where_one_is_misspelt() -> None:
     with pytest.raises(ConfigError, match='did you mean "PlainSGD"'):
         start(config(kind="PlainSDG"))
-    with pytest.raises(ConfigError, match='one of zo, lomo, adalomo, lsp, plainsgd, got "planesgd"'):
+    with pytest.raises(ConfigError, match='one of zo, lomo, adalomo, lsp, adapter, plainsgd, got "planesgd"'):
         backend_of({"ds_zo": {"backend": "planesgd"}})
 
 

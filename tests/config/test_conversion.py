@@ -162,7 +162,7 @@ def test_each_shipped_json_becomes_one_of_each_backend(path: Path, to: str) -> N
         resolved = check(found.config)
         assert (resolved.ignored, resolved.warnings) == ((), ())
         start = starting_rate(to, is_clipped=config["gradient_clipping"] > 0)
-        was_adamw = config["optimizer"]["type"] == "AdamW" and to == "lsp"
+        was_adamw = config["optimizer"]["type"] == "AdamW" and to in ("lsp", "adapter")
         assert found.config["optimizer"]["params"]["lr"] == found.lr == (2e-5 if was_adamw else start.lr)
 
 
@@ -178,7 +178,7 @@ def test_auto_stays_where_clients_fill_it(name: str, to: str) -> None:
     if "optimizer" in config:
         params = new["optimizer"]["params"]
         assert params["lr"] == params["weight_decay"] == "auto" and ("betas" in params) == (
-            to == "lsp" and name == "trainer_z3"
+            to in ("lsp", "adapter") and name == "trainer_z3"
         )
         assert new["scheduler"] == config["scheduler"]
         assert any(f"learning rate to {found.lr:g}" in note for note in found.notes)

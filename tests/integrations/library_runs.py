@@ -27,7 +27,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ds_zo.config.registry import entry_of
 from ds_zo.plugin.engine import PluginEngine
 
-LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3}
+LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3, "adapter": 1e-3}
 """Large enough that a few steps move a toy model."""
 
 ENGINE_BACKENDS = ("zo", "lomo", "lsp")

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 @pytest.fixture(autouse=True)
 def _adalomo_resumes_alone(backend: str, request: pytest.FixtureRequest) -> None:
     if backend not in ENGINE_BACKENDS and not request.node.name.startswith("test_resume"):
-        pytest.skip("AdaLOMO's engine is LOMO's: what it saves differs")
+        pytest.skip("AdaLOMO's engine is LOMO's, and Adapter's is tested in backends/adapter: what they save differs")
 
 
 def test_it_logs_loss_grad_norm_and_lr(backend: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import ds_zo  # noqa: F401
 from ds_zo.config.optimizers import LSPParams, ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Estimate, Limits
+from ds_zo.planner.adapter import estimate_adapter
 from ds_zo.planner.estimate import PROCESS_NBYTES
 from ds_zo.planner.lomo import estimate_adalomo, estimate_lomo
 from ds_zo.planner.lsp import estimate_lsp
@@ -183,3 +184,29 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     payload = plan.host["payload"] // 2
     assert block_store.runtime.bytes_down - down == plan.down_nbytes - payload
     assert block_store.runtime.bytes_up - up == plan.up_nbytes - payload
+
+
+def test_adapter_takes_the_planned_bytes_on_both_sides() -> None:
+    peft = pytest.importorskip("peft")
+    stream = {"resident_blocks": 1, "frozen_dtype": "nf4", "offload_activations": True}
+    plan = estimate_adapter(planned("llama", dtype="bf16"), Limits(), stream=StreamConfig(**stream), offload=True)
+    settings = peft.LoraConfig(r=16, target_modules="all-linear")
+    model = peft.get_peft_model(tiny_model("llama").bfloat16(), settings, autocast_adapter_dtype=False).train()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 0, "offload_param": OFFLOADED},
+        "ds_zo": {"backend": "adapter", "stream": stream},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    one_step(engine)
+    store = engine.backend._base.block_store
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert plan.host["weights"] == store.store.nbytes
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in store.runtime.slots)
+    assert plan.device["scratch"] == store._scratch.numel()
+    assert plan.device["adapters"] == sum(p.nbytes for p in trained) + engine.backend._trained.nbytes
+    moments = [state[key] for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert plan.device["states"] == sum(moment.nbytes for moment in moments)
+    assert plan.host["activations"] >= store.host_inputs.nbytes > 0

@@ -70,8 +70,8 @@ class Backend(TrainingStep, WeightAccess):
         self.module = module
         self.config = config
         self.optimizer = optimizer
-        """Its `param_groups` hold the current learning rates and weight decays. A backend does not call its
-        `step()`."""
+        """Its `param_groups` hold the current learning rates and weight decays. A backend calls its `step()`
+        only if `stock_types` of its entry names such optimizers."""
         self.device = device
         self.process_group = process_group
         """The data-parallel ranks, whose batches form one global batch. None: the default group, or a run without

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class WeightAccess:
         """Returns the module's `state_dict` with the weights of the current step, also where the backend has updates
         pending. The keywords are those of `nn.Module.state_dict`. `engine.module_state_dict` calls it."""
         return self.module.state_dict(**kwargs)
+
+    def frozen_unread(self) -> AbstractContextManager[None]:
+        """Context in which `module_state_dict` need not read frozen weights, because the caller drops them. The engine
+        enters it for `exclude_frozen_parameters`."""
+        return nullcontext()
 
     def load_module_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads a `state_dict` of the module. The engine calls it for a checkpoint that stock DeepSpeed has written. It

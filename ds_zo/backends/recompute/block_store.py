@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype, reader_of
 from ds_zo.streaming.node import Node, RankPartition
-from ds_zo.streaming.placement import evenly_spaced, move_buffers, place_units, plan_units
+from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -61,6 +61,9 @@ class MaterialisedBlock:
 class RecomputedBlockStore:
     """Stores the weights of a model with recomputed blocks, and materialises a block's weights on the device."""
 
+    fills_after: ClassVar[str] = "the first step"
+    """When the backend calls `fill_device` first, in words."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -69,13 +72,17 @@ class RecomputedBlockStore:
         param_groups: Sequence[Mapping[str, Any]],
         device: torch.device,
         process_group: Any = None,
+        placement: Placement | None = None,
     ) -> None:
+        """`placement`: the model's units, if a subclass divides the model itself."""
         self._module = module
         self._stream = config.section.stream
-        check_frozen_dtype(module, "auto")
         self.device = device
-        self.placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
-        self.placement.scratch_nbytes = 0  # updates are made in place
+        if placement is None:
+            check_frozen_dtype(module, "auto")
+            placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
+            placement.scratch_nbytes = 0  # updates are made in place
+        self.placement = placement
         blocks = self.placement.blocks
         num_resident = min(len(blocks), self._stream.resident_blocks or 0)
         resident_ids = {id(blocks[i]) for i in evenly_spaced(len(blocks), num_resident)}
@@ -212,6 +219,11 @@ class RecomputedBlockStore:
             if unit.streamed:
                 unit.bind_stored()
 
+    def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Context in which autograd saves the input tensors of one call of a block. A subclass may save them in another
+        place."""
+        return nullcontext()
+
     @contextmanager
     def updating_piece(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Context in which this rank's piece of a sharded unit may be changed. Yields the bytes of the piece."""
@@ -338,7 +350,7 @@ class RecomputedBlockStore:
         slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         return StartupSummary(
             weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks), verb=verb)
-            + ("; blocks that fit move to the GPU after the first step" if self._may_fill else ""),
+            + (f"; blocks that fit move to the GPU after {self.fills_after}" if self._may_fill else ""),
             device_bytes=nonzero([("weights", weights), ("this rank's pieces", pieces), ("slots", slots)]),
             host_bytes=nonzero([("weights", self.store.nbytes if self.shards is None else 0)]),
             pinned_bytes=self.store.pinned_nbytes if self.shards is None else 0,

@@ -231,7 +231,8 @@ class RecomputedBlock:
                 call = BlockCall(self, leaves, spec, user_dicts=user_dicts, device=self._block_store.device)
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
-                outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
+                with self._block_store.saving_inputs(tensors):
+                    outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
                 output, written = call.unflatten_output(outputs)
                 for mapping, entries in zip(filter(_is_mapping, given), written, strict=True):
                     mapping.update(entries)

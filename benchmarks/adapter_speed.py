@@ -1,0 +1,297 @@
+"""Memory and speed of LoRA by AdamW over a frozen base with random weights, streamed and resident.
+
+python -m benchmarks.adapter_speed --list
+python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 7b --total-s 200
+python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 70b --total-s 500
+python -m benchmarks.adapter_speed --tiny --device cpu
+
+Weights are drawn and quantised on the GPU, one tensor at a time. A cap of GPU memory is enforced by PyTorch's
+allocator. All linear layers of the blocks have adapters of rank 16. The resident NF4 base has all blocks on the GPU and
+recomputes them in the backward pass as the streamed one does. `7b/bf16-peft` is plain PEFT in PyTorch with gradient
+checkpointing. `7b/nf4-bitsandbytes` is the same over a base of bitsandbytes, and is skipped where that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import presets
+from benchmarks.training_case import TrainingCase
+from ds_zo.bench.measure import link_gbps, measure_steps, start_device
+from ds_zo.bench.runner import WARM, Case, prepare_to_fork
+from ds_zo.bench.shapes import materialise
+from ds_zo.planner.models import DTYPES
+from ds_zo.records.rows import Row
+from ds_zo.streaming.allocator import SETTING
+
+_WARM = (*WARM, "benchmarks.adapter_speed", "ds_zo.backends.adapter.backend")
+_TARGET = "benchmarks.adapter_speed:measure"
+_LR = 1e-4
+
+
+@dataclass(frozen=True)
+class AdapterCase(TrainingCase):
+    """Methods: `adapter` is ours, `peft` is PyTorch with gradient checkpointing, `bitsandbytes` the same in NF4."""
+
+    batch: int = 4
+    length: int = 1024
+    rank: int = 16
+    warmup: int = 3
+    steps: int = 8
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A case, how long it may take, and its host memory in GB, as planned."""
+
+    case: AdapterCase
+    expected_s: float
+    host_gb: float
+
+
+def _stream(**settings: Any) -> dict[str, Any]:
+    return {"frozen_dtype": "nf4", **settings}
+
+
+CASES = {
+    "7b/nf4-resident": _Planned(AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=32)), 40, 8),
+    "7b/nf4-streamed": _Planned(AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=0)), 40, 8),
+    "7b/nf4-streamed-inputs": _Planned(
+        AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=0, offload_activations=True)), 40, 10
+    ),
+    "7b/bf16-streamed": _Planned(AdapterCase("llama-7b", "adapter", stream={"resident_blocks": 0}), 45, 18),
+    "7b/bf16-peft": _Planned(AdapterCase("llama-7b", "peft"), 40, 5),
+    "7b/nf4-bitsandbytes": _Planned(AdapterCase("llama-7b", "bitsandbytes"), 60, 5),
+    "70b/nf4-16gb": _Planned(
+        AdapterCase("llama-70b", "adapter", stream=_stream(device_memory_gb=15), cap_gb=16, warmup=3, steps=6), 170, 46
+    ),
+    "70b/nf4-10gb-inputs": _Planned(
+        AdapterCase(
+            "llama-70b",
+            "adapter",
+            stream=_stream(device_memory_gb=9.5, resident_blocks=0, offload_activations=True),
+            cap_gb=10,
+            warmup=3,
+            steps=5,
+        ),
+        170,
+        52,
+    ),
+}
+"""By name. Expected seconds are for an H200 with 16 cores; nothing has been measured before."""
+
+
+def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
+    """`tiny` rehearses the cases on a toy model."""
+    found = []
+    for name, planned in CASES.items():
+        settings = planned.case.settings() | {"device": device}
+        if tiny:
+            stream = planned.case.stream
+            without_limit = {k: v for k, v in (stream or {}).items() if k != "device_memory_gb"}
+            settings |= {"overrides": presets.TINY, "batch": 2, "length": 8, "warmup": 2, "steps": 2, "cap_gb": None}
+            settings |= {"stream": without_limit} if stream is not None else {}
+        found.append(
+            Case(
+                name,
+                _TARGET,
+                settings,
+                timeout_s=300 if tiny else 1.8 * planned.expected_s,
+                planned_host_gb=None if tiny else planned.host_gb,
+                expected_s=planned.expected_s,
+                env={"PYTORCH_CUDA_ALLOC_CONF": SETTING} if planned.case.cap_gb is not None and not tiny else {},
+            )
+        )
+    return found
+
+
+def measure(**settings: Any) -> Row:
+    """Measures one case in this process."""
+    case = AdapterCase(**settings)
+    if case.method == "bitsandbytes" and importlib.util.find_spec("bitsandbytes") is None:
+        return {"fits": False, "why": "bitsandbytes is not installed"}
+    device = start_device(case.device, cap_gb=case.cap_gb)
+    link = link_gbps(device) if device.type == "cuda" and case.cap_gb is None else {}
+    start = time.perf_counter()
+    model: Any = case.lazy_model(device)
+    config = model.config
+    make = {"adapter": _engine, "peft": _plain, "bitsandbytes": _bitsandbytes}[case.method]
+    step, store = make(case, model, device)
+    load_s = time.perf_counter() - start
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (case.batch, case.length), generator=generator).to(device)
+    first = time.perf_counter()
+    first_loss = float(step(ids))
+    first_step_s = time.perf_counter() - first
+    for _ in range(case.warmup - 1):  # blocks move to the device after the second step
+        step(ids)
+    up_before = 0 if store is None else store.runtime.bytes_up
+    row = measure_steps(partial(step, ids), warmup=0, steps=case.steps, device=device)
+    row |= {
+        "shape": case.shape,
+        "method": case.method,
+        "stream": case.stream,
+        "cap_gb": case.cap_gb,
+        "rank": case.rank,
+        "adapters": "peft" if _has_peft() else "plain",
+        "layers": config.num_hidden_layers,
+        "batch": case.batch,
+        "length": case.length,
+        "tokens_per_s": ids.numel() / row["step_s"],
+        "load_s": load_s,
+        "first_step_s": first_step_s,
+        "first_loss": first_loss,
+        "link_gbps": link,
+    }
+    if store is not None:
+        blocks = store.placement.blocks
+        row["blocks_streamed"] = sum(unit.streamed for unit in blocks)
+        row["blocks"] = len(blocks)
+        row["store_gb"] = store.store.nbytes / 1e9
+        row["pinned_gb"] = store.store.pinned_nbytes / 1e9
+        row["inputs_gb"] = 0.0 if store.host_inputs is None else store.host_inputs.nbytes / 1e9
+        row["up_gb_a_step"] = (store.runtime.bytes_up - up_before) / case.steps / 1e9
+        if link:
+            row["link_busy"] = row["up_gb_a_step"] / link["up"] / row["step_s"]
+    return row
+
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _engine(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, Any]:
+    """The backend `adapter`, and its block store."""
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    model = _with_lora(model, rank=case.rank, dtype=DTYPES[case.dtype], device=torch.device("cpu"))
+    ds_config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": case.lr or _LR}},
+        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
+        "ds_zo": {"backend": "adapter", "stream": dict(case.stream or {})},
+    }
+    if case.dtype != "fp32":
+        ds_config[case.dtype] = {"enabled": True}
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+    engine.train()
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step, engine.backend._base.block_store
+
+
+def _plain(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+    """PyTorch with gradient checkpointing, the base on the device in its own dtype."""
+    whole = materialise(model, device)
+    return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
+
+
+def _bitsandbytes(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+    """The same with the linear layers of blocks in NF4 by bitsandbytes, quantised one at a time."""
+    import bitsandbytes as bnb  # type: ignore[import-not-found,unused-ignore]
+
+    source: Any = model._ds_zo_source
+    inner: Any = model.model
+    for name, m in [(n, m) for n, m in inner.layers.named_modules() if isinstance(m, nn.Linear)]:
+        owner = inner.layers.get_submodule(name.rpartition(".")[0])
+        new = bnb.nn.Linear4bit(
+            m.in_features, m.out_features, bias=False, compute_dtype=DTYPES[case.dtype], quant_type="nf4"
+        )
+        value = source(f"model.layers.{name}.weight").cpu()
+        new.weight = bnb.nn.Params4bit(value, requires_grad=False, quant_type="nf4")
+        setattr(owner, name.rpartition(".")[2], new.to(device))
+    whole = materialise(model, device)
+    return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
+
+
+def _loop(
+    case: AdapterCase,
+    model: Any,
+) -> tuple[Step, None]:
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=case.lr or _LR, fused=trained[0].is_cuda or None)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step, None
+
+
+def _has_peft() -> bool:
+    return importlib.util.find_spec("peft") is not None
+
+
+def _with_lora(model: nn.Module, *, rank: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Adapters on all linear layers of the blocks: PEFT's, or the same operations where PEFT is not installed."""
+    if _has_peft():
+        from peft import LoraConfig, get_peft_model
+
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        lora = LoraConfig(r=rank, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM")
+        base: Any = model
+        adapted: nn.Module = get_peft_model(base, lora, autocast_adapter_dtype=False)
+        return adapted
+    model.requires_grad_(False)
+    inner: Any = model.model
+    for m in (m for m in inner.layers.modules() if isinstance(m, nn.Linear)):
+        a = torch.empty(rank, m.in_features, dtype=dtype, device=device).normal_(0.0, m.in_features**-0.5)
+        m.register_parameter("lora_A", nn.Parameter(a))
+        zeros = torch.zeros(m.out_features, rank, dtype=dtype, device=device)
+        m.register_parameter("lora_B", nn.Parameter(zeros))
+        m.register_forward_hook(partial(_adapt, scaling=16 / rank))
+    return model
+
+
+def _adapt(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    linear = nn.functional.linear
+    return output + linear(linear(args[0], module.lora_A), module.lora_B) * scaling
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    presets.add_run_arguments(parser)
+    args = parser.parse_args(argv)
+    if argv is None and not args.list:
+        prepare_to_fork()
+    cases = presets.chosen(cases_of(device=args.device, tiny=args.tiny), args)
+    if args.list:
+        print(presets.listed(cases))
+        return
+    presets.run_chosen(cases, args, warm=_WARM, on_row=_show)
+
+
+def _show(row: Row) -> None:
+    sizes = ("peak_gb", "peak_reserved_gb", "host_peak_gb", "store_gb", "inputs_gb")
+    moved = ("up_gb_a_step", "link_busy", "link_gbps", "blocks_streamed")
+    keys = ("case", "status", "tokens_per_s", "step_s", *sizes, *moved, "first_loss", "loss", "load_s", "wall_s")
+    shown = {key: row[key] for key in (*keys, "first_step_s", "adapters", "why", "error") if row.get(key) is not None}
+    print(json.dumps(shown), flush=True)
+
+
+if __name__ == "__main__":
+    main()

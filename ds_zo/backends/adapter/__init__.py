@@ -1,0 +1,1 @@
+"""First-order training of adapters over a frozen base that is streamed."""

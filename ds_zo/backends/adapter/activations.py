@@ -1,0 +1,138 @@
+"""Keeps the inputs of blocks in host memory between the forward and the backward pass.
+
+[Note: inputs on the host] Each input is copied to a pinned buffer on a side stream. Its device memory is released when
+the next block's input is saved. The compute stream waits for the copy before that, so that it may reuse the memory. The
+backward pass uploads the input of the block before while it recomputes a block. All copies are on one side stream, so a
+buffer is not overwritten before its last upload has ended. On a CPU device the copies are made at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ds_zo.streaming.host_store import HostStore
+
+
+class HostInputs:
+    """Copies the inputs of blocks to host buffers, and back in the backward pass. See [Note: inputs on the host]."""
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self.device = device
+        self._store = HostStore(device, pin=pin)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """The side stream of all copies; None without CUDA."""
+        self._free: dict[int, list[torch.Tensor]] = {}
+        """Buffers that hold no input, by their bytes."""
+        self._kept: weakref.WeakValueDictionary[int, KeptInput] = weakref.WeakValueDictionary()
+        """Inputs that a backward may need, by their position in the order of saving."""
+        self._num_saved = 0
+        self._last: weakref.ref[KeptInput] | None = None
+        """The input that was saved last, which is still on the device."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all host buffers."""
+        return self._store.nbytes
+
+    @contextmanager
+    def saving(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context in which autograd saves the inputs of one block. Inputs that need gradients go to the host: hidden
+        states. Masks and position embeddings, which blocks share, stay on the device."""
+        chosen = {t.data_ptr() for t in tensors if t.requires_grad and t.numel()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | KeptInput:
+            return self._keep(tensor) if tensor.data_ptr() in chosen else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+
+    def _keep(self, tensor: torch.Tensor) -> KeptInput:
+        last = None if self._last is None else self._last()
+        if last is not None:
+            last.release_device()
+        free = self._free.setdefault(tensor.nbytes, [])
+        kept = KeptInput(self, tensor, free.pop() if free else self._store.take(tensor.nbytes), self._num_saved)
+        self._kept[self._num_saved] = kept
+        self._num_saved += 1
+        self._last = weakref.ref(kept)
+        return kept
+
+    def fetch(self, kept: KeptInput) -> torch.Tensor:
+        """The input on the device, for the compute stream. Starts the upload of the input that was saved before it."""
+        found = kept.upload()
+        kept.wait()
+        kept.release_device()
+        if (before := self._kept.get(kept.number - 1)) is not None:
+            before.upload()
+        return found
+
+    def on_side_stream(self) -> AbstractContextManager[Any]:
+        """Context of a copy, which comes after the work that was issued to the compute stream so far."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def take_back(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._store.close()
+
+
+class KeptInput:
+    """One saved input. It lives as long as the autograd node that saved it."""
+
+    def __init__(self, owner: HostInputs, tensor: torch.Tensor, buffer: torch.Tensor, number: int) -> None:
+        self.number = number
+        self._owner = owner
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._host = buffer
+        self._copied = None if owner.stream is None else torch.cuda.Event()
+        """Recorded after the last copy of this input, to the host or back."""
+        self._device: torch.Tensor | None = tensor
+        """The input on the device; None while only the host has it."""
+        self._copy(self._view(), tensor)
+
+    def _view(self) -> torch.Tensor:
+        return self._host.view(self._dtype).view(self._shape)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._owner.on_side_stream(), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+
+    def upload(self) -> torch.Tensor:
+        """The input on the device, perhaps before its copy has ended."""
+        if self._device is None:
+            self._device = torch.empty(self._shape, dtype=self._dtype, device=self._owner.device)
+            self._copy(self._device, self._view())
+        return self._device
+
+    def wait(self) -> None:
+        """Makes the compute stream wait for the last copy."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._owner.device).wait_event(self._copied)
+
+    def release_device(self) -> None:
+        """Drops the input on the device. Memory that is freed then is used again on the compute stream."""
+        if self._device is not None:
+            self.wait()
+            self._device = None
+
+    def __del__(self) -> None:
+        if self._device is not None and self._copied is not None:
+            self.wait()
+        self._owner.take_back(self._host)
+
+
+def _unpack(saved: torch.Tensor | KeptInput) -> torch.Tensor:
+    return saved._owner.fetch(saved) if isinstance(saved, KeptInput) else saved

@@ -1,0 +1,295 @@
+"""Adapter: the script's own optimizer trains a few parameters, such as LoRA's, over a frozen base that is streamed.
+
+With `offload_param` the frozen parameters of blocks are in host memory, in the format of `ds_zo.stream.frozen_dtype`. A
+block is on the device during its forward, and again in the backward pass, which recomputes it from its inputs ([Note:
+recomputed blocks]). Trained parameters, their gradients and the optimizer's states stay on the device. Nothing is
+copied back to the host. Without `offload_param` the whole model is on the device, and blocks are not recomputed.
+
+On several ranks the gradients are averaged in `step`. At ZeRO stage 3 the ranks of a machine share one host copy of the
+base ([Note: sharded blocks]).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo.backends.adapter.base_hash import BaseHash
+from ds_zo.backends.adapter.block_store import resident_ids
+from ds_zo.backends.adapter.streamed import StreamedBase
+from ds_zo.backends.adapter.trained import TrainedParameters, groups_of
+from ds_zo.backends.common.backend import Backend, StepOutcome
+from ds_zo.backends.common.caches import Caches
+from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.startup import StartupSummary
+from ds_zo.checkpoint.errors import CheckpointError, reading_content
+from ds_zo.checkpoint.export import Spec, Stream
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.checkpoint.snapshot import Snapshot, without_aliases
+from ds_zo.config import AdamWParams, Resolved
+from ds_zo.optim import LossScaler
+from ds_zo.streaming.allocator import SETTING, segments_expand
+from ds_zo.streaming.node import use_world_timeout
+
+
+class AdapterBackend(Backend):
+    """Calls `step()` of a real optimizer. See this module's docstring."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(module, config, optimizer=optimizer, device=device, process_group=process_group)
+        _refuse_foreign_quantisation(module)
+        half = torch.float16 in (config.dtype, config.autocast)
+        self._scaler = LossScaler(config.loss_scale) if half else None
+        self._publish_scale(overflow=False)
+        self._num_applied = 0
+        """Steps that this engine has not skipped."""
+        self._caches = Caches(module)
+        self._models_with_causal_loss = models_with_causal_loss(module)
+        chosen = resident_ids(module, self.param_groups)
+        self._base: StreamedBase | None = None
+        if self.places_parameters(config):
+            self._base = StreamedBase(
+                module, config, param_groups=self.param_groups, device=device, process_group=process_group
+            )
+        self._trained = TrainedParameters(module, optimizer, chosen=chosen, process_group=process_group)
+        if self._base is not None:
+            self._base.state.master_of = self._trained.master_of
+        self._base_hash = BaseHash(module, self._base)
+        if dist.is_initialized() and dist.get_world_size(process_group) > 1:
+            use_world_timeout(process_group, device)
+        self._warn()
+
+    @classmethod
+    def make_optimizer(cls, params: Any, config: Resolved) -> torch.optim.Optimizer:
+        """AdamW of the parameters that require gradients."""
+        settings = config.optimizer
+        assert isinstance(settings, AdamWParams)
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        chosen = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        is_cuda = torch.cuda.is_available()
+        return torch.optim.AdamW(
+            chosen,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True if is_cuda else None,
+        )
+
+    def _warn(self) -> None:
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        if self._base is not None and not self._base.block_store.placement.blocks and self.config.trains:
+            logger.warning(
+                "ds_zo: no block has a frozen parameter, so no block is streamed and the whole model is on the device: "
+                "freeze the base model (PEFT does), or remove zero_optimization.offload_param"
+            )
+        budget = self.config.section.stream.device_memory_gb
+        if self.device.type == "cuda" and budget is not None and not segments_expand():
+            logger.warning(
+                f"ds_zo: PyTorch's allocator may lose several of {budget:g} GB to fragmentation: start with "
+                f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
+            )
+
+    # Forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module. A backward may follow also in evaluation mode, as for a model of `from_pretrained`."""
+        with self._plain_parameters():
+            if not torch.is_grad_enabled():
+                return self.module(*args, **kwargs)
+            with (
+                losses_in_chunks(self._models_with_causal_loss),
+                self._caches.off() if self.module.training or self._base is not None else nullcontext(),
+                self._base.forward_pass(kwargs) if self._base is not None and self.module.training else nullcontext(),
+            ):
+                return self.module(*args, **kwargs)
+
+    def _plain_parameters(self) -> AbstractContextManager[None]:
+        """Context in which parameters do not report reads ([Note: direct access to parameters])."""
+        return nullcontext() if self._base is None else self._base.state.unwatched()
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
+        with (
+            self._plain_parameters(),
+            nullcontext() if self._base is None else self._base.backward_pass(retain_graph=retain_graph),
+        ):
+            scaled.backward(retain_graph=retain_graph)
+        self._trained.collect_gradients()
+
+    # Step
+
+    def step(self) -> StepOutcome:
+        """Averages, unscales and clips the gradients, and calls `step()` of the optimizer. A gradient that is not
+        finite skips the step."""
+        self._trained.collect_gradients()
+        self._trained.adopt_changes()
+        self._trained.average_gradients()
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        norm = self._trained.unscale_and_clip(scale=scale, clipping=self.config.gradient_clipping)
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self._trained.round_masters()
+        self._trained.drop_gradients()
+        overflow = self._scaler is not None and not finite
+        if self._scaler is not None:
+            self._scaler.update(overflow=overflow)
+            self._publish_scale(overflow=overflow)
+        self._num_applied += finite
+        # The first step makes the optimizer's states, which only later backward passes have beside them.
+        if self._base is not None and self._num_applied > 1:
+            self._base.block_store.fill_device()
+        return StepOutcome(applied=finite, grad_norm=norm, advance_schedule=not overflow)
+
+    def _publish_scale(self, *, overflow: bool) -> None:
+        """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
+        if self._scaler is not None:
+            self.optimizer.cur_scale = self._scaler.scale  # type: ignore[attr-defined]
+            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._trained.drop_gradients()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own state is part of the engine's."""
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        return {"masters": self._trained.masters(), "scaler": scaler}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self._trained.check_masters(state["masters"])
+        if state["scaler"] is not None:
+            [float(state["scaler"][name]) for name in ("scale", "num_clean", "overflows_left")]
+
+    def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
+        self._trained.load_masters(state["masters"] if load_optimizer_states else {})
+        if not load_optimizer_states:
+            self.optimizer.state.clear()
+        if self._scaler is not None:
+            self._scaler.restart()
+            if load_optimizer_states and state["scaler"] is not None:
+                self._scaler.load_state_dict(state["scaler"])
+            self._publish_scale(overflow=False)
+
+    def rank_state(self) -> dict[str, Any]:
+        return self._trained.gradients()
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        self._trained.check_gradients(state)
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        self._trained.load_gradients(state)
+
+    # Checkpoints and weights
+
+    def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
+        """A snapshot without frozen parameters. It has the hash of the base, which a resumed run must have too."""
+        found = super().snapshot(hold=hold, omit_frozen=True)
+        state = {**found.state(), "base": self._base_hash.description()}
+        return Snapshot(found.pieces, lambda: state)
+
+    def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
+        with reading_content(saved.folder, "its state"):
+            optimizer = saved.engine_state["common"]["optimizer"]
+            there, here = groups_of(optimizer), groups_of(self.optimizer.state_dict())
+            self._base_hash.check(saved.backend_state["base"], folder=saved.folder)
+        if resume and there != here:
+            raise CheckpointError(
+                f"a resumed optimizer has the parameters of the saved one, {there} in its groups, got {here}: train "
+                "the same parameters, or call load_checkpoint(load_optimizer_states=False)"
+            )
+        super().restore(saved, resume=resume, strict=strict)
+        if resume:
+            self.optimizer.load_state_dict(optimizer)
+
+    def frozen_unread(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._base is None else self._base.state.encoded_unread()
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        return super().stored() if self._base is None else self._base.state.stored()
+
+    @property
+    def stored_are_copies(self) -> bool:
+        return self._base is not None and bool(self._base.state.collected)
+
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        write = super().write_stored if self._base is None else self._base.state.write_stored
+        write(name, target, value)
+
+    def stored_changed(self) -> None:
+        if self._base is not None:
+            self._base.block_store.rewritten()
+
+    @contextmanager
+    def readable_on_rank_0(self) -> Iterator[None]:
+        with nullcontext() if self._base is None else self._base.state.readable_on_rank_0():
+            yield
+
+    def weights(self, *, omitted: Collection[str] = ()) -> Stream:
+        if self._base is None:
+            return super().weights(omitted=omitted)
+        state = self._base.state
+        tensors, _ = without_aliases(self.stored())
+        chosen = {name: value for name, value in tensors.items() if name not in omitted}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in chosen.items()]
+        return specs, (
+            (name, state.read(parameters[name]).cpu() if name in parameters else value.cpu())
+            for name, value in chosen.items()
+        )
+
+    # Description
+
+    def _describe_step(self) -> str:
+        clipping = self.config.gradient_clipping
+        clips = f"gradients clipped to norm {clipping:g}" if clipping > 0 else "gradients not clipped"
+        scaling = f", loss scale {self._scaler.scale:g}" if self._scaler is not None else ""
+        return f"{len(self._trained)} trained tensors by {type(self.optimizer).__name__}, {clips}{scaling}"
+
+    def describe(self) -> str:
+        lines = [] if self._base is None else [self._base.block_store.describe()]
+        return "\n".join([*lines, f"ds_zo: {self._describe_step()}"])
+
+    def startup_summary(self) -> StartupSummary:
+        base = super().startup_summary() if self._base is None else self._base.block_store.startup_summary()
+        device_bytes = {**base.device_bytes}
+        if self._trained.nbytes:
+            device_bytes["float32 masters"] = self._trained.nbytes
+        added = "activations, gradients and optimizer states"
+        return replace(base, settings=self._describe_step(), added_by_steps=added, device_bytes=device_bytes)
+
+    def close(self) -> None:
+        self._trained.return_to_optimizer()
+        if self._base is not None:
+            self._base.close()
+
+
+def _refuse_foreign_quantisation(module: nn.Module) -> None:
+    """Raises for weights that bitsandbytes has quantised in memory, which it cannot use from another place."""
+    for name, p in module.named_parameters():
+        if hasattr(p, "quant_state"):
+            raise ValueError(
+                f"weights must not be quantised when deepspeed.initialize runs, got {name} quantised by bitsandbytes: "
+                'load the model with ds_zo.load_pretrained(..., frozen_dtype="nf4")'
+            )

@@ -1,0 +1,277 @@
+"""The storage of a frozen base: blocks in host or device memory in the format of `frozen_dtype`, all parameters that
+may be trained on the device.
+
+Stored blocks never change, so nothing is copied back to the host. A block that is not stored in its parameters' dtype
+is decoded into one scratch buffer, which all blocks share, each time that it is materialised.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ds_zo.backends.adapter.activations import HostInputs
+from ds_zo.backends.common.plain_copies import StandIn
+from ds_zo.backends.common.startup import StartupSummary, nonzero
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
+from ds_zo.config import ConfigError, Resolved
+from ds_zo.planner.choices import WIRE
+from ds_zo.records.environment import host_free_bytes
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, has_source, put_back, shipped_wire
+from ds_zo.streaming.placement import plan_units
+from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.units import PlacedParameter, Unit
+
+_ROOM = 3
+"""Decoded copies of a unit that must fit free host memory before it is decoded."""
+
+
+class FrozenBlockStore(RecomputedBlockStore):
+    """Stores the frozen parameters of blocks, and decodes a block's weights when it is materialised."""
+
+    fills_after: ClassVar[str] = "the second step"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        param_groups: Sequence[dict[str, Any]],
+        device: torch.device,
+        process_group: Any = None,
+    ) -> None:
+        stream = config.section.stream
+        frozen_dtype = stream.frozen_dtype if stream.frozen_dtype != "auto" else frozen_dtype_of(module) or "auto"
+        check_frozen_dtype(module, frozen_dtype)
+        placement = plan_units(
+            module,
+            param_groups,
+            block_paths=stream.blocks,
+            frozen_wire=shipped_wire(module, frozen_dtype) if frozen_dtype in ("auto", "mxfp4") else WIRE[frozen_dtype],
+            split=False,
+            outside_blocks=resident_ids(module, param_groups),
+        )
+        if frozen_dtype != "auto" and not placement.decodes_frozen:
+            raise ConfigError(
+                f"frozen_dtype stores frozen matrices of blocks, got {frozen_dtype} and a model that trains all of "
+                "them: freeze the base model (PEFT does), or leave the key out",
+                at="ds_zo.stream.frozen_dtype",
+            )
+        placement.scratch_nbytes = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
+        super().__init__(
+            module,
+            config,
+            param_groups=param_groups,
+            device=device,
+            process_group=process_group,
+            placement=placement,
+        )
+        self._scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
+        self.host_inputs = HostInputs(device, pin=config.pin_memory) if stream.offload_activations else None
+
+    @staticmethod
+    def is_encoded(unit: Unit) -> bool:
+        """Whether some weights of the unit are stored in another format than their dtype."""
+        return any(not part.viewable for part in unit.parts)
+
+    @contextmanager
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
+        with super().materialise(unit) as materialised:
+            if unit.streamed or not self.is_encoded(unit):
+                yield materialised
+                return
+            with torch.inference_mode(False), torch.no_grad():
+                unit.bind(self._decoded(unit, unit.store_buffer))
+            try:
+                yield materialised
+            finally:
+                unit.bind_stored()
+
+    def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
+        """Decodes the unit's weights from the slot."""
+        return self._decoded(unit, slot.buffer) if self.is_encoded(unit) else super()._views_in(unit, slot)
+
+    def _decoded(self, unit: Unit, buffer: torch.Tensor) -> list[torch.Tensor]:
+        planes, outs = unit.planes(buffer), unit.outs(self._scratch)
+        for part, out, stored in zip(unit.parts, outs, planes, strict=True):
+            if out is not None:
+                part.decode_(out, stored)
+        return unit.views(planes, outs)
+
+    def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        return super().saving_inputs(tensors) if self.host_inputs is None else self.host_inputs.saving(tensors)
+
+    def startup_summary(self) -> StartupSummary:
+        found, blocks = super().startup_summary(), self.placement.blocks
+        stored = "/".join(sorted({part.stored_as for unit in blocks for part in unit.parts}))
+        return replace(
+            found,
+            weights=found.weights + (f", blocks stored as {stored}" if blocks else ""),
+            device_bytes={**found.device_bytes, **nonzero([("scratch", self._scratch.numel())])},
+        )
+
+    def check_frozen(self) -> None:
+        """Raises if a parameter that is stored with its block requires a gradient."""
+        for unit in self.placement.blocks:
+            for part in unit.parts:
+                for placed in part.placed:
+                    if placed.parameter.requires_grad:
+                        raise ValueError(
+                            f"parameter {placed.name} was frozen when deepspeed.initialize ran, and is stored as "
+                            f"{part.stored_as}, which cannot be trained: unfreeze it before initialize and give it to "
+                            "the optimizer, or freeze it again"
+                        )
+
+
+class FrozenModuleState(RecomputedModuleState):
+    """Access by name to the weights of a `FrozenBlockStore`. Encoded weights are decoded when they are read."""
+
+    _block_store: FrozenBlockStore
+
+    def __init__(self, block_store: FrozenBlockStore, module: nn.Module) -> None:
+        self._decoded: tuple[int, dict[int, torch.Tensor]] | None = None
+        """The unit that was decoded last, by its id, and copies of its weights that have not been read yet, by the
+        parameter's id."""
+        self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
+        """Returns the float32 master of a trained parameter. None: it has none."""
+        self.num_writes = 0
+        """Number of weights that were written by name so far."""
+        self._reads_encoded = True
+        """False: `state_dict` has placeholders without memory for encoded weights."""
+        super().__init__(block_store, module)
+        self._save: StandIn | None = None
+        if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
+            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
+            self._save = StandIn(partial(self._save_adapters, save), save)
+            object.__setattr__(module, "save_pretrained", self._save)
+
+    @contextmanager
+    def encoded_unread(self) -> Iterator[None]:
+        """Context in which `state_dict` decodes no weights."""
+        self._reads_encoded, before = False, self._reads_encoded
+        try:
+            yield
+        finally:
+            self._reads_encoded = before
+
+    def _save_adapters(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces PEFT's `save_pretrained`, which takes the adapters out of a `state_dict` of the whole model."""
+        with self.encoded_unread():
+            return save(*args, **kwargs)
+
+    def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
+        unit, _ = self._placement_of[id(p)]
+        if not self._reads_encoded and FrozenBlockStore.is_encoded(unit):
+            return torch.zeros((), dtype=p.dtype).expand(p.shape)
+        return super()._read_into(state_dict, p)
+
+    @torch.no_grad()
+    def refresh(self, parameter: nn.Parameter) -> None:
+        unit, _ = self._placement_of[id(parameter)]
+        if not FrozenBlockStore.is_encoded(unit):
+            super().refresh(parameter)
+        elif not self._is_busy():
+            with torch.inference_mode(False):
+                self._show_copies(unit, step=unit.version)
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        unit, _ = self._placement_of[id(parameter)]
+        return self._read_encoded(unit, parameter) if FrozenBlockStore.is_encoded(unit) else super().read(parameter)
+
+    def _read_encoded(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
+        if self._decoded is None or self._decoded[0] != id(unit):
+            _check_host_memory(unit)
+            with self._block_store.materialise(unit):
+                copies = {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
+            self._decoded = (id(unit), copies)
+        copy = self._decoded[1].pop(id(parameter), None)
+        if copy is None:  # it was read before
+            self._decoded = None
+            return self._read_encoded(unit, parameter)
+        return copy
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        self._decoded = None
+        self.num_writes += 1
+        super().write(parameter, value)
+
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        parameter = dict(self._module.named_parameters(remove_duplicate=False)).get(name)
+        if parameter is not None and FrozenBlockStore.is_encoded(self._placement_of[id(parameter)][0]):
+            self.write(parameter, value)
+        else:
+            self.num_writes += 1
+            super().write_stored(name, target, value)
+
+    @torch.no_grad()
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
+        if FrozenBlockStore.is_encoded(unit):
+            return self._read_encoded(unit, placed.parameter).to(self.device, torch.float32)
+        master = self.master_of(placed.parameter)
+        return super()._full_fp32(unit, placed) if master is None else master.clone()
+
+    def _is_materialised_in_forward(self, unit: Unit) -> bool:
+        return unit.streamed or FrozenBlockStore.is_encoded(unit)
+
+    def close(self) -> None:
+        if self.owns_module() and not sys.is_finalizing():
+            self.stop_intercepting()
+            self.release_all(rebind=True)
+            self._return_encoded()
+        if self._save is not None and self._module.__dict__.get("save_pretrained") is self._save:
+            object.__delattr__(self._module, "save_pretrained")
+        super().close()
+
+    @torch.no_grad()
+    def _return_encoded(self) -> None:
+        """Leaves encoded weights in the module, which outlives the engine: decoded, or unread if the model's files
+        provide them."""
+        for unit in self._block_store.placement.blocks:
+            if not FrozenBlockStore.is_encoded(unit):
+                continue
+            unread = {id(p.parameter) for p in unit.placed if has_source(self._module, p.parameter)}
+            values = [p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed]
+            unit.bind(values)
+            unit.streamed = False
+            for placed in unit.placed:
+                if id(placed.parameter) in unread:
+                    put_back(self._module, placed.parameter)
+
+
+def _check_host_memory(unit: Unit) -> None:
+    """Raises if host memory has no room for the decoded weights of a unit. The system would end the process instead."""
+    if sys.platform != "linux":
+        return
+    free = host_free_bytes()
+    if free < _ROOM * unit.scratch_nbytes:
+        raise RuntimeError(
+            f"host memory has no room for the decoded base, got {free / 1e9:.1f} GB free at {unit.name}: save the "
+            "adapters alone, by save_pretrained of the PEFT model, by save_checkpoint, or from Trainer with "
+            "zero_optimization.stage 3"
+        )
+
+
+def resident_ids(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> set[int]:
+    """Ids of the parameters that stay on the device in their own dtype: those that are trained, and PEFT's adapters,
+    trained or not."""
+    trained = {id(p) for group in param_groups for p in group["params"] if p.requires_grad}
+    return trained | adapter_ids(module)
+
+
+def adapter_ids(module: nn.Module) -> set[int]:
+    """Ids of the parameters of PEFT's layers, without those of the layers that they adapt."""
+    found: set[int] = set()
+    for m in module.modules():
+        base = getattr(m, "base_layer", None)
+        if hasattr(m, "adapter_layer_names") and isinstance(base, nn.Module):
+            found |= {id(p) for p in m.parameters()} - {id(p) for p in base.parameters()}
+    return found

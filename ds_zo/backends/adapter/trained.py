@@ -1,0 +1,182 @@
+"""The trained parameters, their gradients, and float32 masters of 16-bit ones.
+
+[Note: float32 masters] An AdamW step of a LoRA weight is often smaller than half the distance between two bfloat16
+numbers, and would be lost. So the optimizer is given a float32 copy of each 16-bit parameter, as by DeepSpeed's own
+bf16 and fp16 optimizers. Gradients are summed in float32. After a step the parameters are the rounded masters. A
+parameter that a user has changed since then differs from its rounded master. The master takes over such elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Trained:
+    name: str
+    parameter: nn.Parameter
+    master: nn.Parameter
+    """The parameter that the optimizer updates: in float32, or `parameter` itself if that is not 16-bit."""
+
+    @property
+    def has_master(self) -> bool:
+        return self.master is not self.parameter
+
+
+class TrainedParameters:
+    """The parameters of an optimizer that may be trained. Replaces 16-bit ones in its param groups by masters."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, *, chosen: Collection[int], process_group: Any = None
+    ) -> None:
+        """`chosen`: ids of the parameters that may be trained."""
+        self._optimizer = optimizer
+        self._process_group = process_group
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._trained: list[Trained] = []
+        for group in optimizer.param_groups:
+            for i, p in enumerate(group["params"]):
+                if id(p) not in chosen or id(p) not in names:
+                    continue
+                master = p
+                if p.dtype in (torch.bfloat16, torch.float16):
+                    master = nn.Parameter(p.detach().float())
+                    group["params"][i] = master
+                    if p in optimizer.state:
+                        optimizer.state[master] = optimizer.state.pop(p)
+                self._trained.append(Trained(names[id(p)], p, master))
+
+        self._master_of = {id(t.parameter): t.master for t in self._trained if t.has_master}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the masters."""
+        return sum(t.master.nbytes for t in self._trained if t.has_master)
+
+    # Gradients
+
+    def collect_gradients(self) -> None:
+        """Adds the gradients of 16-bit parameters to those of their masters, and frees them."""
+        for t in self._trained:
+            if t.has_master and t.parameter.grad is not None:
+                grad, t.parameter.grad = t.parameter.grad, None
+                if t.master.grad is None:
+                    t.master.grad = grad.float()
+                else:
+                    t.master.grad.add_(grad)
+
+    def average_gradients(self) -> None:
+        """Replaces gradients by their mean over the ranks. A gradient that some ranks lack counts as zero there. One
+        that all ranks lack stays None."""
+        group = self._process_group
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return
+        masters = [t.master for t in self._trained]
+        device = masters[0].device
+        has_grad = torch.tensor([m.grad is not None for m in masters], dtype=torch.int32, device=device)
+        dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
+        wanted = [m for m, has in zip(masters, has_grad.tolist(), strict=True) if has]
+        for dtype in sorted({m.dtype for m in wanted}, key=str):
+            members = [m for m in wanted if m.dtype is dtype]
+            flat = torch.cat([torch.zeros_like(m).view(-1) if m.grad is None else m.grad.reshape(-1) for m in members])
+            dist.all_reduce(flat, group=group)
+            flat.div_(dist.get_world_size(group))
+            for m, grad in zip(members, flat.split([m.numel() for m in members]), strict=True):
+                m.grad = grad.view(m.shape)
+
+    def unscale_and_clip(self, *, scale: float, clipping: float) -> float:
+        """Divides gradients by the loss scale and clips them to a norm of `clipping` (0: no limit). Returns the norm
+        before clipping."""
+        masters = [t.master for t in self._trained if t.master.grad is not None]
+        if scale != 1.0:
+            for m in masters:
+                assert m.grad is not None
+                m.grad.mul_(1.0 / scale)
+        return float(nn.utils.clip_grad_norm_(masters, clipping or float("inf")))
+
+    def drop_gradients(self) -> None:
+        for t in self._trained:
+            t.parameter.grad = t.master.grad = None
+
+    # Masters: see [Note: float32 masters]
+
+    @torch.no_grad()
+    def adopt_changes(self) -> None:
+        """Takes over elements of 16-bit parameters that are not the rounded masters."""
+        for t in self._trained:
+            if t.has_master:
+                rounded = t.master.to(t.parameter.dtype)
+                torch.where(rounded == t.parameter, t.master, t.parameter.float(), out=t.master.data)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Sets 16-bit parameters to the rounded masters."""
+        with_masters = [t for t in self._trained if t.has_master]
+        if with_masters:
+            torch._foreach_copy_([t.parameter.data for t in with_masters], [t.master.data for t in with_masters])
+
+    def return_to_optimizer(self) -> None:
+        """Puts the parameters back into the optimizer's groups."""
+        parameter_of = {id(t.master): t.parameter for t in self._trained if t.has_master}
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameter_of.get(id(p), p) for p in group["params"]]
+        for t in self._trained:
+            if t.has_master and t.master in self._optimizer.state:
+                self._optimizer.state[t.parameter] = self._optimizer.state.pop(t.master)
+
+    def master_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The float32 master of a parameter. None: it has none."""
+        found = self._master_of.get(id(parameter))
+        return None if found is None else found.detach()
+
+    # State
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        return {t.name: t.master.detach() for t in self._trained if t.has_master}
+
+    def check_masters(self, saved: Mapping[str, torch.Tensor]) -> None:
+        _check_shapes({t.name: t.master for t in self._trained if t.has_master}, saved, "master")
+
+    @torch.no_grad()
+    def load_masters(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Loads saved masters. A parameter without a saved one is its own."""
+        for t in self._trained:
+            if t.has_master:
+                t.master.copy_(saved.get(t.name, t.parameter))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        self.collect_gradients()
+        return {t.name: t.master.grad.cpu() for t in self._trained if t.master.grad is not None}
+
+    def check_gradients(self, saved: Mapping[str, torch.Tensor]) -> None:
+        _check_shapes({t.name: t.master for t in self._trained}, saved, "gradient")
+
+    def load_gradients(self, saved: Mapping[str, torch.Tensor]) -> None:
+        for t in self._trained:
+            grad = saved.get(t.name)
+            t.parameter.grad = None
+            t.master.grad = None if grad is None else grad.to(t.master.device, t.master.dtype, copy=True)
+
+    def __iter__(self) -> Any:
+        return iter(self._trained)
+
+    def __len__(self) -> int:
+        return len(self._trained)
+
+
+def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:
+    for name, value in saved.items():
+        if name not in here or here[name].shape != value.shape:
+            found = tuple(here[name].shape) if name in here else None
+            raise ValueError(f"the {what} of {name} has shape {tuple(value.shape)}, its parameter {found}")
+
+
+def groups_of(state: Mapping[str, Any]) -> Sequence[int]:
+    """The number of parameters in each group of an optimizer's saved state."""
+    return [len(group["params"]) for group in state["param_groups"]]

@@ -1,0 +1,109 @@
+"""Checkpoints of adapters: a resumed run equals one without interruption, and the frozen base is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from adapter_runs import METHODS, adapted, adapter_json, batches, peft, start, train, weights
+from tiny_models import tiny_model
+
+from ds_zo.backends.adapter import block_store
+from ds_zo.checkpoint import CheckpointError
+from ds_zo.streaming.loading import load_pretrained
+
+pytestmark = pytest.mark.usefixtures("single_process")
+BF16 = {"bf16": {"enabled": True}}
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+
+
+def loaded(folder: Path) -> Any:
+    """A model that is read from `folder` into NF4, with adapters."""
+    model = load_pretrained(hf.AutoModelForCausalLM, str(folder), dtype=torch.bfloat16, frozen_dtype="nf4")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, METHODS["lora"](), autocast_adapter_dtype=False).train()
+
+
+def end_of(engine: Any) -> dict[str, Any]:
+    """Weights, masters and optimizer states by name."""
+    found: dict[str, Any] = weights(engine.module)
+    for t in engine.backend._trained:
+        for key, value in engine.optimizer.state[t.master].items():
+            found[f"{t.name}:{key}"] = value.clone()
+        found[f"{t.name}:master"] = t.master.detach().clone()
+    return found
+
+
+def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path) -> None:
+    """From inside an accumulation window, with a scheduler, over a base that is read from files."""
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path / "model")
+    config = adapter_json(own=False, gradient_accumulation_steps=2, scheduler=COSINE, gradient_clipping=0.1, **BF16)
+    config["ds_zo"]["checkpoint"] = {"asynchronous": True}
+    engine = start(loaded(tmp_path / "model"), config)
+    data = batches(8)
+    train(engine, data[:3])
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    losses = train(engine, data[3:])
+    engine.wait_for_checkpoint()
+    frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad}
+    index = json.loads((tmp_path / "saved" / "global_step1" / "manifest.json").read_text())
+    assert sum(file.stat().st_size for file in (tmp_path / "saved" / "global_step1").glob("weights-*")) < 20_000
+    assert frozen and not frozen & set(json.dumps(index).split('"'))
+
+    resumed = start(loaded(tmp_path / "model"), config)
+    train(resumed, data[:1])
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    assert train(resumed, data[3:]) == losses
+    ours, theirs = end_of(resumed), end_of(engine)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_another_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
+    engine = start(adapted())
+    train(engine, batches(1))
+    engine.save_checkpoint(str(tmp_path))
+    expected = weights(engine.module)
+    other = adapted()
+    with torch.no_grad():
+        next(p for n, p in other.named_parameters() if "k_proj" in n).mul_(2)
+    with pytest.raises(CheckpointError, match=r"needs the base of its run .*, got another base .*: load the same"):
+        start(other).load_checkpoint(str(tmp_path))
+    wider = start(adapted("rslora"))
+    with pytest.raises((CheckpointError, ValueError)):
+        wider.load_checkpoint(str(tmp_path))
+    fresh = start(adapted(seed=3))
+    fresh.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(fresh.module).items())
+    assert not fresh.optimizer.state
+
+
+def test_saved_models_have_the_decoded_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(adapted(dtype=torch.bfloat16), adapter_json(frozen_dtype="nf4", **BF16))
+    train(engine, batches(1))
+    expected = weights(engine.module)
+    name = next(n for n, _ in engine.module.named_parameters() if "k_proj" in n)
+    assert torch.equal(engine.module.get_parameter(name).detach().clone(), expected[name]), "a direct read"
+    assert expected[name].unique().numel() > 10
+    engine.save_16bit_model(str(tmp_path), "model.bin")
+    saved = torch.load(tmp_path / "model.bin")
+    assert all(torch.equal(value, saved[name]) for name, value in expected.items())
+    monkeypatch.setattr(block_store, "host_free_bytes", lambda: 0)  # adapters are saved without the decoded base
+    engine.module.save_pretrained(tmp_path / "adapter")
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert trained.keys() == {name for name in expected if "lora_" in name}
+    with pytest.raises(RuntimeError, match=r"no room for the decoded base, got 0.0 GB .*: save the adapters alone"):
+        engine.module.state_dict()
+    monkeypatch.undo()
+    adapters = peft.load_peft_weights(str(tmp_path / "adapter"))
+    assert adapters and all("lora_" in name for name in adapters)
+    module = engine.module
+    engine.destroy()
+    assert all(torch.equal(value, expected[name]) for name, value in weights(module).items())
+    masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    assert all(p.dtype is torch.bfloat16 for p in masters), "the optimizer has its own parameters again"

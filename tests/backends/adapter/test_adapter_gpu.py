@@ -1,0 +1,46 @@
+"""Adapters on a GPU: placements give the same bits, inputs of blocks on the host save device memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from adapter_runs import adapted, adapter_json, assert_same, run, start
+from tiny_models import tiny_batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize("form", ["auto", "nf4", "fp8"])
+def test_placements_give_the_same_bits(form: str) -> None:
+    """Large weights and few tokens: a copy that a kernel does not wait for would show."""
+    model = adapted("rslora", dtype=torch.bfloat16, **SIZES)
+    data = [tiny_batch("llama", seed=i, batch_size=1, length=8) for i in range(6)]
+    more: dict[str, Any] = {"bf16": {"enabled": True}, "frozen_dtype": form}
+    expected = run(model, data, resident_blocks=6, **more)
+    for options in ({"resident_blocks": 0}, {"resident_blocks": 2, "device_slots": 3}, {}):
+        assert_same(run(model, data, **options, **more), expected)
+    assert_same(run(model, data, resident_blocks=0, offload_activations=True, **more), expected)
+
+
+def test_inputs_on_the_host_save_device_memory() -> None:
+    model = adapted("rslora", dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": 24})
+    batch = {name: value.cuda() for name, value in tiny_batch("llama", batch_size=8, length=1024).items()}
+    peaks, losses = [], []
+    for on_host in (False, True):
+        config = adapter_json(bf16={"enabled": True}, resident_blocks=0, offload_activations=on_host)
+        engine = start(copy.deepcopy(model), config)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        peaks.append(torch.cuda.max_memory_allocated())
+        engine.destroy()
+    input_nbytes = 8 * 1024 * 512 * 2
+    assert losses[0] == losses[1]
+    assert peaks[0] - peaks[1] > 18 * input_nbytes, [peak / 1e6 for peak in peaks]

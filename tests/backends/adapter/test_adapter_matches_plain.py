@@ -1,0 +1,169 @@
+"""Adapters over a streamed frozen base train as in a plain PEFT loop, bit for bit in float32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from adapter_runs import (
+    METHODS,
+    adapted,
+    adapter_json,
+    assert_moved,
+    assert_same,
+    batches,
+    run,
+    run_plain,
+    start,
+    train,
+    weights,
+    with_decoded_base,
+)
+
+from ds_zo import ConfigError
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streamed_and_resident_runs_equal_a_plain_loop(method: str) -> None:
+    model, data = adapted(method), batches(4)
+    expected = run_plain(model, data)
+    assert_moved(model, expected[1])
+    placements: list[dict[str, Any]] = [{"resident_blocks": 1, "offload_activations": True}]
+    if method == "lora":
+        placements += [{}, {"own": False, "offload": False}]
+    for options in placements:
+        assert_same(run(model, data, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("nf4", torch.float32), ("nf4", torch.bfloat16), ("fp8", torch.float32), ("bf12", torch.bfloat16)],
+)
+def test_a_stored_base_equals_its_decoded_values(form: str, dtype: torch.dtype) -> None:
+    model, data = adapted(dtype=dtype), batches(3)
+    more: dict[str, Any] = {"bf16": {"enabled": dtype is torch.bfloat16}}
+    expected = run(with_decoded_base(model, form), data, offload=False, **more)
+    if dtype is torch.float32:
+        assert_same(expected, run_plain(with_decoded_base(model, form), data))
+    for options in ({}, {"resident_blocks": 1, "offload_activations": True}):
+        assert_same(run(model, data, frozen_dtype=form, **options, **more), expected)
+
+
+def test_accumulation_clipping_and_schedulers_equal_a_plain_loop() -> None:
+    model, data = adapted(), batches(6)
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    expected = run_plain(model, data, accumulation=2, clipping=0.05, schedule=schedule)
+    more = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05}
+    ours = copy.deepcopy(model)
+    engine = start(ours, adapter_json(**more), lr_scheduler=schedule)
+    torch.manual_seed(7)
+    losses = train(engine, data)
+    assert_same((losses, weights(engine.module)), expected)
+    assert engine.get_global_grad_norm() > 0.05
+    assert engine.get_lr() == pytest.approx([1e-2 * 0.5**3])
+
+
+def test_nothing_is_written_back_and_trained_tensors_are_on_the_device() -> None:
+    model = adapted("wide")
+    engine = start(model)
+    store = engine.backend._base.block_store
+    before = [unit.store_buffer.clone() for unit in store.placement.blocks]
+    train(engine, batches(2))
+    assert store.runtime.bytes_down == 0 and len(before) == 3
+    assert all(unit.streamed and not unit.trainable for unit in store.placement.blocks)
+    assert all(torch.equal(u.store_buffer, was) for u, was in zip(store.placement.blocks, before, strict=True))
+    states = [state["exp_avg"] for state in engine.optimizer.state.values()]
+    assert len(states) == sum(p.requires_grad for p in model.parameters())
+
+
+def test_16_bit_adapters_have_float32_masters() -> None:
+    """Equal to a loop that keeps masters by hand. A step of 1e-5 is far below the spacing of bfloat16."""
+    model, data = adapted(dtype=torch.bfloat16), batches(4)
+    plain = copy.deepcopy(model)
+    plain.config.use_cache = False
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    masters = [torch.nn.Parameter(p.detach().float()) for p in trained]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5)
+    torch.manual_seed(7)
+    losses = []
+    for i, batch in enumerate(data):
+        loss = plain(**batch).loss
+        (loss / 2).backward()
+        losses.append(loss.item())
+        for p, master in zip(trained, masters, strict=True):
+            master.grad = p.grad.float() if master.grad is None else master.grad + p.grad
+            p.grad = None
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, master in zip(trained, masters, strict=True):
+                p.data.copy_(master.data)
+    ours = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+    engine = start(model, adapter_json(bf16={"enabled": True}, gradient_accumulation_steps=2), optimizer=ours)
+    torch.manual_seed(7)
+    assert train(engine, data) == losses
+    for t, master in zip(engine.backend._trained, masters, strict=True):
+        assert torch.equal(t.master, master)
+        assert torch.equal(t.parameter, master.bfloat16())
+        assert torch.equal(t.parameter.get_full_hp_param(), master)
+    with torch.no_grad():
+        trained_here = engine.backend._trained._trained[0].parameter
+        trained_here.fill_(2.0)
+    train(engine, data[:2])
+    assert (trained_here - 2.0).abs().max() < 0.1, "the master takes over what a user has written"
+
+
+def test_fp16_scales_the_loss_and_skips_overflows() -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
+    model = adapted(dtype=torch.float16)
+    before = weights(model)
+    engine = start(model, adapter_json(**fp16))
+    train(engine, batches(2))
+    assert engine.skipped_steps == 2 and engine.optimizer.cur_scale == 2.0**38
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine.module).items())
+    fp16["fp16"]["initial_scale_power"] = 8
+    engine = start(adapted(dtype=torch.float16), adapter_json(**fp16))
+    losses = train(engine, batches(1) * 6)
+    assert engine.skipped_steps == 0 and losses[-1] < losses[0]
+
+
+def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
+    model = adapted()
+    engine = start(model, adapter_json(frozen_dtype="nf4"))
+    train(engine, batches(1))
+    name, weight = next((n, p) for n, p in model.named_parameters() if "k_proj" in n)
+    weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=f"{name} was frozen .* stored as nf4, which cannot be trained: unfreeze"):
+        train(engine, batches(1))
+
+
+def test_frozen_dtype_needs_a_frozen_base() -> None:
+    model = adapted()
+    model.requires_grad_(True)
+    with pytest.raises(ConfigError, match="got nf4 and a model that trains all of them: freeze the base model"):
+        start(model, adapter_json(frozen_dtype="nf4"))
+
+
+def test_the_base_is_the_reference_of_dpo_and_a_frozen_adapter_is_exact() -> None:
+    """A second adapter that is frozen stays in its own dtype beside an NF4 base."""
+    model = adapted()
+    model.add_adapter("reference", METHODS["rslora"]())
+    engine = start(model, adapter_json(frozen_dtype="nf4"))
+    batch = batches(1)[0]
+    plain = with_decoded_base(adapted(), "nf4")
+    plain.config.use_cache = False
+    for logits in (False, True):
+        with torch.set_grad_enabled(logits), engine.module.disable_adapter(), plain.disable_adapter():
+            assert torch.equal(engine(**batch).logits.detach(), plain(**batch).logits.detach())
+    names = {p.name for u in engine.backend._base.block_store.placement.blocks for p in u.placed}
+    assert not any("lora" in name for name in names)
+    engine.eval()
+    with torch.no_grad(), plain.disable_adapter():
+        assert not torch.equal(engine(**batch).logits, plain(**batch).logits)

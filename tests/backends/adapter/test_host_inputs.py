@@ -1,0 +1,56 @@
+"""Inputs of blocks on the host: copies and kernels that touch the same bytes are ordered, checked with clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from adapter_runs import adapted, adapter_json, batches, start, train
+from stream_clocks import Buffer, ClockedRuntime, Races, install
+
+from ds_zo.backends.adapter.activations import KeptInput
+from ds_zo.backends.recompute import block_store as recompute_store
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def races_of(monkeypatch: pytest.MonkeyPatch) -> Races:
+    install(monkeypatch)
+    monkeypatch.setattr(recompute_store, "Runtime", ClockedRuntime)
+    engine: Any = start(adapted(num_hidden_layers=4), adapter_json(offload_activations=True, frozen_dtype="nf4"))
+    inputs = engine.backend._base.block_store.host_inputs
+    inputs.stream = torch.cuda.Stream()
+
+    on_device: list[torch.Tensor] = []
+    upload = KeptInput.upload
+
+    def uploaded(kept: KeptInput) -> torch.Tensor:
+        if kept._device is None:
+            kept._device = torch.empty(kept._shape, dtype=kept._dtype)
+            on_device.append(kept._device)  # before the copy writes to it, and for as long as the step reads it
+            kept._copy(kept._device, kept._view())
+        return upload(kept)
+
+    monkeypatch.setattr(KeptInput, "upload", uploaded)
+
+    def buffers() -> Iterator[Buffer]:
+        yield from ClockedRuntime.made[-1].buffers()
+        for kept in list(inputs._kept.values()):
+            yield "host copy of an input", kept._host, False
+        yield from (("input", tensor, True) for tensor in on_device)
+
+    with Races(buffers) as races:
+        train(engine, batches(3))
+    assert races.num_writes and len(on_device) == 3 * 2  # neither the first block's input nor the last's
+    return races
+
+
+def test_copies_and_kernels_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not races_of(monkeypatch).found
+
+
+def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptInput, "wait", lambda self: None)
+    assert any("input" in text for text in races_of(monkeypatch).found)
