@@ -174,7 +174,7 @@ class Runtime:
         self.written(unit, slot, download=download)
         if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
             self._actions.popleft()
-        if slot is not None and slot.version != unit.version:
+        if slot is not None and not slot.is_current:
             slot.invalidate()
         self._issue_uploads()
 
@@ -191,7 +191,7 @@ class Runtime:
         self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
-            if not self._is_current(slot):
+            if not slot.is_current:
                 slot.invalidate()
         self._low_order = deque()
         self._reclaim_low_slots(keep=self._low_ahead)
@@ -243,7 +243,7 @@ class Runtime:
         loaded = {
             self._number[id(slot.unit)]: i
             for i, slot in enumerate(self.slots)
-            if slot.unit is not None and self._is_current(slot)
+            if slot.unit is not None and slot.is_current
         }
         ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
@@ -291,7 +291,7 @@ class Runtime:
         for slot in self._low_in_use.values():
             self._record(slot.drained, self._compute)
         self._low_in_use = {}
-        self._low_ahead = {n: slot for n, slot in self._low_ahead.items() if n in keep and self._is_current(slot)}
+        self._low_ahead = {n: slot for n, slot in self._low_ahead.items() if n in keep and slot.is_current}
         elsewhere = [*self._low_pool, *self._low_ahead.values()]
         self._low_pool.extend(slot for slot in self.low_slots if slot not in elsewhere)
 
@@ -302,7 +302,7 @@ class Runtime:
             slot.take(unit)
             self._copy_up(slot, source, stream)
         self._record(slot.filled, stream)
-        slot.version = unit.version
+        slot.uploaded()
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
@@ -328,16 +328,7 @@ class Runtime:
                     self._record(saved, self._down)
                 used.is_saving = True
                 self.bytes_down += target.numel()
-        if slot is not None:
-            unit.version = slot.version
-        if self._down is not None:
-            unit.written_back = unit.written_back or torch.cuda.Event()
-            unit.written_back.record(self._down)
-
-    @staticmethod
-    def _is_current(slot: Slot) -> bool:
-        """Whether the slot holds, or will hold once its upload is done, the bytes of its unit's `store_buffer`."""
-        return slot.unit is not None and slot.version == slot.unit.version
+        unit.sent_back(unit.version if slot is None else slot.version, stream=self._down)
 
     @property
     def _compute(self) -> torch.cuda.Stream | None:

@@ -165,7 +165,7 @@ class ShardedRuntime(Runtime):
         """Uploads a unit that was gathered ahead and has lost its slot, because this rank has read other blocks. Must
         precede `_meet`: after it, other ranks may write back the block that this rank reads."""
         slot = self._slot_for(number)
-        if slot.unit is not self.units[number] or not self._is_current(slot):
+        if slot.unit is not self.units[number] or not slot.is_current:
             self._store.wait(number)
             super()._upload(number, slot)
 
@@ -197,14 +197,14 @@ class ShardedRuntime(Runtime):
             for work in gathering:
                 work.wait()
         self._record(slot.filled, self._gathered)
-        slot.version = unit.version
+        slot.uploaded()
         self.bytes_up += own.numel()
         self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
     def _fold_if_due(self, slot: Slot) -> None:
         """Folds the slot's unit if it was gathered to fold in this pass and the forward has not used it."""
         unit = slot.unit
-        if unit is None or not self._is_current(slot) or self._number[id(unit)] not in self._downloads:
+        if unit is None or not slot.is_current or self._number[id(unit)] not in self._downloads:
             return
         self._wait(self._compute, slot.filled)
         self.fold_skipped(unit, slot)
@@ -236,11 +236,7 @@ class ShardedRuntime(Runtime):
                 used.is_saving = True
                 self.bytes_down += own.numel()
             self._store.mark_written_back(self._number[id(unit)])
-        if slot is not None:
-            unit.version = slot.version
-        if self._down is not None:
-            unit.written_back = unit.written_back or torch.cuda.Event()
-            unit.written_back.record(self._down)
+        unit.sent_back(unit.version if slot is None else slot.version, stream=self._down)
 
     def _meet(self, order: Sequence[int]) -> None:
         """Orders every download of this pass after the start of the pass on all ranks: until a rank has started it,

@@ -208,9 +208,9 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                     if rng.random() < 0.1:
                         break
                     if slot is None:
-                        unit.version += 1
+                        unit.folded(unit.version + 1)
                     else:
-                        slot.version += 1
+                        slot.updated(slot.version + 1)
                     runtime.written(unit, slot)
                     due.remove(unit)
                     value[unit.index] = new

@@ -47,7 +47,7 @@ def visit(runtime: Runtime, unit: Unit, *, update: bool = False) -> None:
     assert_holds(slot, unit)
     if update:
         slot.buffer[: unit.nbytes] += 1
-        slot.version += 1
+        slot.updated(slot.version + 1)
     runtime.release(unit, slot)
 
 
@@ -131,7 +131,7 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
             assert int(slot.buffer[0]) == value[id(unit)] == int(slot.buffer[unit.nbytes - 1])
             if sent_back or rng.random() < 0.5:
                 slot.buffer[: unit.nbytes] = new = rng.randint(0, 255)
-                slot.version += 1
+                slot.updated(slot.version + 1)
                 if sent_back:
                     value[id(unit)] = new
                     downloads.remove(unit)

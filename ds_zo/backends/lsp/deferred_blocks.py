@@ -60,7 +60,7 @@ class DeferredBlocks:
         holders = {
             id(matrix.parameter): (id(group), matrix.name) for group in self._undecided for matrix in group.matrices
         }
-        detector = StrayWeightDetector(holders, self.called)
+        detector = StrayWeightDetector(holders, self.called.__contains__)
         with detector:
             yield
         self._watches = False

@@ -110,8 +110,6 @@ class RecomputedBlockStore:
         move_buffers(module, device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
-        self._materialised: set[int] = set()
-        """Ids of the units that are materialised now."""
         self.runtime = self._make_runtime()
         self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
         """`fill_device` has yet to choose resident blocks. The bytes of activations are known only after a step, so all
@@ -184,12 +182,13 @@ class RecomputedBlockStore:
     def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """Context in which the unit's parameters are on the device. On exit the weights are copied back if `changed`
         was set; after an error the slot's contents are dropped."""
-        assert id(unit) not in self._materialised, f"{unit.name} runs inside itself"
+        assert not unit.in_use, f"{unit.name} runs inside itself"
         materialised = MaterialisedBlock()
         slot: Slot | None = None
-        self._materialised.add(id(unit))
         try:
-            if unit.streamed:
+            if not unit.streamed:
+                unit.use_in_place()
+            else:
                 with torch.inference_mode(False), torch.no_grad():
                     slot = self.runtime.acquire(unit)
                     if unit.written_back is not None:  # the last update must be copied back before this slot is changed
@@ -205,12 +204,13 @@ class RecomputedBlockStore:
             if slot is not None:
                 with torch.inference_mode(False), torch.no_grad():
                     if materialised.changed:
-                        slot.version = unit.version + 1
+                        slot.updated(unit.version + 1)
                     self.runtime.release(unit, slot, download=materialised.changed)
         finally:
-            self._materialised.discard(id(unit))
             if unit.streamed:
                 unit.bind_stored()
+            else:
+                unit.leave_in_place()
 
     @contextmanager
     def updating_piece(self, unit: Unit) -> Iterator[torch.Tensor]:
@@ -220,19 +220,19 @@ class RecomputedBlockStore:
             yield piece
 
     def is_materialised(self, unit: Unit) -> bool:
-        return id(unit) in self._materialised
+        return unit.in_use
 
     def strays_refused(self) -> AbstractContextManager[None]:
         """Context of a forward that raises where a block's weight is used outside of its block. It does nothing for a
         module that the user has compiled."""
         if is_compiled_by_user(self._module):
             return nullcontext()
-        return refuse_strays(self.placement.blocks, self._materialised)
+        return refuse_strays(self.placement.blocks)
 
     @property
     def has_materialised(self) -> bool:
         """Some unit is materialised now."""
-        return bool(self._materialised)
+        return any(unit.in_use for unit in self.placement.blocks)
 
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
         key = (id(unit), id(slot))
@@ -397,9 +397,6 @@ class RecomputedModuleState(ModuleState):
                 self._show_copies(unit, step=unit.version)
             else:
                 self._block_store.runtime.prepare_host_write(unit)
-
-    def _is_busy(self) -> bool:
-        return self._block_store.has_materialised
 
     def _is_shared(self, unit: Unit) -> bool:
         return unit.is_sharded or (self._block_store.shared is not None and unit.streamed)

@@ -102,7 +102,6 @@ class ZOBackend(Backend):
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
         self.state.on_write = self._break_trajectory
-        self.state.in_forward = lambda: bool(self._working_copies.materialised)
         self._closed = False
         self._never_in_train_mode = not module.training
         """Whether no forward has run in train mode yet. `from_pretrained` returns models in eval mode, and DeepSpeed
@@ -303,7 +302,7 @@ class ZOBackend(Backend):
         """Runs the passes under the stray-weight detector, and again if units must become pass-long. `renew` saves the
         module's state again after new hooks are registered."""
         units = {id(unit): unit for unit in self.block_store.placement.units}
-        detector = StrayWeightDetector.of_units(units.values(), self._working_copies.materialised)
+        detector = StrayWeightDetector.of_units(units.values())
         results: list[Any] | None = None
         try:
             with detector, torch.compiler.set_stance("force_eager"):  # the detector does not see compiled code
@@ -485,7 +484,7 @@ class ZOBackend(Backend):
             p.group, p.trainable = group, trainable
             part.forget_tables()
         for unit in self.block_store.placement.units:
-            unit.version = self.block_store.log.length
+            unit.folded(self.block_store.log.length)  # also a unit that was frozen: no earlier update applies to it
         self._signature, self._regrouped = signature, True
         if self.block_store.log.length:
             self._break_trajectory()

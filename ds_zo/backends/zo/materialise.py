@@ -267,11 +267,11 @@ class Materialiser:
         low = self.runtime.acquire_low(unit) if fold and unit.low_nbytes else None
         target = source
         if slot is None and not fold:
-            self._replay_slot.unit, self._replay_slot.version = unit, step
+            self._replay_slot.take(unit)
             target = self._replay_slot.buffer
         if slot is not None:
             self.runtime.before_writing(slot)
-            slot.version = step  # `unit.version` follows when the slot is downloaded
+            slot.updated(step)  # `unit.version` follows when the slot is downloaded
         planes, stored = self._planes(unit, source, low), self._planes(unit, target, low)
         with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
@@ -279,7 +279,7 @@ class Materialiser:
                 if fold:
                     self.runtime.written(unit, slot)
             elif fold:
-                unit.version = step
+                unit.folded(step)
                 if unit.low_streamed:
                     self.runtime.written(unit, None)
 

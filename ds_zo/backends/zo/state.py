@@ -22,8 +22,6 @@ class ReplayedState(ModuleState):
         a time."""
         self.on_write: Callable[[], None] = lambda: None
         """Called after a weight is replaced."""
-        self.in_forward: Callable[[], bool] = lambda: False
-        """Whether any unit is materialised now."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
 
     @torch.no_grad()
@@ -48,10 +46,6 @@ class ReplayedState(ModuleState):
             elif unit.copies_step is not None:
                 unit.bind_stored()
             materialiser.runtime.prepare_host_write(unit)
-
-    def _is_busy(self) -> bool:
-        """Whether a forward is running."""
-        return self.in_forward()
 
     def _is_shared(self, unit: Unit) -> bool:
         """Whether the unit lies in a host store that ranks share."""
