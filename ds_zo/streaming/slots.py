@@ -71,6 +71,10 @@ class Slot:
         """Updates were applied in the slot, which includes `version` of them."""
         self._version = version
 
+    def expire(self) -> None:
+        """The contents are not used again. Copies from or to `unit` may still be under way."""
+        self._version = -1
+
     def invalidate(self) -> None:
         """Marks the slot's contents as different from any unit's `store_buffer`."""
         self.unit, self._version = None, -1

@@ -283,18 +283,22 @@ class Materialiser:
                 if unit.low_streamed:
                     self.runtime.written(unit, None)
 
-    def _release_slot(self, unit: Unit, *, download: bool | None = None) -> None:
+    def _release_slot(self, unit: Unit) -> None:
         """Marks the active unit's slot as free: no kernel issued after this call reads it."""
         assert self._active is not None
         slot = self._active[1]
         self._active = (unit, None)
         if slot is not None:
-            self.runtime.release(unit, slot, download=download)
+            self.runtime.release(unit, slot, keep_low=self._folds_later(unit))
 
-    def _release_unit(self, unit: Unit, *, download: bool | None = None) -> None:
+    def _release_unit(self, unit: Unit) -> None:
         """Releases the active unit's slot, and leaves no unit active."""
-        self._release_slot(unit, download=download)
+        self._release_slot(unit)
         self._active = None
+
+    def _folds_later(self, unit: Unit) -> bool:
+        """Whether the pass that is running has yet to fold the unit."""
+        return id(unit) in self._folding and self.pending(unit) > 0
 
     # Copies without noise, for evaluation and saving. Nothing is stored.
 
@@ -336,9 +340,9 @@ class Materialiser:
     def release_clean(self, unit: Unit) -> None:
         """Releases a unit that `materialise_clean` or `materialise_fp32` made: its copy is read no more."""
         if self._active is not None and self._active[0] is unit:
-            self._release_unit(unit, download=False)
+            self._release_unit(unit)
         elif unit.low_streamed:
-            self.runtime.release(unit, None, download=False)
+            self.runtime.release(unit, None, keep_low=self._folds_later(unit))
         unit.bind_stored()
 
     @torch.no_grad()
