@@ -15,7 +15,7 @@ from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
-from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.budget import DeviceBytes, device_bytes, most_resident
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
 
@@ -51,18 +51,18 @@ def place(model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: i
     )
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots if stream.overlap else 1
-    none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_replay_slots": 0, "pairs": False}
-    sizes = {"num_slots": num_slots, **none_of_zo}
+
+    def needed(num_resident: int) -> DeviceBytes:
+        return device_bytes(placement, num_resident=num_resident, num_slots=num_slots)
+
     num_resident = 0
     if stream.resident_blocks is not None:
         num_resident = min(stream.resident_blocks, num_blocks)
     elif limits.device_nbytes is not None:
-        # `most_resident` adds the scratch memory of a placement, which only ZO has.
-        others = other_nbytes - placement.scratch_nbytes
         budget = limits.device_nbytes
-        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=others, sizes=lambda _: sizes)
+        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=other_nbytes, needed=needed)
         num_resident = max(0, found)
-    there = device_bytes(placement, num_resident=num_resident, **sizes)
+    there = needed(num_resident)
     stays = evenly_spaced(num_blocks, num_resident)
     blocks = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in blocks)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_zo.config import Resolved
 from ds_zo.streaming.allocator import AllocatorRetryCheck
-from ds_zo.streaming.budget import check_fits, device_bytes, release_cached_memory
+from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
 from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
@@ -27,9 +27,6 @@ from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.sharing import share_store
 from ds_zo.streaming.units import Unit
-
-Sizes = Callable[[int], dict[str, Any]]
-"""The keywords of `budget.device_bytes` that depend on the backend, for a number of resident blocks."""
 
 
 class BlockStore:
@@ -48,17 +45,17 @@ class BlockStore:
         *,
         placement: Placement,
         num_resident: int,
-        sizes: Sizes,
+        needed: Needed,
         device: torch.device,
         process_group: Any,
         remedy: str,
     ) -> None:
         """Allocates and fills the units' buffers. `num_resident`: blocks that are on the device from the start.
-        `remedy`: what a user can do if the model exceeds the budget."""
+        `needed`: the device memory of weights and buffers. `remedy`: what a user can do if it exceeds the budget."""
         self.device = device
         self.placement = placement
         self._stream = config.section.stream
-        self._sizes = sizes
+        self._needed = needed
         resident_ids = {id(placement.blocks[i]) for i in evenly_spaced(len(placement.blocks), num_resident)}
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self.shared: SharedStore | None = None
@@ -77,12 +74,12 @@ class BlockStore:
                 placement, num_resident=num_resident, process_group=process_group, device=device, pin=config.pin_memory
             )
         if config.stream or config.shards_device:
-            needed = device_bytes(placement, num_resident=num_resident, **sizes(num_resident))
+            at_first = needed(num_resident)
             if config.shards_device:
-                pieces = [u for u in placement.blocks if id(u) not in resident_ids]
                 partition = RankPartition(0, num_ranks)
-                needed = replace(needed, blocks=needed.blocks + sum(partition.piece_nbytes(u.nbytes) for u in pieces))
-            check_fits(needed, budget_gb=self._stream.device_memory_gb, remedy=remedy)
+                pieces = sum(partition.piece_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
+                at_first = replace(at_first, blocks=at_first.blocks + pieces)
+            check_fits(at_first, budget_gb=self._stream.device_memory_gb, remedy=remedy)
         self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
         release_cached_memory(device)
         place_units(
@@ -117,19 +114,18 @@ class BlockStore:
 
     # Buffers on the device that blocks share
 
-    def _make_runtime(self, *, before_overwrite: BeforeOverwrite | None = None) -> None:
+    def _make_runtime(self, *, num_low_slots: int = 0, before_overwrite: BeforeOverwrite | None = None) -> None:
         """Makes the runtime, with slots for the blocks that are streamed now."""
         make: Any = Runtime
         if self.shards is not None:
             make = partial(DeviceShardRuntime, store=self.shards)
         elif self.shared is not None:
             make = partial(ShardedRuntime, store=self.shared)
-        sizes = self._sizes(self.num_resident)
         self.runtime = make(
             self.placement.blocks,
             self.device,
-            num_slots=sizes["num_slots"],
-            num_low_slots=sizes["num_low_slots"],
+            num_slots=self._stream.device_slots,
+            num_low_slots=num_low_slots,
             overlap=self._stream.overlap,
             reuse_buffers=self._stream.reuse_buffers,
             before_overwrite=before_overwrite,
@@ -157,7 +153,7 @@ class BlockStore:
             store=self.store,
             device=self.device,
             budget_gb=self._stream.device_memory_gb,
-            sizes=self._sizes,
+            needed=self._needed,
             buffers=DeviceBuffers(self._free_buffers, self._make_buffers),
         )
         if filled:

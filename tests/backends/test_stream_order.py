@@ -63,8 +63,8 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come as they do where ranks keep them together."""
     monkeypatch.setattr(block_store, "Runtime", ClockedShardedRuntime)
-    sizes = zo_store.zo_sizes
-    monkeypatch.setattr(zo_store, "zo_sizes", lambda *args, **settings: sizes(*args, **{**settings, "shared": True}))
+    buffers = zo_store.ZOBuffers
+    monkeypatch.setattr(zo_store, "ZOBuffers", lambda **settings: buffers(**{**settings, "shared": True}))
 
 
 class Wanders(Toy):

@@ -31,7 +31,7 @@ from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.block_store import BlockStore
-from ds_zo.streaming.budget import reset_peak_memory
+from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.device_shards import DeviceShardRuntime
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
@@ -69,20 +69,13 @@ class RecomputedBlockStore(BlockStore):
         check_frozen_dtype(module, "auto")
         stream = config.section.stream
         placement = plan_units(module, param_groups, block_paths=stream.blocks, split=False)
-        placement.scratch_nbytes = 0  # updates are made in place
-        sizes = {
-            "num_slots": stream.device_slots if stream.overlap else 1,
-            "num_low_slots": 0,
-            "num_passes": 0,
-            "num_replay_slots": 0,
-            "pairs": False,
-        }
+        num_slots = stream.device_slots if stream.overlap else 1
         super().__init__(
             module,
             config,
             placement=placement,
             num_resident=min(len(placement.blocks), stream.resident_blocks or 0),
-            sizes=lambda num_resident: sizes,
+            needed=lambda num_resident: device_bytes(placement, num_resident=num_resident, num_slots=num_slots),
             device=device,
             process_group=process_group,
             remedy="raise it or keep fewer blocks resident",

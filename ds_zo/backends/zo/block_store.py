@@ -29,8 +29,9 @@ from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
+from ds_zo.planner.zo_buffers import ZOBuffers
 from ds_zo.streaming.block_store import BlockStore
-from ds_zo.streaming.budget import device_bytes, fits, peak_nbytes, reset_peak_memory, usable_nbytes, zo_sizes
+from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of
 from ds_zo.streaming.placement import Placement, plan_units
@@ -101,7 +102,7 @@ class ZOBlockStore(BlockStore):
             config,
             placement=placement,
             num_resident=num_resident,
-            sizes=self._zo_sizes,
+            needed=lambda num_resident: self._buffers().device_bytes(num_resident),
             device=device,
             process_group=ranks.process_group,
             remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
@@ -123,15 +124,11 @@ class ZOBlockStore(BlockStore):
         if self.may_fill_device or self.must_choose_interval:
             reset_peak_memory(device)
 
-    def _zo_sizes(
-        self, num_resident: int, *, interval: int | None = None, in_pairs: bool | None = None
-    ) -> dict[str, Any]:
-        """Numbers of slots and kinds of copies with `num_resident` blocks on the device. `interval`, `in_pairs`: None:
-        the present ones."""
-        return zo_sizes(
-            self._stream,
-            num_blocks=len(self.placement.blocks),
-            num_resident=num_resident,
+    def _buffers(self, *, interval: int | None = None, in_pairs: bool | None = None) -> ZOBuffers:
+        """The sizes of slots and working copies. `interval`, `in_pairs`: None: the present ones."""
+        return ZOBuffers(
+            stream=self._stream,
+            placement=self.placement,
             num_passes=self._num_passes,
             interval=self.interval if interval is None else interval,
             in_pairs=self.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
@@ -140,16 +137,16 @@ class ZOBlockStore(BlockStore):
 
     def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:
         """The peak of device memory in a step with this interval, and with both copies at once if `in_pairs`."""
-        sizes = self._zo_sizes(self.num_resident, interval=interval, in_pairs=in_pairs)
-        needed = device_bytes(self.placement, num_resident=self.num_resident, **sizes)
-        return needed.total + self._activations_nbytes
+        buffers = self._buffers(interval=interval, in_pairs=in_pairs)
+        return buffers.device_bytes(self.num_resident).total + self._activations_nbytes
 
     def _make_buffers(self) -> None:
         """Makes the runtime and the materialiser, with slots and scratch for the present placement and interval."""
         if self.device.type == "cuda":
             # Else small buffers could be carved from the memory of a large freed one, which would not fit again.
             torch.cuda.empty_cache()
-        self._make_runtime(before_overwrite=self.claims.before_overwrite)
+        buffers = self._buffers()
+        self._make_runtime(num_low_slots=buffers.num_low_slots, before_overwrite=self.claims.before_overwrite)
         self.materialiser = Materialiser(
             self.placement,
             self.runtime,
@@ -157,7 +154,7 @@ class ZOBlockStore(BlockStore):
             noise=self.noise,
             interval=self.interval,
             num_passes=self._num_passes,
-            pairs=self._zo_sizes(self.num_resident)["pairs"],
+            pairs=buffers.pairs(self.num_resident),
             device=self.device,
             first_direction=self._first_direction,
         )
