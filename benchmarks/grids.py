@@ -219,16 +219,20 @@ _LSP_VARIANTS: dict[str, dict[str, Any]] = {
     "512-refit": {"check_interval": 25},
     "512-dense": {"edge": "dense"},
     "512-dense-random": {"edge": "dense", "projector": "random"},
+    "512-dense-global": {"edge": "dense", "clip_scope": "global"},
     "512-dense-refit": {"edge": "dense", "check_interval": 25},
     "128-dense": {"subspace_dim": 128, "edge": "dense"},
     "128-dense-random": {"subspace_dim": 128, "edge": "dense", "projector": "random"},
 }
 
+_ON_DEVICE: Config = {"zero_optimization": {"stage": 0}}
+"""Adam on the device: many runs share the host's cores."""
+
 LSP_GAP = Grid(
     {
         "adamw": Method(ADAMW, lrs=(1e-4,), **_FIRST_ORDER_RUN),
         **{
-            f"lsp-{name}": Method(_lsp(512, **params), lrs=(1e-4,), **_FIRST_ORDER_RUN)
+            f"lsp-{name}": Method({**_lsp(512, **params), **_ON_DEVICE}, lrs=(1e-4,), **_FIRST_ORDER_RUN)
             for name, params in _LSP_VARIANTS.items()
         },
     },
@@ -237,7 +241,7 @@ LSP_GAP = Grid(
     arguments=ON_ONE_GPU,
 )
 """LSP beside AdamW at AdamW's rate: learned and random projectors, one non-zero a row, fits again every 25 steps, the
-tied embedding whole, and a smaller subspace."""
+tied embedding whole, clipping by the norm of all gradients, and a smaller subspace."""
 
 ACCURACY_SEEDS = replace(
     ACCURACY,

@@ -83,6 +83,18 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
         2 * packed + 2 * numel,
     )
 
+    four_bits = torch.randint(0, 256, (numel // 2,), dtype=torch.uint8, device=device)
+    absmax = torch.ones(numel // 64, device=device)
+    yield "nf4 dequantise", partial(ops.dequantise_nf4_, out, four_bits, absmax), 2 * numel + numel // 2 + numel // 16
+    powers = torch.full((numel // 32,), 120, dtype=torch.uint8, device=device)
+    experts = out[: numel // 2**20 * 2**20].view(-1, 1024, 1024)
+    planes = four_bits[: experts.numel() // 2], powers[: experts.numel() // 32]
+    yield (
+        "mxfp4 dequantise",
+        partial(ops.dequantise_mxfp4_, experts, *planes),
+        2 * experts.numel() + planes[0].numel() + planes[1].numel(),
+    )
+
     master = theta.float()
     copy = torch.empty_like(master)
     yield "fp32 fold 1 + perturb 1", call(master, **replay, dst=master, out=copy, scale=1e-3, fold=True), 12 * numel

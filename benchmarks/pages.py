@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.equal_score import seconds_to
+from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.recipes import OWN_ROWS
@@ -45,10 +46,9 @@ ACCURACY, LEARNED, GAP = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl", "h200_
 EQUAL_Z, LSP_TIME = "h200_equal_z.jsonl", "h200_lsp_time.jsonl"
 SMOLLM, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
 LSP_SETTINGS = {
-    "learned, embedding projected": "lsp-512-learned",
-    "random, embedding projected": "lsp-512-random",
-    "learned, embedding whole": "lsp-512-dense",
-    "random, embedding whole": "lsp-512-dense-random",
+    "learned": "lsp-512-dense",
+    "random": "lsp-512-dense-random",
+    "learned, `clip_scope: global`": "lsp-512-dense-global",
 }
 """By name on a page: the method of grid `lsp-gap`."""
 TASKS = {"sst2": "SST-2", "rte": "RTE", "copa": "COPA", "boolq": "BoolQ", "alpaca": "Alpaca"}
@@ -312,11 +312,14 @@ def lsp_memory() -> str:
 def lsp_learned() -> str:
     """LSP's distance to AdamW with the same seeds, learned projectors beside random ones."""
     body = [[title, *(_percent(_distances(method, task)) for task in TASKS)] for title, method in LSP_SETTINGS.items()]
+    loose = [_percent(_distances("lsp-512-dense", task, file=GAP)) for task in TASKS]
+    body.append(["learned, each matrix clipped to 1.0", *loose])
+    body.append(["learned, on dev", *(_percent(_distances("lsp-512-dense", task, on="dev")) for task in TASKS)])
     heads = ["projectors (d = 512)", *TASKS.values()]
     conditions = (
-        f"{SMOLLM}, 120 steps of 16 texts, learning rate 1e-4, the one chosen for AdamW. Percent of AdamW's score on "
-        "test, above (+) or below (-) it with the same seeds: accuracy, for Alpaca the loss with its sign turned. "
-        "Mean, standard error, and the number of seeds in brackets:"
+        f"{SMOLLM}, 120 steps of 16 texts, `edge: dense`, learning rate 1e-4, the one chosen for AdamW. Percent of "
+        "AdamW's score on test, above (+) or below (-) it with the same seeds: accuracy, for Alpaca the loss with its "
+        "sign turned. Mean, standard error, and the number of seeds in brackets:"
     )
     return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
 
@@ -340,7 +343,7 @@ def lsp_left_out() -> str:
 def lsp_random() -> str:
     """Test perplexity on Alpaca by learned and by random projectors of equal size."""
     body = []
-    for model, lr, dim in ((SMOLLM, 1e-4, 128), (SMOLLM, 1e-4, 512), (QWEN, 3e-5, 512)):
+    for model, lr, dim in ((SMOLLM, 1e-4, 128), (SMOLLM, 1e-4, 512), (QWEN, 3e-6, 512)):
         sides = [
             {
                 row["seed"]: row["after"]
@@ -360,22 +363,22 @@ def lsp_random() -> str:
     return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
 
 
-def _lsp_rows(method: str, model: str) -> list[Row]:
+def _lsp_rows(method: str, model: str, *, file: str = LEARNED) -> list[Row]:
     """The good rows of a method. AdamW's are in three files, of which one has its chosen rate."""
     if method == "adamw" and model == SMOLLM:
         chosen = at_chosen_rates(_accuracy_rows(), read_grid("accuracy"))["adamw"]
         rows = [*chosen, *(row for row in rows_in(GAP) if row["lr"] == chosen[0]["lr"])]
     else:
-        rows = rows_in(LEARNED)
+        rows = [row for row in rows_in(file) if file == LEARNED or row["lr"] == 1e-4]
     return [row for row in rows if row["status"] == "ok" and row["method"] == method and model in str(row["model"])]
 
 
-def _distances(method: str, task: str, *, on: str = "after") -> list[float]:
+def _distances(method: str, task: str, *, on: str = "after", file: str = LEARNED) -> list[float]:
     """Percent of AdamW's score by which the method is better, by seed."""
     mine, other = (
         {
             row["seed"]: -math.log(row[on]) if task == "alpaca" else row[on]
-            for row in _lsp_rows(name, SMOLLM)
+            for row in _lsp_rows(name, SMOLLM, file=file)
             if row["task"] == task
         }
         for name in (method, "adamw")
@@ -631,6 +634,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checkpoints": checkpoints,
     "records": records,
     "paper-lomo-lora": lomo_beside_lora,
+    **GRID_BLOCKS,
     **PAPER_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
@@ -643,13 +647,16 @@ def filled(text: str) -> str:
         begin, name, end = found.groups()
         if name not in BLOCKS:
             raise ValueError(f"a block of rows must be one of {', '.join(BLOCKS)}, got {name}; rename it")
-        return f"{begin}\n{wrapped(BLOCKS[name]())}\n\n{end}"
+        made = wrapped(BLOCKS[name]())
+        return f"{begin}\n{made}\n\n{end}" if made else f"{begin}{end}"  # empty while it has no rows
 
     return MARKED.sub(block, text)
 
 
 def marked_pages() -> list[Path]:
-    return [page for page in sorted(DOCS.glob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
+    """The pages of docs/ and the README, as far as they have blocks. The README's may have no links."""
+    found = (*sorted(DOCS.glob("*.md")), REPO / "README.md")
+    return [page for page in found if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import paper_figures as paper
+from ds_zo.bench.contenders import ALL
 from ds_zo.bench.report import contenders, host_gb, reason_of, shown, title_of
 from ds_zo.records.rows import Row, read_objects, table
 
@@ -18,6 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 NOT_MEASURED = "not measured"
 ZO_FILES = ("h200_zo_full.jsonl", "h200_zo_targets.jsonl")
 LOMO_FILE, CHECKPOINT_FILE, FIGURE_5_FILE = "h200_lomo.jsonl", "h200_checkpoint_speed.jsonl", "h200_lsp_figure5.jsonl"
+LOMO_PLANS = "cpu_lomo_plans.jsonl"
 LEAN = RESULTS / "lean"
 _GIB = 2**30
 _METHODS = {"adamw_master": "AdamW", "sgd_master": "SGD", "lomo": "LOMO"}
@@ -243,18 +245,24 @@ def lomo_1() -> str:
 
 def lomo_2() -> str:
     rows, used, body = rows_of(LOMO_FILE), list[Row](), []
+    plans = {row["case"]: row for row in rows_of(LOMO_PLANS)}
     for (size, method), (cards, theirs_gb, theirs) in paper.LOMO_TABLE_2.items():
         name = f"paper/speed-{size}-{method}"
         row = (in_one_run(rows, name) or {}).get(name)
         used += [row] if row is not None else []
         ours = (None, None) if row is None else (row["peak_gb"], row["tokens_per_s"])
+        plan = plans.get(f"plan/{size}-{method}-{cards}")
         cells = [f"LLaMA-{size.upper()}, {_METHODS[method]}", f"{cards} x RTX 3090 / 1 x H200"]
-        body.append([*cells, both(theirs_gb, ours[0], "{:.1f}"), both(theirs, ours[1])])
+        planned = "" if plan is None else f"{plan['peak_gb']:.1f} GB, {plan['tokens_per_s']:,.0f} tokens/s"
+        body.append([*cells, both(theirs_gb, ours[0], "{:.1f}"), both(theirs, ours[1]), planned])
     said = (
         "GB and tokens/s of each card, 1 x 1,024 tokens. Ours is one H200 throughout. Runs on several cards are not "
-        "measured: lines with other numbers of cards show that a model fits, and no ratio. Cells are paper / ours:"
+        "measured: lines with other numbers of cards show that a model fits, and no ratio. The last column is computed "
+        "by `ds-zo plan` for as many H200 as the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each "
+        "card, where no collective overlaps with computing. It has no estimate of AdamW and SGD at stage 3 without "
+        "offload. Other cells are paper / ours:"
     )
-    return _block(said, ["", "cards", "GB", "tokens/s"], body, used, LOMO_FILE)
+    return _block(said, ["", "cards", "GB", "tokens/s", "planned"], body, used, LOMO_FILE, LOMO_PLANS)
 
 
 def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mapping[str, str], link: str) -> str:
@@ -267,7 +275,7 @@ def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mappi
         scores = f"{lomo:.2f} and {lora:.2f} perplexity" if lower_is_better else f"{lomo:.1%} and {lora:.1%}"
         (better if ahead else worse).append(f"{title} ({scores})")
     return (
-        f"LOMO is ahead of LoRA on {', '.join(better) or 'no task'}, and behind it on {', '.join(worse) or 'no task'}: "
+        f"LOMO loses to LoRA on {', '.join(worse) or 'no task'}, and wins on {', '.join(better) or 'no task'}: "
         f"test scores of LOMO and of LoRA, means over seeds, each at the rate chosen for it. {link}"
     )
 
@@ -342,8 +350,49 @@ def lean() -> str:
             body.append(cells)
         heads = ["", "tokens/s", "step ms", "GPU GB", "host GB", "set up as"]
         file = f"lean/{folder.name}/rows.jsonl"
-        blocks.append(_block(f"{title_of(rows)}:", heads, body, rows[:1], file))
+        made = _block(f"{title_of(rows)}:", heads, body, rows[:1], file)
+        blocks.append("\n\n".join(words for words in (made, beside_stock(contenders(rows))) if words))
     return "\n\n".join(blocks) or f"{NOT_MEASURED.capitalize()}."
+
+
+def beside_stock(rows: Sequence[Row]) -> str:
+    """Our methods' speed over that of the fastest stock DeepSpeed that offloads, all rows of one run. Brackets: our
+    slowest timed step over their fastest, and the other way round."""
+    done = [row for row in rows if row["status"] == "ok"]
+    ours = [row for row in done if row["case"] in ALL and ALL[row["case"]].backend is not None]
+    stock = [row for row in done if row["case"].startswith(("zero", "zenflow", "superoffload"))]
+    if not ours or not stock:
+        return ""
+    other = max(stock, key=lambda row: float(row["tokens_per_s_mean"]))
+    said = []
+    for row in ours:
+        ratio = row["tokens_per_s_mean"] / other["tokens_per_s_mean"]
+        least, most = other["step_s_min"] / row["step_s_max"], other["step_s_max"] / row["step_s_min"]
+        said.append(f"{row['case']} {ratio:.2f} ({least:.2f} to {most:.2f})")
+    micro = "" if all(row["params"]["spec"].get("accumulation", 1) == 1 for row in done) else ", tokens a step equal"
+    return f"In this run{micro}, tokens/s as a multiple of {other['case']}'s: {', '.join(said)}."
+
+
+def stock_7b() -> str:
+    """Stock DeepSpeed that offloads and ours on LLaMA-7B, in words without links: the README may show them too. Rows of
+    low-memory states come first; without them, those of the head to head."""
+    from ds_zo.bench.compare import last_run
+
+    held = LEAN / "held-7b-24gb" / "rows.jsonl"
+    is_held = held.exists()
+    rows = contenders(last_run(held if is_held else RESULTS / "compare/llama-7b/uncapped/rows.jsonl", None))
+    done = {row["case"]: row for row in rows if row["status"] == "ok"}
+    names = [name for name in done if name.startswith("zero")] + [
+        name for name in ("lomo", "lsp", "zo") if name in done
+    ]
+    said = [
+        f"{ALL[name].title} {done[name]['tokens_per_s_mean']:,.0f} tokens/s, {shown(done[name]['peak_gb'])} GB of GPU "
+        f"and {shown(host_gb(done[name]))} GB of host memory"
+        for name in names
+    ]
+    started = " Stock DeepSpeed was started on the whole card: the limit holds for its steps." if is_held else ""
+    where = "steps within 24 GB" if is_held else "on the card as it is"
+    return f"LLaMA-7B, 4 x 1,024 tokens, {where}, run {rows[0]['run_id']}: {'; '.join(said)}.{started}"
 
 
 PAPER_BLOCKS: dict[str, Callable[[], str]] = {
@@ -358,5 +407,6 @@ PAPER_BLOCKS: dict[str, Callable[[], str]] = {
     "paper-lsp-5": lsp_5,
     "paper-lsp-6": lsp_6,
     "lean": lean,
+    "stock-7b": stock_7b,
 }
 """By the name in a page's marker, as in `pages.BLOCKS`."""

@@ -372,12 +372,11 @@ SMALL_MODEL_METHODS = {
     "lora": "LoRA",
     "lomo": "LOMO, clipped",
     "adalomo": "AdaLOMO",
-    "lsp-512": "LSP (an earlier fit of its projectors)",
     "zo": "ZO",
 }
 """Methods of h200_accuracy.jsonl whose learning rate was chosen on a small model, with their names in the table."""
-USED_METHODS = {"adamw": "AdamW", "lsp-512-learned": "LSP", "lsp-512-random": "LSP, random projectors"}
-"""Methods of h200_lsp_learned.jsonl, with their names in the table. Each ran at one learning rate."""
+USED_METHODS = {"adamw": "AdamW", "lsp-512-dense": "LSP", "lsp-512-dense-random": "LSP, random projectors"}
+"""Methods of h200_lsp_learned.jsonl, with their names in the table."""
 LARGE_MODEL_RATES = (
     ("AdamW", "7B", "zero_offload", _ALPACA),
     ("LOMO, clipped", "7B", "lomo", _LOMO_ARGS),
@@ -391,7 +390,7 @@ LARGE_MODEL_RATES = (
 """Method, model, the JSON in ds_configs/ with its learning rate for such a model, and where that rate comes from."""
 QUALITY_METHODS = ("zero-shot", "adamw", "lora", "adalomo", "lomo", "zo", "zo-bf16-wire", "zo-fp8-wire")
 """Methods of h200_accuracy.jsonl in the table of scores."""
-LEARNED_METHODS = ("lsp-512-random", "lsp-512-learned")
+LEARNED_METHODS = ("lsp-512-dense-random", "lsp-512-dense")
 """Methods of h200_lsp_learned.jsonl in the table of scores."""
 
 
@@ -481,8 +480,12 @@ def rates() -> str:
         basis = f"best on dev of {tried} (`h200_accuracy.jsonl`)"
         cells.append([name, model, f"{chosen[method]:g}", basis])
     used = [row for row in _rows("h200_lsp_learned.jsonl") if row["method"] in USED_METHODS]
-    for method, model, rate in sorted({(row["method"], row["model"], row["lr"]) for row in used}):
-        cells.append([USED_METHODS[method], model, f"{rate:g}", "the only one tried (`h200_lsp_learned.jsonl`)"])
+    for method, model in sorted({(row["method"], row["model"]) for row in used}):
+        mine = [row for row in used if (row["method"], row["model"]) == (method, model) and row["task"] == "alpaca"]
+        tried = sorted({row["lr"] for row in mine})
+        basis = "the only one tried" if len(tried) == 1 else f"best on dev of {', '.join(f'{r:g}' for r in tried)}"
+        best = min(mine, key=lambda row: row["dev"])  # perplexity
+        cells.append([USED_METHODS[method], model, f"{best['lr']:g}", f"{basis}, Alpaca (`h200_lsp_learned.jsonl`)"])
     for name, model, file, source in LARGE_MODEL_RATES:
         config = json.loads((CONFIGS / f"{file}.json").read_text(encoding="utf-8"))
         rate = config["optimizer"]["params"]["lr"]

@@ -58,6 +58,14 @@ SPEED = [
         "66b.capped.fp8",
         "20261115T145440Z",
     ),
+    (
+        "`ZO`, streamed as bf12, `master: wire`",
+        "LLaMA-70B",
+        "16 x 128",
+        "h200_recipes.jsonl",
+        "zo_70b_24gb_bf12",
+        "",
+    ),
 ]
 
 
@@ -91,8 +99,7 @@ SCORES = {
     "`LOMO`": ("h200_accuracy.jsonl", "lomo", 1e-1),
     "`AdaLOMO`": ("h200_accuracy.jsonl", "adalomo", 5e-4),
     "`LSP`, d = 512": ("h200_lsp_learned.jsonl", "lsp-512-dense", 1e-4),
-    "`LSP`, d = 512, embedding projected": ("h200_lsp_learned.jsonl", "lsp-512-learned", 1e-4),
-    "`LSP`, d = 512, random projectors": ("h200_lsp_learned.jsonl", "lsp-512-random", 1e-4),
+    "`LSP`, d = 512, random projectors": ("h200_lsp_learned.jsonl", "lsp-512-dense-random", 1e-4),
     "`ZO` in bf16": ("h200_accuracy.jsonl", "zo-bf16", 1e-5),
     "`ZO` in bf16, `master: wire`": ("h200_accuracy.jsonl", "zo-bf16-wire", 1e-5),
     "`ZO` in fp8": ("h200_accuracy.jsonl", "zo-fp8", 1e-5),

@@ -3,6 +3,7 @@
 ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1.3b
 ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
 ds-zo bench --model random:llama-1.3b --batch 32 --contenders lomo,zero2-offload --accumulate zero2-offload=4
+ds-zo bench --model random:llama-1.3b --batch 32 --best-batch --device-memory-gb 24 --contenders lsp,zero2-offload
 ds-zo bench --preset results --resume --total-s 540 --out results    # again, until it says that nothing is left
 ds-zo bench --report-only --out results
 ds-zo bench --headline results/* --into . docs
@@ -21,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ds_zo.bench.best_batch import run_best
 from ds_zo.bench.builds import Builds
 from ds_zo.bench.groups import ELSEWHERE, CapPart, Group, Turn, listed
 from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
@@ -60,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=N",
         help="divide a contender's batch into N micro-batches, so that tokens a step stay equal",
+    )
+    what.add_argument(
+        "--best-batch",
+        action="store_true",
+        help="divide each contender's batch into the micro-batches that give the most tokens/s, found by trials",
     )
     what.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     what.add_argument("--gradient-clipping", type=float, default=0.0, help="default: none (it costs LOMO a pass)")
@@ -156,6 +163,11 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
+    if args.best_batch and (args.preset or args.accumulate or args.layers or len(args.device_memory_gb) > 1):
+        raise ValueError(
+            "the search for micro-batches takes one whole model and one cap: leave out --preset, --accumulate, "
+            "--layers and further caps (--best-batch)"
+        )
     if args.only and not args.preset:
         raise ValueError("--only selects models of a preset: add --preset results, or name one model with --model")
     for name, value in (("timeout-s", args.timeout_s), ("max-s", args.max_s), ("total-s", args.total_s)):
@@ -190,7 +202,12 @@ def _compare(args: argparse.Namespace) -> None:
         if not args.spawn:
             import_warm()
         builds.wait()
-        _run_groups(groups, args, device=device, ends=ends)
+        if args.best_batch:
+            run_best(args, folder=args.out, run_id=groups[0].run_id, device=device, ends=ends)
+            best = last_run(args.out / "rows.jsonl", groups[0].run_id)
+            write_configs({row["case"]: row["params"] for row in best}, args.out / "configs")
+        else:
+            _run_groups(groups, args, device=device, ends=ends)
     finally:  # also on SIGTERM
         if args.preset is None:
             begun = [part.folder for part in tables[0] if part.out.exists()]

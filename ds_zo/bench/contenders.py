@@ -52,7 +52,7 @@ _OFFLOAD3: Section = {
 
 _BF16_STATES: Section = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 """DeepSpeed's low-memory states: master weights, gradients and moments in bf16, 10 bytes a parameter in place of 18. It
-refuses the second key without the first, and with CPU offload it needs DeepSpeedCPUAdam."""
+refuses the second key without the first, and with CPU offload it needs DeepSpeedCPUAdam: not ZenFlow's."""
 _ACTIVATION_OFFLOAD = "deepspeed.runtime.activation_checkpointing.offload_activations"
 
 _BUDGET_SHARE = 0.96
@@ -106,6 +106,8 @@ class Contender:
     """A package that trains without DeepSpeed and must be installed; None: DeepSpeed trains."""
     bf16: Section = field(default_factory=dict)
     """Keys of the `bf16` section besides `enabled`. Such a contender trains in bf16 only."""
+    accumulates: bool = True
+    """Whether a step may have several micro-batches. LOMO frees a gradient once it is applied."""
     offloads_activations: bool = False
     """Whether the inputs of recomputed blocks are kept in host memory, by DeepSpeed's context manager for that."""
 
@@ -337,6 +339,7 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "LOMO", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             zero_optimization={"stage": 0},
             device_bytes_each=2,
+            accumulates=False,
         ),
         _ours(
             "lomo-streamed",
@@ -347,6 +350,7 @@ ALL: dict[str, Contender] = {
             ds_zo={"stream": {}},
             host_bytes=_streamed_on_host,
             device_bytes_each=2,
+            accumulates=False,
         ),
         _ours(
             "adalomo",
@@ -355,6 +359,7 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "AdaLOMO", "params": {"lr": 5e-4, "weight_decay": 0.0}},
             zero_optimization={"stage": 0},
             device_bytes_each=2,
+            accumulates=False,
         ),
         _ours(
             "lsp",
@@ -372,6 +377,7 @@ ALL: dict[str, Contender] = {
             {"stage": 0},
             device_bytes_each=2,
             peer="lomo_optim",
+            accumulates=False,
         ),
     )
 }

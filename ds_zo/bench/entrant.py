@@ -299,7 +299,8 @@ def _peer(entrant: Contender, config: Row, spec: EntrantSpec) -> Trainer:
     model.train()
     lr = config["optimizer"]["params"]["lr"]
     if entrant.peer == "torch":
-        trainer = torch_adamw_trainer(model, lr=lr, clipping=config["gradient_clipping"])
+        clipping = config["gradient_clipping"]
+        trainer = torch_adamw_trainer(model, lr=lr, clipping=clipping, accumulation=spec.accumulation)
     else:
         trainer = lomo_optim_trainer("peer_lomo", model, lr=lr)
     num_parameters = sum(p.numel() for p in model.parameters())

@@ -176,7 +176,7 @@ def _micro_batches(args: argparse.Namespace) -> dict[str, int]:
                 f"micro-batches must divide the batch, got {number:g} for {name} and a batch of {args.batch}: "
                 "change one of them (--accumulate, --batch)"
             )
-        if number > 1 and ALL[name].peer is not None:
+        if number > 1 and not ALL[name].accumulates:
             raise ValueError(f"{name} does not accumulate gradients here, got {number:g}: leave it out (--accumulate)")
     return {name: int(number) for name, number in given.items()}
 

@@ -60,21 +60,29 @@ def loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
     return forward
 
 
-def torch_adamw_trainer(model: nn.Module, *, lr: float = 1e-4, clipping: float = 0.0) -> Trainer:
+def torch_adamw_trainer(model: nn.Module, *, lr: float = 1e-4, clipping: float = 0.0, accumulation: int = 1) -> Trainer:
     """The leanest AdamW on the GPU: torch's fused kernel on the model's own 16-bit weights, gradients and moments. It
-    trains worse, since small updates are rounded away."""
+    trains worse, since small updates are rounded away. `accumulation`: micro-batches of an update."""
     parameters = list(model.parameters())
     fused = parameters[0].device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=fused)
+    num_backwards = 0
+
+    def backward(loss: torch.Tensor) -> None:
+        nonlocal num_backwards
+        num_backwards += 1
+        (loss / accumulation if accumulation > 1 else loss).backward()
 
     def update() -> None:
+        if num_backwards % accumulation:
+            return
         if clipping > 0:
             nn.utils.clip_grad_norm_(parameters, clipping, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     settings = "torch alone, fused kernel, weights and moments in bf16, no master weights"
-    return Trainer(loss_of(model), torch.Tensor.backward, update, settings)
+    return Trainer(loss_of(model), backward, update, settings)
 
 
 def drop_gradients(model: nn.Module) -> None:

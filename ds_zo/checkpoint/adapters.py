@@ -18,7 +18,7 @@ from ds_zo.checkpoint.errors import CheckpointError
 FILE = "peft.json"
 CONFIG_FILE = "adapter/adapter_config.json"
 WEIGHTS_FILE = "adapter/adapter_model.safetensors"
-_ROOT = "base_model.model."
+ROOT = "base_model.model."
 _WRAPPED = (".base_layer.", ".original_module.")
 _COPIED = ".modules_to_save."
 _MAGNITUDE = ".lora_magnitude_vector"
@@ -84,7 +84,7 @@ class Adapters:
         if rest and "." not in part and (not end or end.startswith(".")):
             found = f"{owner}.{self.prefix}{part}"
             return True, found if found.endswith(_MAGNITUDE) else found + end
-        plain = name.removeprefix(_ROOT)
+        plain = name.removeprefix(ROOT)
         for wrapped in _WRAPPED:
             plain = plain.replace(wrapped, ".", 1)
         return False, plain

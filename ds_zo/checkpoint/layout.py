@@ -1,8 +1,8 @@
 """Units as named tensors, and descriptions from which units are made again without the model.
 
 A unit's planes are saved parameter by parameter, without padding. The tensor `NAME` holds the bytes of a parameter as
-the host store keeps them. `NAME:low` holds the low bits of a split master, and `NAME:exponents` the scales of fp8, bf12
-and nf4.
+the host store keeps them. `NAME:low` holds the low bits of a split master, and `NAME:exponents` the scales of formats
+that have them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
 
 def _views(part: Part, placed: PlacedParameter, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
     stored = part.stored(placed, planes.storage)
-    yield placed.name, stored.view(torch.uint8) if stored.dtype is ops.NF4.dtype else stored
+    yield placed.name, stored.view(torch.uint8) if stored.dtype in ops.PACKED else stored
     if planes.low is not None:
         yield placed.name + LOW, placed.view(planes.low)
     if planes.exponents is not None:

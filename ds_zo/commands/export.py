@@ -9,13 +9,18 @@ from typing import Any
 
 from ds_zo.commands.arguments import add_command
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 
 def add(commands: Any) -> None:
     export = add_command(
         commands,
         "export",
         help="make a folder for from_pretrained of a checkpoint",
-        examples=("ds-zo export runs/out/checkpoint-500 exported --tokenizer facebook/opt-1.3b",),
+        examples=(
+            "ds-zo export runs/out/checkpoint-500 exported --tokenizer facebook/opt-1.3b",
+            "ds-zo export runs/lora/checkpoint-500 merged --merge",
+        ),
     )
     export.add_argument(
         "checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or one with a latest file"
@@ -24,6 +29,18 @@ def add(commands: Any) -> None:
     export.add_argument("--shard-gb", type=float, default=4.0, help="largest file, in GB (default: %(default)s)")
     export.add_argument(
         "--tokenizer", metavar="NAME_OR_PATH", help="save this tokenizer in OUT too: an engine's checkpoint has none"
+    )
+    export.add_argument(
+        "--merge", action="store_true", help="merge the adapters of a PEFT model into its weights, layer by layer"
+    )
+    export.add_argument(
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help="with --merge: the base model's safetensors (default: the folder that the run has read)",
+    )
+    export.add_argument(
+        "--dtype", choices=tuple(_DTYPES), default="bf16", help="of the weights, with --merge (default: %(default)s)"
     )
     export.set_defaults(run=run)
 
@@ -42,7 +59,20 @@ def run(args: argparse.Namespace) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)  # first, so that a wrong name fails before the export
-    export(open_folder(folder), args.out, shard_nbytes=int(args.shard_gb * 1e9))
+    shard_nbytes = int(args.shard_gb * 1e9)
+    if args.merge:
+        import torch
+
+        from ds_zo.checkpoint.merge import export_merged
+
+        dtype = getattr(torch, _DTYPES[args.dtype])
+        export_merged(open_folder(folder), args.out, base=args.base, dtype=dtype, shard_nbytes=shard_nbytes)
+    elif args.base is not None:
+        raise ValueError(
+            f"the base model is read where adapters are merged, got {args.base} alone: add --merge (--base)"
+        )
+    else:
+        export(open_folder(folder), args.out, shard_nbytes=shard_nbytes)
     if tokenizer is not None:
         tokenizer.save_pretrained(args.out)
     print(f"{folder} -> {args.out}{'' if tokenizer else ' (without a tokenizer: --tokenizer NAME adds one)'}")

@@ -285,8 +285,8 @@ class LSPParams(OptimizerParams):
     """Embeddings and head: lsp projects them too, freeze does not train them, dense trains them with Adam."""
 
     clip_scope: Literal["matrix", "global"] = "matrix"
-    """Gradient whose norm `gradient_clipping` limits: of each matrix, or of all. With global the layer-wise schedule
-    cannot overlap."""
+    """What `gradient_clipping` limits to c. global: the norm of all gradients, for which the layer-wise schedule has to
+    wait. matrix: the norm of each of k parameters, to c / sqrt(k), so that the norm of all is at most c."""
 
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of the positions and first values of projectors."""

@@ -10,8 +10,8 @@ from typing_extensions import Self
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error, shown
 
-FrozenDtype = Literal["auto", "bf12", "fp8", "nf4"]
-"""A format of frozen matrices; auto: the model's dtype."""
+FrozenDtype = Literal["auto", "bf12", "fp8", "nf4", "mxfp4"]
+"""A format of frozen matrices; auto: as the model's files hold them, or else the model's dtype."""
 BackendName = NewType("BackendName", str)
 """The name of a registered backend, in lower case."""
 
@@ -36,8 +36,10 @@ class StreamConfig(ConfigModel):
 
     frozen_dtype: FrozenDtype = "auto"
     """Format in which the host stores frozen matrices of blocks (ZO), such as the base model under LoRA; auto: the
-    model's dtype. nf4 is the four-bit format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. Frozen
-    vectors keep the model's dtype, and trained parameters are stored as `wire_dtype` says."""
+    model's dtype, or the four bits in which the files of `ds_zo.load_pretrained` hold a matrix. nf4 is the four-bit
+    format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. mxfp4 is that of gpt-oss, for matrices that
+    the files hold so: 0.53125 bytes a weight. Frozen vectors keep the model's dtype, and trained parameters are stored
+    as `wire_dtype` says."""
 
     master: Literal["split", "wire"] = "split"
     """split: the host keeps the low bits of float32 weights in a second buffer. wire: weights exist only in

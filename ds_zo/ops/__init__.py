@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ds_zo.ops import nf4
+from ds_zo.ops import mxfp4, nf4
 from ds_zo.ops.codecs import PIECE_NUMEL, copy_staged_, decode, encode_
 from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
+from ds_zo.ops.mxfp4 import MXFP4
 from ds_zo.ops.nf4 import NF4
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
@@ -20,8 +21,10 @@ from ds_zo.ops.schema import KernelCall, Rounding
 from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
 
 __all__ = [
+    "MXFP4",
     "NF4",
     "NOISE_VERSION",
+    "PACKED",
     "PIECE_NUMEL",
     "SEGMENT_ALIGNMENT",
     "Distribution",
@@ -32,6 +35,7 @@ __all__ = [
     "build_table",
     "copy_staged_",
     "decode",
+    "dequantise_mxfp4_",
     "dequantise_nf4_",
     "encode_",
     "format_of",
@@ -41,6 +45,9 @@ __all__ = [
     "rounding_std",
     "storage_format",
 ]
+
+PACKED: dict[torch.dtype, Format] = {f.dtype: f for f in (NF4, MXFP4)}
+"""Four-bit formats of frozen parameters, by the dtype that stands for each."""
 
 
 def replay_perturb(
@@ -124,9 +131,9 @@ def replay_perturb(
 
 
 def format_of(dtype: torch.dtype) -> Format | None:
-    """The format of stored bytes of a dtype; None if it has none. The uint8 of bf12 and the bits4x2 of nf4 are used for
-    nothing else."""
-    return NF4 if dtype is NF4.dtype else FORMATS.get(dtype)
+    """The format of stored bytes of a dtype; None if it has none. The uint8 of bf12 and the dtypes of `PACKED` are used
+    for nothing else."""
+    return PACKED.get(dtype) or FORMATS.get(dtype)
 
 
 def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
@@ -139,6 +146,18 @@ def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tenso
         dequantise_triton_(out, packed, absmax)
     else:
         nf4.dequantise_(out, packed, absmax)
+
+
+def dequantise_mxfp4_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
+    """Writes the values of an mxfp4 parameter to `out`, rounded to its dtype. See [Note: mxfp4] in `ops.mxfp4`."""
+    packed = packed.view(torch.uint8)
+    mxfp4.check(out, packed, scales)
+    if out.is_cuda:
+        from ds_zo.ops.triton_mxfp4 import dequantise_triton_
+
+        dequantise_triton_(out, packed, scales)
+    else:
+        mxfp4.dequantise_(out, packed, scales)
 
 
 def noise(

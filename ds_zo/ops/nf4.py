@@ -52,6 +52,9 @@ class Quantised:
     absmax: torch.Tensor
     shape: tuple[int, ...]
 
+    wire = NF4.dtype
+    """The dtype that stands for the format."""
+
     def values(self) -> torch.Tensor:
         """The values in float32."""
         out = torch.empty(self.shape, dtype=torch.float32)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ds_zo.ops import MXFP4, NF4
 from ds_zo.streaming.budget import fits
+from ds_zo.streaming.placement import FrozenWire
 
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
@@ -18,9 +20,19 @@ WIRE: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "bf12": torch.uint8,
-    "nf4": torch.bits4x2,
+    "nf4": NF4.dtype,
+    "mxfp4": MXFP4.dtype,
 }
 """The torch dtype of ZO's stored blocks for each `wire_dtype` and `frozen_dtype`; None: the dtype of the model."""
+
+
+def frozen_wire(frozen_dtype: str) -> FrozenWire:
+    """The storage of frozen matrices in a plan, which reads no files. With mxfp4 it takes the weights of experts, which
+    have three dimensions, for those that the files hold so."""
+    if frozen_dtype == "mxfp4":
+        return lambda p: MXFP4.dtype if p.dim() == 3 else None
+    return WIRE[frozen_dtype]
+
 
 MOST_RECORDED_FLOPS = 0.5e12
 """FLOPs of a block's forward below which launching its kernels from Python takes longer than they take on an H200. ZO

@@ -29,6 +29,7 @@ _NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_
 _IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
 _BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
 _NARROWER: tuple[dict[str, str], ...] = (
+    {"master": "wire"},
     {"wire_dtype": "bf12", "master": "wire"},
     {"wire_dtype": "fp8", "master": "wire"},
     {"frozen_dtype": "fp8"},
@@ -64,8 +65,8 @@ def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) ->
         if other.fits:
             adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
             note = (
-                f"does not fit; with {json.dumps(form)}{adapters} it would: {other.device_peak_nbytes / 1e9:.1f} GB on "
-                f"the GPU, {other.host_peak_nbytes / 1e9:.1f} GB on the host (--stream)"
+                f"does not fit; with {json.dumps(form)} in ds_zo.stream{adapters} it would: "
+                f"{other.device_peak_nbytes / 1e9:.1f} GB on the GPU, {other.host_peak_nbytes / 1e9:.1f} GB on the host"
             )
             return replace(found, notes=(*found.notes, note))
     return found

@@ -7,10 +7,10 @@ from typing import Any
 
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
-from ds_zo.ops.nf4 import NF4
+from ds_zo.ops import PACKED
 from ds_zo.ops.segments import chunk_numel
 from ds_zo.planner import pricing
-from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WIRE, best_interval, lags
+from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WIRE, best_interval, frozen_wire, lags
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
@@ -56,9 +56,14 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         [] if has_adapters else [{"params": list(model.module.parameters())}],
         block_paths=stream.blocks,
         wire=WIRE[stream.wire_dtype],
-        frozen_wire=WIRE[stream.frozen_dtype],
+        frozen_wire=frozen_wire(stream.frozen_dtype),
         split=stream.master == "split",
     )
+    if stream.frozen_dtype == "mxfp4" and not placement.decodes_frozen:
+        raise ValueError(
+            f"frozen_dtype mxfp4 keeps weights of experts that a model's files hold in MXFP4, got {model.name}, which "
+            "has no experts: take nf4 (--stream)"
+        )
     trace = model.forward_trace()
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
     second_copy = placement.pair_scratch_nbytes - placement.scratch_nbytes
@@ -181,7 +186,7 @@ def _table_nbytes(placement: Placement) -> int:
         -(-placed.numel // chunk_numel(sum(p.numel for p in part.placed))) * _CHUNK_ROW_NBYTES
         for unit in placement.units
         for part in unit.parts
-        if not part.direct and part.wire is not NF4.dtype
+        if not part.direct and part.wire not in PACKED
         for placed in part.placed
     )
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from deepspeed.utils import logger
 
+from ds_zo.streaming.pinned_ring import PinnedRing, attach_ring, close_ring, detach_ring, make_ring
 from ds_zo.streaming.units import Unit
 
 PAGE = 4096
@@ -20,15 +21,18 @@ class HostStore:
     """Allocates host memory for streamed units and pins it.
 
     PyTorch's pinned allocator rounds each request up to a power of two, which can double the host memory of a model. So
-    the store allocates ordinary memory and registers it with CUDA. If registering fails (locked-memory limit), the
-    buffer stays pageable: copies are correct but slower, because the driver stages them through a small pinned buffer.
-    The store warns about this once.
+    the store allocates ordinary memory and registers it with CUDA. If registering fails (WSL, a locked-memory limit),
+    this and later buffers stay pageable, and their uploads go through a pinned ring ([Note: pinned ring]). The store
+    warns about this once.
     """
 
-    def __init__(self, device: torch.device, *, pin: bool) -> None:
+    def __init__(self, device: torch.device, *, pin: bool, ring: bool = True) -> None:
+        """`ring`: the buffers are uploaded with `pinned_ring.upload_`, so that a pinned ring can help."""
         self._device = device
+        self._may_use_ring = ring
         self._pin = pin and device.type == "cuda"
         self._registered: list[torch.Tensor] = []
+        self._ring: PinnedRing | None = None
         self.nbytes = 0
         self.pinned_nbytes = 0
         # Memory must be unregistered before it is freed: its next owner would otherwise get CUDA errors. Not needed at
@@ -48,6 +52,8 @@ class HostStore:
             buffer.zero_()  # touches the pages on all cores; registering would touch them one by one
         if self._pin and self._register(buffer):
             self.pinned_nbytes += nbytes
+        elif self._ring is not None:
+            attach_ring(buffer, self._ring)
         return buffer
 
     def filled(self, unit: Unit) -> None:
@@ -61,16 +67,39 @@ class HostStore:
         _clear_error(self._device)
         if self._pin:  # once
             self._pin = False
+            how = "are from pageable memory, several times slower"
+            if self._may_use_ring and self._make_ring():
+                assert self._ring is not None
+                how = f"go through a pinned ring of {self._ring.nbytes / 2**20:.0f} MiB"
             logger.warning(
                 f"ds_zo: {buffer.numel() / 2**20:.0f} MiB of host memory could not be pinned ({error}); uploads of "
-                "further blocks are from pageable memory, several times slower: raise the locked-memory limit (ulimit "
-                "-l unlimited) or the container's memory"
+                f"further blocks {how}: raise the locked-memory limit (ulimit -l unlimited) or the container's memory"
             )
         return False
+
+    def _make_ring(self) -> bool:
+        """Makes the ring, and returns whether there is memory for it. The store may have pinned all that is allowed:
+        then one of its buffers becomes pageable."""
+        ring = make_ring(self._device)
+        _clear_error(self._device)
+        if ring is None and self._registered:
+            torch.cuda.synchronize(self._device)
+            buffer = self._registered[-1]
+            self._unregister(buffer)
+            self.pinned_nbytes -= buffer.numel()
+            if (ring := make_ring(self._device)) is not None:
+                attach_ring(buffer, ring)
+            _clear_error(self._device)
+        if ring is None:
+            return False
+        self._ring = ring
+        weakref.finalize(self, close_ring, ring).atexit = False
+        return True
 
     def free(self, buffer: torch.Tensor) -> None:
         """Unpins one buffer. Call it after the buffer's last copy has finished."""
         self.nbytes -= buffer.numel()
+        detach_ring(buffer)
         if self._unregister(buffer):
             self.pinned_nbytes -= buffer.numel()
 
@@ -83,8 +112,11 @@ class HostStore:
         return False
 
     def close(self) -> None:
-        """Unpins all buffers. Call it after the last copy has finished."""
+        """Unpins all buffers and ends the ring. Call it after the last copy has finished."""
         _unregister(self._registered)
+        if self._ring is not None:
+            close_ring(self._ring)
+            self._ring = None
 
 
 def _unregister(buffers: list[torch.Tensor]) -> None:

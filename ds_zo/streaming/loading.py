@@ -4,7 +4,9 @@ one."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +14,62 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ds_zo.config import ConfigError
 from ds_zo.config.section import FrozenDtype
+from ds_zo.ops import MXFP4
 from ds_zo.ops.nf4 import Quantised
-from ds_zo.streaming.quantised_checkpoints import is_quantised, read_quantised
+from ds_zo.streaming import quantised_checkpoints
 from ds_zo.streaming.units import PlacedParameter
 from ds_zo.versions import dtype_without_request
 
 _SOURCE = "_ds_zo_source"
 _NAMES = "_ds_zo_names"
 _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
+_DORA = "peft.tuners.lora.dora"
 Source = Callable[[str], torch.Tensor]
 """Returns a parameter's value for its name."""
 
 
 class UnreadParameter(nn.Parameter):
-    """A parameter on the meta device that says it is on the CPU. PEFT moves new adapters to the device of the layer
-    that they adapt. On the meta device they would lose their values."""
+    """A parameter on the meta device whose values a source can read.
+
+    It says that it is on the CPU: PEFT moves new adapters to the device of the layer that they adapt, and on the meta
+    device they would lose their values. DoRA and prompt tuning make adapters from values that they read; the source
+    reads these, one parameter at a time. PiSSA and others also change the base weights, which is refused.
+    """
+
+    read: Callable[[], torch.Tensor] | None = None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return torch.device("cpu")
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_read = func is nn.functional.embedding or (func is torch.Tensor.to and caller == _DORA)
         with torch._C.DisableTorchFunctionSubclass():
+            if is_read:
+                args = [a.read().to(a.dtype) if isinstance(a, cls) and a.read is not None else a for a in args]
             try:
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **kwargs)
             except NotImplementedError as error:
-                raise NotImplementedError(
-                    "weights of ds_zo.load_pretrained are in memory only after deepspeed.initialize, and "
-                    f"{getattr(func, '__name__', func)} reads them before: load the model with from_pretrained if "
-                    "adapters are made from its weights (DoRA, PiSSA)"
-                ) from error
+                raise NotImplementedError(_refusal(func)) from error
+        is_new = isinstance(found, torch.Tensor) and all(found is not a for a in args)
+        is_value = is_new and getattr(func, "__name__", "") != "__get__"
+        is_used = is_value or func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+        if caller.startswith("peft.") and is_used and not is_read:
+            raise NotImplementedError(_refusal(func))
+        return found
+
+
+def _refusal(func: Any) -> str:
+    return (
+        "weights of ds_zo.load_pretrained are in memory only after deepspeed.initialize, and "
+        f"{getattr(func, '__name__', func)} uses them before: load the model with from_pretrained if adapters are made "
+        "from its weights (PiSSA, OLoRA, CorDA, LoftQ, MiCA)"
+    )
 
 
 def attach_source(module: nn.Module, source: Source) -> None:
@@ -53,6 +79,8 @@ def attach_source(module: nn.Module, source: Source) -> None:
     for p in names:
         if p.is_meta and type(p) is nn.Parameter:
             p.__class__ = UnreadParameter
+            assert isinstance(p, UnreadParameter)
+            p.read = partial(source, names[p])
     object.__setattr__(module, _SOURCE, source)
     object.__setattr__(module, _NAMES, names)
 
@@ -64,12 +92,22 @@ def read_all(module: nn.Module) -> None:
     if source is None:
         return
     check_frozen_dtype(module, "auto")
-    names: dict[nn.Parameter, str] = getattr(module, _NAMES)
-    for p in module.parameters():
-        if p.is_meta and p in names:
+    for own_name, p in module.named_parameters():
+        name = _name_in_source(module, own_name, p)
+        if p.is_meta and name is not None:
             p.__class__ = nn.Parameter
-            value = nn.Parameter(source(names[p]).to(p.dtype), requires_grad=p.requires_grad)
+            value = nn.Parameter(source(name).to(p.dtype), requires_grad=p.requires_grad)
             torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
+
+
+def _name_in_source(module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+    """The name by which the module's source knows a parameter of the module, or the parameter that PEFT has copied it
+    from (`modules_to_save`); None if it knows neither."""
+    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
+    owner, copied, rest = name.partition(".modules_to_save.")
+    if parameter not in names and copied:
+        parameter = module.get_parameter(f"{owner}.original_module.{rest.partition('.')[2]}")
+    return names.get(parameter)
 
 
 def put_back(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -97,6 +135,24 @@ def frozen_dtype_of(module: nn.Module) -> str | None:
     return found
 
 
+def shipped_wire(module: nn.Module, frozen_dtype: str) -> Callable[[nn.Parameter], torch.dtype | None]:
+    """For `frozen_dtype` auto and mxfp4: a function that returns the four-bit format in which the module's files hold a
+    parameter, as the dtype that stands for it, or None."""
+    source = getattr(module, _SOURCE, None)
+    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
+    found: dict[nn.Parameter, torch.dtype] = {}
+    if isinstance(source, SafetensorsSource):
+        wires = {p: source.shipped_wire(name) for p, name in names.items()}
+        found = {p: wire for p, wire in wires.items() if wire is not None}
+    if frozen_dtype == "mxfp4" and MXFP4.dtype not in found.values():
+        raise ConfigError(
+            "frozen_dtype mxfp4 keeps weights that a model's files hold in MXFP4, as those of gpt-oss do, got a model "
+            "without such weights: load it with ds_zo.load_pretrained, or take nf4",
+            at="ds_zo.stream.frozen_dtype",
+        )
+    return found.get
+
+
 def check_frozen_dtype(module: nn.Module, used: str) -> None:
     """Raises if `load_pretrained` was asked for another `frozen_dtype` than the one that an engine uses."""
     asked = frozen_dtype_of(module)
@@ -116,17 +172,16 @@ def reader_of(module: nn.Module) -> Callable[[PlacedParameter], torch.Tensor | Q
     """A function that returns each parameter's value: from memory, or from the attached source if the parameter is on
     the meta device."""
     source: Source | None = getattr(module, _SOURCE, None)
-    names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
 
     def read(placed: PlacedParameter) -> torch.Tensor | Quantised:
         if not placed.parameter.is_meta:
             return placed.parameter.data
-        name = names.get(placed.parameter)
+        name = _name_in_source(module, placed.name, placed.parameter)
         if source is None or name is None:
             raise ValueError(
                 f"parameter {placed.name} is on the meta device and the model has no source of its value: load the "
                 "model with ds_zo.load_pretrained, or with from_pretrained if adapters are made from its weights "
-                "(DoRA, PiSSA)"
+                "(PiSSA)"
             )
         return source.stored(name) if isinstance(source, SafetensorsSource) else source(name)
 
@@ -151,6 +206,10 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    def weight_names(self) -> set[str]:
+        """The names that `stored` knows."""
+        return quantised_checkpoints.weight_names(self._file_of)
+
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """A tensor's dtype, as safetensors names it, and its shape, without reading its values."""
         with safe_open(self._file_of[name], framework="pt") as file:
@@ -170,7 +229,12 @@ class SafetensorsSource:
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
         """The weight as the files hold it."""
-        return read_quantised(self._tensor, name) if is_quantised(self._file_of, name) else self._tensor(name)
+        wire = self.shipped_wire(name)
+        return self._tensor(name) if wire is None else quantised_checkpoints.read_quantised(self._tensor, name, wire)
+
+    def shipped_wire(self, name: str) -> torch.dtype | None:
+        """The dtype that stands for the weight's four-bit format; None if it is not in four bits."""
+        return quantised_checkpoints.shipped_wire(self._file_of, name)
 
     def __call__(self, name: str) -> torch.Tensor:
         found = self.stored(name)
@@ -192,9 +256,9 @@ def load_pretrained(
     time, so the model never exists in its own dtype.
 
     This needs a folder of safetensors with the model's own parameter names. They may be quantised to NF4 by
-    bitsandbytes. All other models (Hub names not on disk, checkpoints that transformers converts while loading) are
-    loaded by `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees their weights
-    unit by unit as it stores them.
+    bitsandbytes, or to MXFP4. All other models (Hub names not on disk, checkpoints that transformers converts while
+    loading) are loaded by `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees
+    their weights unit by unit as it stores them.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
@@ -207,13 +271,13 @@ def load_pretrained(
             source = None
         if source is not None:
             config = AutoConfig.from_pretrained(name_or_path)
-            if _is_nf4(config):
+            if _is_in_four_bits(config):
                 del config.quantization_config  # else transformers would take the saved adapters' base for quantised
             make = getattr(auto_class, "from_config", None) or auto_class._from_config
             with init_empty_weights(include_buffers=False):
                 model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
             model.tie_weights()  # type: ignore[operator]
-            has_all = {name for name, _ in model.named_parameters()} <= source.names()
+            has_all = {name for name, _ in model.named_parameters()} <= source.weight_names()
             if has_all and getattr(config, "quantization_config", None) is None:
                 model.eval()
                 for name, buffer in model.named_buffers():
@@ -234,8 +298,9 @@ def load_pretrained(
     return loaded
 
 
-def _is_nf4(config: Any) -> bool:
-    """Whether a checkpoint's config says that bitsandbytes has quantised its weights to NF4."""
+def _is_in_four_bits(config: Any) -> bool:
+    """Whether a checkpoint's config says that its weights are in NF4 of bitsandbytes or in MXFP4."""
     settings = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    return bool(settings.get("load_in_4bit")) and settings.get("bnb_4bit_quant_type") == "nf4"
+    is_nf4 = bool(settings.get("load_in_4bit")) and settings.get("bnb_4bit_quant_type") == "nf4"
+    return is_nf4 or settings.get("quant_method") == "mxfp4"

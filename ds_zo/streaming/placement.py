@@ -16,6 +16,7 @@ from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
 """Returns a parameter's initial value."""
+FrozenWire = torch.dtype | Callable[[nn.Parameter], torch.dtype | None] | None
 
 
 @dataclass
@@ -71,12 +72,12 @@ def plan_units(
     *,
     block_paths: str | Sequence[str] | None = None,
     wire: torch.dtype | None = None,
-    frozen_wire: torch.dtype | None = None,
+    frozen_wire: FrozenWire = None,
     split: bool = True,
 ) -> Placement:
     """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks, and
-    `frozen_wire` that of frozen matrices there (None: each parameter's own dtype). Parameters outside the blocks keep
-    their dtype: they are never streamed."""
+    `frozen_wire` that of frozen matrices there, or a function that returns it for each (None: each parameter's own
+    dtype). Parameters outside the blocks keep their dtype: they are never streamed."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
     for name, entry in blocks.items():
@@ -177,7 +178,7 @@ def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
 
 
 def _parts(
-    placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, frozen_wire: torch.dtype | None, split: bool
+    placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, frozen_wire: FrozenWire, split: bool
 ) -> list[Part]:
     """One part for each dtype and storage dtype of trainable parameters, then of frozen ones. Frozen vectors, such as
     biases and the weights of normalisations, are stored unchanged."""
@@ -188,7 +189,8 @@ def _parts(
             storage = wire or dtype
         else:
             is_matrix = p.parameter.dim() >= 2 and dtype in (torch.float32, torch.bfloat16, torch.float16)
-            storage = frozen_wire if frozen_wire is not None and is_matrix else dtype
+            stored = frozen_wire(p.parameter) if callable(frozen_wire) else frozen_wire
+            storage = stored if stored is not None and is_matrix else dtype
         by_kind.setdefault((not p.trainable, dtype, storage), []).append(p)
     return [
         Part(members, dtype, storage, split=split and not frozen and storage.itemsize < 4, frozen=frozen)

@@ -1,4 +1,4 @@
-"""Reads weights that transformers has saved in four bits with bitsandbytes."""
+"""Reads weights that transformers has saved in four bits: with bitsandbytes, or in MXFP4."""
 
 from __future__ import annotations
 
@@ -9,21 +9,51 @@ from typing import Any
 
 import torch
 
+from ds_zo.ops import MXFP4, NF4, mxfp4
 from ds_zo.ops.nf4 import GROUP_NUMEL, Quantised, expand_absmax
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _FOREIGN_STATE = ".quant_state.bitsandbytes__fp4"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Suffixes of the two tensors of a weight in MXFP4."""
 
 
-def is_quantised(names: Collection[str], name: str) -> bool:
-    """Whether the weight `name` of a checkpoint with tensors `names` is stored in four bits."""
+def shipped_wire(names: Collection[str], name: str) -> torch.dtype | None:
+    """The dtype that stands for the four-bit format of the weight `name`, in a checkpoint with tensors `names`. None:
+    the weight is not in four bits."""
     if name + _FOREIGN_STATE in names:
         raise ValueError(f"4-bit weights must be NF4, got FP4: save the model with bnb_4bit_quant_type nf4 ({name})")
-    return name + _STATE in names
+    if name + _STATE in names:
+        return NF4.dtype
+    return MXFP4.dtype if name + _BLOCKS in names and name + _SCALES in names else None
 
 
-def read_quantised(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
-    """The weight `name`. `read` returns a tensor of the checkpoint by its name."""
+def weight_names(names: Collection[str]) -> set[str]:
+    """The names of a checkpoint's tensors and of its weights in MXFP4, which have no tensor of their own name."""
+    packed = (name.removesuffix(_BLOCKS) for name in names if name.endswith(_BLOCKS))
+    return {*names, *(name for name in packed if name + _SCALES in names)}
+
+
+def read_quantised(read: Callable[[str], torch.Tensor], name: str, wire: torch.dtype = NF4.dtype) -> Quantised:
+    """The weight `name` in the format of `wire`. `read` returns a tensor of the checkpoint by its name."""
+    return _read_mxfp4(read, name) if wire is MXFP4.dtype else _read_nf4(read, name)
+
+
+def _read_mxfp4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
+    blocks, scales = read(name + _BLOCKS), read(name + _SCALES)
+    found = f"{name}{_BLOCKS} of shape {list(blocks.shape)} and {name}{_SCALES} of {list(scales.shape)}"
+    is_right = blocks.dim() == 4 and blocks.shape == (*scales.shape, mxfp4.GROUP_NUMEL // 2)
+    if not is_right or {blocks.dtype, scales.dtype} != {torch.uint8}:
+        raise ValueError(
+            f"MXFP4 weights must be bytes of shape (experts, columns, blocks, {mxfp4.GROUP_NUMEL // 2}) with a scale "
+            f"for each block, got {found}: the checkpoint is damaged or of another layout, so download it again"
+        )
+    num_experts, num_columns, num_blocks, _ = blocks.shape
+    shape = (num_experts, num_blocks * mxfp4.GROUP_NUMEL, num_columns)
+    return mxfp4.Quantised(blocks.reshape(-1), scales.reshape(-1), shape)
+
+
+def _read_nf4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
     state = _state(read, name)
     shape = tuple(state["shape"])
     packed = read(name).reshape(-1).view(torch.uint8)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ds_zo.streaming.low_slots import LowSlots
+from ds_zo.streaming.pinned_ring import upload_
 from ds_zo.streaming.schedule import Action, Kind, sweep
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
@@ -283,12 +284,12 @@ class Runtime:
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
         if not slot.is_saving:
-            slot.buffer[: source.numel()].copy_(source, non_blocking=True)
+            upload_(slot.buffer[: source.numel()], source, slot.filled)
             return
         pieces = list(slot.pieces(source.numel()))
         for piece, saved in pieces:
             self._wait(stream, saved)
-            slot.buffer[piece].copy_(source[piece], non_blocking=True)
+            upload_(slot.buffer[piece], source[piece], slot.filled)
         slot.is_saving = len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:

@@ -17,7 +17,7 @@ class RanksStore(HostStore):
     """A store that several ranks share: each rank owns an equal piece of every buffer."""
 
     def __init__(self, node: Node, device: torch.device, *, pin: bool) -> None:
-        super().__init__(device, pin=pin)
+        super().__init__(device, pin=pin, ring=False)
         self.node = node
         self.partition = node.partition
         self.device = device

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_zo.streaming.pinned_ring import UploadEvent
 from ds_zo.streaming.schedule import NUM_PIECES
 from ds_zo.streaming.units import Unit
 
@@ -24,7 +25,7 @@ class Slot:
         self._raw: _RawBuffer | None = None
         self.buffer = torch.empty(nbytes if reuse else 0, dtype=torch.uint8, device=device)
         cuda = device.type == "cuda"
-        self.filled: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.filled: UploadEvent | None = UploadEvent() if cuda else None
         self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
         if self.drained is not None:  # kernels on this stream may still use this memory

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.ops import nf4
+from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
 
 ALIGN = ops.SEGMENT_ALIGNMENT
@@ -107,6 +107,10 @@ class Part:
         if self.wire is ops.NF4.dtype:
             assert planes.exponents is not None
             ops.dequantise_nf4_(out, planes.storage, planes.exponents)
+        elif self.wire is ops.MXFP4.dtype:
+            assert planes.exponents is not None
+            for p in self.placed:
+                ops.dequantise_mxfp4_(p.view(out), self.stored(p, planes.storage), planes.exponents[self.scales_of(p)])
         else:
             table = self.table(out.device)
             ops.replay_perturb(planes.storage, table=table, out=out, exponents_in=planes.exponents, seed=0, step=0)
@@ -459,8 +463,8 @@ class Unit:
     ) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
             raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
-        if part.wire is ops.NF4.dtype:
-            self._store_nf4(part, planes, placed, value, via=via)
+        if part.wire in ops.PACKED:
+            self._store_packed(part, planes, placed, value, via=via)
             return
         value = value.values() if isinstance(value, nf4.Quantised) else value.detach()
         if part.frozen:
@@ -482,7 +486,7 @@ class Unit:
         )
 
     @staticmethod
-    def _store_nf4(
+    def _store_packed(
         part: Part,
         planes: Planes,
         placed: PlacedParameter,
@@ -490,11 +494,15 @@ class Unit:
         *,
         via: torch.device,
     ) -> None:
-        """Stores a frozen parameter in NF4, piece by piece, from its values in its own dtype, as bitsandbytes does.
-        Values that are quantised already keep their bytes."""
+        """Stores a frozen parameter in four bits, from its values in its own dtype: in NF4 piece by piece, as
+        bitsandbytes does. Values that are in the same format already keep their bytes."""
         assert planes.exponents is not None
         packed = part.stored(placed, planes.storage).view(torch.uint8)
         scales = planes.exponents[part.scales_of(placed)]
+        if isinstance(value, nf4.Quantised) and value.wire is not part.wire:
+            value = value.values()
+        if part.wire is ops.MXFP4.dtype and not isinstance(value, nf4.Quantised):
+            value = mxfp4.Quantised(*mxfp4.quantise(value.to(via, part.dtype)), tuple(value.shape))
         if isinstance(value, nf4.Quantised):
             ops.copy_staged_(packed, value.packed)
             ops.copy_staged_(scales, value.absmax)

@@ -178,7 +178,8 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
             ["--accumulate", "zo=3", "--batch", "4"],
             "micro-batches must divide the batch, got 3 for zo and a batch of 4",
         ),
-        (["--accumulate", "adamw-lean=2", "--batch", "4"], "adamw-lean does not accumulate gradients here, got 2"),
+        (["--accumulate", "lomo=2", "--batch", "4"], "lomo does not accumulate gradients here, got 2"),
+        (["--best-batch", "--layers", "2"], "takes one whole model and one cap: leave out --preset, --accumulate"),
         (["--into", "README.md"], "name the results to summarise (--headline DIR ...)"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1

@@ -114,7 +114,7 @@ def test_low_memory_states_take_the_planned_bytes_and_train_as_adamw_does(monkey
     engines: list[Any] = []
     monkeypatch.setattr("ds_zo.bench.entrant._ageing", lambda entrant, config, engine: engines.append(engine))
     losses = {}
-    cases = ("adamw-lean", 1), ("zero2-offload", 1), ("zero2-offload-bf16-act", 2), ("zero3-offload-bf16", 1)
+    cases = ("adamw-lean", 2), ("zero2-offload", 1), ("zero2-offload-bf16-act", 2), ("zero3-offload-bf16", 1)
     for name, accumulation in cases:
         spec = EntrantSpec("random:llama-tiny", batch=4, length=8, steps=2, warmup=1, dtype="bf16", device="cpu")
         spec = replace(spec, layers=1, accumulation=accumulation)

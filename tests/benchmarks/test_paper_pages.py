@@ -32,6 +32,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_rows_every_block_says_so(results: Path) -> None:
     for name, block in paper_pages.PAPER_BLOCKS.items():
+        if name == "stock-7b":  # it falls back to rows of the head to head
+            continue
         made = block()
         assert name in ("paper-zo-6", "paper-zo-10") or "ot measured" in made, name
         assert "None" not in made and "nan" not in made
@@ -71,3 +73,15 @@ def test_a_head_to_head_in_the_least_memory_has_settings_and_spread(results: Pat
     made = paper_pages.lean()
     assert "llama-1.3b with random weights, 4 x 1024 tokens, bf16, GPU memory capped at 24 GB:" in made
     assert "| zero2-offload | " in made and " steps) | " in made and "DeepSpeedCPUAdam on all cores |" in made
+    assert "In this run, tokens/s as a multiple of zenflow's: zo " in made
+
+
+def test_stock_deepspeed_of_7b_is_that_of_the_low_memory_run(results: Path) -> None:
+    figures = {"tokens_per_s_mean": 1000.4, "peak_gb": 17.4, "host_peak_gb": 75.0, "params": {"contender": "x"}}
+    rows = [row(name, "r", 1.0, **figures) for name in ("lomo", "zero2-offload-bf16")]
+    write(results, "compare/llama-7b/uncapped/rows.jsonl", rows[:1])
+    assert "on the card as it is, run r: LOMO 1,000 tokens/s, 17.4 GB of GPU and 75.0 GB" in paper_pages.stock_7b()
+    write(results, "lean/held-7b-24gb/rows.jsonl", rows)
+    made = paper_pages.stock_7b()
+    assert "steps within 24 GB, run r: ZeRO-Offload (stage 2), bf16 states 1,000 tokens/s" in made
+    assert made.endswith("started on the whole card: the limit holds for its steps.")

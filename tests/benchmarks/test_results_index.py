@@ -11,7 +11,10 @@ from benchmarks.recipes import OWN_ROWS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 INDEX = (RESULTS / "README.md").read_text(encoding="utf-8")
-WRITTEN_ON_A_GPU = {OWN_ROWS, "gpu_support.jsonl"}
+WRITTEN_ON_A_GPU = {
+    *(OWN_ROWS, "gpu_support.jsonl", "h200_zo_full.jsonl", "h200_lsp_figure5.jsonl"),
+    *("h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl"),
+}
 """Files that the index may name before a GPU has made them."""
 
 

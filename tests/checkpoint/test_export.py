@@ -23,6 +23,7 @@ from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.export import export
 from ds_zo.checkpoint.reader import open_folder
+from ds_zo.streaming.loading import load_pretrained
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -248,3 +249,74 @@ def test_our_checkpoints_hold_no_pickles(tmp_path: Path) -> None:
                 assert file.keys() is not None
         with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError)):
             pickle.loads(path.read_bytes())
+
+
+# Merged adapters
+
+
+def merged(checkpoint: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
+    assert cli.main(["export", str(checkpoint), str(out), "--merge", "--shard-gb", "0.00001", *options]) == 0
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    found: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    ],
+    ids=["rslora", "dora", "conv1d"],
+)
+def test_a_merged_export_equals_merge_and_unload(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The base is read from the folder that it was loaded from, in bf16, while the run has it in NF4."""
+    peft = pytest.importorskip("peft")
+    tiny_model(kind, tie_word_embeddings=kind == "gpt2").bfloat16().save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **settings)
+    torch.manual_seed(0)
+    base = load_pretrained(AutoModelForCausalLM, str(tmp_path / "base"), frozen_dtype="nf4")
+    model = peft.get_peft_model(base, config).train()
+    json = {**JSONS["bf16 split"], "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}}
+    engine = engine_for(model, json)
+    train(engine, batches(kind, 2))
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto"), config)
+    trained = {name: value for name, value in weights(engine.module).items() if name in dict(trained_of(theirs))}
+    assert trained
+    theirs.load_state_dict(trained, strict=False)
+    for _, p in trained_of(theirs):
+        p.data = p.data.bfloat16()  # as this run has trained them
+    expected = theirs.merge_and_unload().state_dict()
+    assert_equal(merged(tmp_path / "saves", tmp_path / "out"), expected)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "no"), "--merge"]) == 1
+    assert_equal(merged(tmp_path / "saves", tmp_path / "again", "--base", str(tmp_path / "moved")), expected)
+
+
+def trained_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path: Path, capsys: Any) -> None:
+    engine = engine_for(tiny_model("llama"), JSONS["fp32"])
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--merge"]) == 1
+    assert "needs a checkpoint of a PEFT model" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--base", str(tmp_path)]) == 1
+    assert "add --merge (--base)" in capsys.readouterr().err
+
+
+def test_a_base_inside_the_checkpoint_is_merged(tmp_path: Path) -> None:
+    """LOMO trains base and adapter; nothing else is read."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    for p in model.parameters():
+        p.requires_grad_(True)
+    params = {"lr": 1e-3, "adapter": {"lr": 1e-3}}
+    engine = engine_for(model, {**JSONS["fp32"], "optimizer": {"type": "LOMO", "params": params}, "ds_zo": {}})
+    train(engine, batches("llama", 2))
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    found = merged(tmp_path / "saves", tmp_path / "out", "--dtype", "fp32")
+    assert_equal(found, engine.module.merge_and_unload().state_dict())

@@ -17,7 +17,7 @@ import triton.language as tl
 from flat_cases import BF12, CANARY, FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
 
 from ds_zo import ops
-from ds_zo.ops import nf4, triton_nf4, triton_ops
+from ds_zo.ops import mxfp4, nf4, triton_mxfp4, triton_nf4, triton_ops
 from ds_zo.ops.formats import exponents_of, storage_format
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import copy_dither, fold_dither
@@ -373,6 +373,22 @@ def check_nf4(device: str) -> None:
         bits = torch.int32 if dtype is torch.float32 else torch.int16
         assert torch.equal(found.cpu().isnan(), ~number), dtype
         assert torch.equal(found.cpu().view(bits)[number], expected.view(bits)[number]), dtype
+
+
+def check_mxfp4(device: str) -> None:
+    """All bytes and all scales, with tiles that are not full. Smaller than a tile, and larger."""
+    for num_experts, num_rows, num_columns in ((2, 32, 24), (3, 160, 72)):
+        numel = num_experts * num_rows * num_columns
+        packed, scales = torch.arange(numel // 2).to(torch.uint8), torch.arange(numel // 32).to(torch.uint8)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            expected = torch.empty(num_experts, num_rows, num_columns, dtype=dtype)
+            found = torch.empty_like(expected, device=device)
+            mxfp4.dequantise_(expected, packed, scales)
+            triton_mxfp4.dequantise_triton_(found, packed.to(device), scales.to(device))
+            number = ~expected.isnan()
+            bits = torch.int32 if dtype is torch.float32 else torch.int16
+            assert torch.equal(found.cpu().isnan(), ~number), dtype
+            assert torch.equal(found.cpu().view(bits)[number], expected.view(bits)[number]), dtype
 
 
 CHECKS: dict[str, Callable[[str], None]] = {

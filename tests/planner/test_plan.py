@@ -93,8 +93,17 @@ def test_a_stored_form_that_fits_is_suggested() -> None:
     model = planned("llama", dtype="bf16")
     narrow = plan(model, stream={"frozen_dtype": "nf4"}, **arguments)["zo"]
     note = plan(model, offload=True, host_memory_gb=narrow.host_peak_nbytes / 1e9, **arguments)["zo"].notes[-1]
-    assert note.startswith('does not fit; with {"frozen_dtype": "nf4"} and LoRA adapters it would: ')
+    assert note.startswith('does not fit; with {"frozen_dtype": "nf4"} in ds_zo.stream and LoRA adapters it would: ')
+    whole = plan(model, stream={"master": "wire"}, offload=True, **arguments)["zo"]
+    note = plan(model, offload=True, host_memory_gb=whole.host_peak_nbytes / 1e9, **arguments)["zo"].notes[-1]
+    assert note.startswith('does not fit; with {"master": "wire"} in ds_zo.stream it would: '), "the widest that fits"
     assert not plan(model, offload=True, host_memory_gb=1.0, **arguments)["zo"].notes
+
+
+def test_a_plan_of_mxfp4_takes_the_experts_for_it() -> None:
+    arguments: dict[str, Any] = {"backends": ["zo"], "batch": 2, "seq": 16, "stream": {"frozen_dtype": "mxfp4"}}
+    with pytest.raises(ValueError, match="which has no experts: take nf4"):
+        plan(planned("llama", dtype="bf16"), **arguments)
 
 
 def test_equation_1_on_the_papers_machine() -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
-from ds_zo.ops import nf4
+from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -184,42 +184,58 @@ def test_a_checkpoint_of_another_layout_goes_through_from_pretrained(tmp_path: P
 MEASURE = """
 import json, sys
 from pathlib import Path
-import deepspeed, torch, transformers as hf
+import deepspeed, peft, torch, transformers as hf
 import ds_zo
+from ds_zo.bench.shapes import random_model
 from ds_zo.streaming.loading import load_pretrained
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-def initialize(model):
+def initialize(model, stream):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "ZO", "params": {"lr": 1e-6}},
         "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
+        "ds_zo": {"stream": stream},
     }
     return deepspeed.initialize(model=model, config=config)[0]
 
-how, small, large = sys.argv[1:]
+def lora_over(base):
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+def drawn(folder):
+    config = hf.AutoConfig.from_pretrained(folder)
+    return lora_over(random_model(config, dtype=torch.bfloat16, device=torch.device("cpu")))
+
+def in_four_bits(folder):
+    auto = hf.AutoModelForCausalLM
+    return lora_over(load_pretrained(auto, folder, dtype=torch.bfloat16, frozen_dtype="nf4"))
+
+small, large = sys.argv[1:]
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-load = {
-    "streamed": lambda folder: load_pretrained(hf.AutoModelForCausalLM, folder),
-    "whole": lambda folder: hf.AutoModelForCausalLM.from_pretrained(folder),
-}[how]
-initialize(load(small))
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-engine = initialize(load(large))
-peak = status("VmHWM")
-block_store = engine.backend.block_store
-units = block_store.placement.units
+results = {}
+for how, load, stream in (
+    ("nf4", in_four_bits, {}),
+    ("random nf4", drawn, {"frozen_dtype": "nf4"}),
+    ("float32", lambda folder: load_pretrained(hf.AutoModelForCausalLM, folder), {}),
+):
+    initialize(load(small), stream)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    engine = initialize(load(large), stream)
+    peak = status("VmHWM")
+    block_store = engine.backend.block_store
+    units = block_store.placement.units
+    results[how] = {
+        "taken": peak - before,
+        "stored": sum(u.nbytes + u.low_nbytes for u in units),
+        "device": sum(s.buffer.numel() for s in block_store.runtime.slots) + block_store.materialiser.scratch.numel(),
+    }
 first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in block_store.placement.blocks}
-print("RESULT", json.dumps({
-    "taken": peak - before,
-    "stored": sum(u.nbytes + u.low_nbytes for u in units),
-    "device": sum(s.buffer.numel() for s in block_store.runtime.slots) + block_store.materialiser.scratch.numel(),
-    "first": first,
-}))
+print("RESULT", json.dumps(results | {"first": first}))
 """
 
 NUM_LAYERS = 20
@@ -250,15 +266,24 @@ def big_folder(folder: Path, *, num_layers: int = NUM_LAYERS, width: int = 512) 
 
 
 def test_loading_takes_little_more_memory_than_what_is_stored(run_python: Callable[..., str], tmp_path: Path) -> None:
-    """Slots and scratch are the device's; on a machine without one they are host memory too, and are taken off."""
+    """Slots and scratch are the device's; on a machine without one they are host memory too, and are taken off.
+
+    In four bits the store is an eighth of the files. Temporaries of the largest tensor, of 4 MB in float32, come on
+    top."""
+    pytest.importorskip("peft")
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()
     large.mkdir()
-    output = run_python(MEASURE, "streamed", big_folder(small, num_layers=2, width=16), big_folder(large))
+    output = run_python(MEASURE, big_folder(small, num_layers=2, width=16), big_folder(large))
     found = json.loads(output.split("RESULT", 1)[1])
-    assert found["stored"] > 300 * 2**20
-    assert found["taken"] - found["device"] <= 1.1 * found["stored"], found
+    whole = found["float32"]
+    assert whole["stored"] > 300 * 2**20
+    assert whole["taken"] - whole["device"] <= 1.1 * whole["stored"], found
     assert found["first"] == {f"model.layers.{i}": float(i) for i in range(NUM_LAYERS)}
+    for how in ("nf4", "random nf4"):
+        of = found[how]
+        assert of["stored"] < whole["stored"] / 6, found
+        assert of["taken"] - of["device"] <= of["stored"] + 40 * 2**20, found
 
 
 # A frozen base in four bits
@@ -352,8 +377,56 @@ def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
             ValueError, match=r"loaded for frozen_dtype nf4, .* stores frozen weights as auto: train by"
         ):
             engine_for(model, config)
-    with pytest.raises(NotImplementedError, match=r"from_pretrained if adapters are made from its weights \(DoRA"):
-        lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), use_dora=True)
+
+
+def test_dora_reads_the_weights_that_it_needs(tmp_path: Path) -> None:
+    """The same magnitudes as over a base in memory, and the same losses. The base stays unread."""
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model", sharded=True)
+    ours = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"), use_dora=True)
+    theirs = lora_over(hf.AutoModelForCausalLM.from_pretrained(folder), use_dora=True)
+    for (name, p), (_, other) in zip(named(ours), named(theirs), strict=True):
+        assert p.is_meta == ("lora" not in name), name
+        assert p.is_meta or torch.equal(p, other), name
+    losses = [adapter_losses(engine_for(model, zo_json(**NF4))) for model in (ours, theirs)]
+    assert losses[0] == losses[1]
+
+
+def test_prompt_tuning_reads_the_embedding(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    ours, theirs = load_pretrained(hf.AutoModelForCausalLM, folder), hf.AutoModelForCausalLM.from_pretrained(folder)
+    rows = [nn.Embedding.forward(model.get_input_embeddings(), torch.tensor([3, 1])) for model in (ours, theirs)]
+    assert torch.equal(*rows)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    adapted = peft.get_peft_model(ours, config)
+    assert not any(p.is_meta for p in adapted.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_2"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+    ],
+    ids=lambda settings: settings["init_lora_weights"],
+)
+def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    if settings["init_lora_weights"] == "loftq":
+        pytest.importorskip("scipy")
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    with pytest.raises(NotImplementedError, match=r"uses them before: load the model with from_pretrained if adapters"):
+        lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), **settings)
+
+
+def test_a_model_without_values_can_change_its_dtype(tmp_path: Path) -> None:
+    """As `Module.bfloat16` does; moving it elsewhere is refused."""
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    model = load_pretrained(hf.AutoModelForCausalLM, folder).bfloat16()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(NotImplementedError):
+        model.to("cpu")
 
 
 def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
@@ -390,3 +463,100 @@ def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:
     engine.save_checkpoint(str(tmp_path / "saved"), tag="b")
     written = [name for file in (tmp_path / "saved" / "b").glob("weights-*") for name in load_file(file)]
     assert changed in written, "it is no more what the files hold"
+
+
+# Experts in MXFP4
+
+
+def gpt_oss_folder(folder: Path, *, seed: int = 0) -> tuple[str, nn.Module]:
+    """A model as gpt-oss ships, and the model with the decoded values."""
+    config = hf.GptOssConfig(
+        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=64,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=256, sliding_window=8,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(config).bfloat16()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        p.data.normal_(0, 0.1)
+        if p.dim() < 3:
+            tensors[name] = p.detach().clone()
+            continue
+        packed, scales = mxfp4.quantise(p)
+        num_experts, num_rows, num_columns = p.shape
+        tensors[f"{name}_blocks"] = packed.view(num_experts, num_columns, num_rows // 32, 16)
+        tensors[f"{name}_scales"] = scales.view(num_experts, num_columns, num_rows // 32)
+        p.data = mxfp4.Quantised(packed, scales, tuple(p.shape)).values().bfloat16()
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder), model
+
+
+@pytest.mark.parametrize("asked", ["auto", "mxfp4", "nf4"])
+def test_experts_in_mxfp4(asked: Any, tmp_path: Path) -> None:
+    """They are stored and streamed as the files hold them. Losses are those over the decoded values, and the values are
+    those of transformers."""
+    folder, decoded = gpt_oss_folder(tmp_path / "model")
+    model = load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype=None if asked == "auto" else asked)
+    config = zo_json(bf16={"enabled": True})
+    ours = engine_for(lora_over(model), config)
+    stored = {
+        p.name.removeprefix("base_model.model."): (part, p, unit)
+        for unit in ours.backend.block_store.placement.blocks
+        for part in unit.parts
+        for p in part.placed
+    }
+    if asked == "nf4":
+        assert {part.stored_as for part, p, _ in stored.values() if len(p.shape) == 3} == {"nf4"}
+        return
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    for name, (part, p, unit) in stored.items():
+        assert part.stored_as == ("mxfp4" if len(p.shape) == 3 else "bfloat16"), name
+        if len(p.shape) == 3:
+            planes = next(
+                found for of, found in zip(unit.parts, unit.planes(unit.store_buffer), strict=True) if of is part
+            )
+            assert planes.exponents is not None
+            assert torch.equal(part.stored(p, planes.storage).view(torch.uint8), files[f"{name}_blocks"].view(-1))
+            assert torch.equal(planes.exponents[part.scales_of(p)], files[f"{name}_scales"].view(-1))
+    losses = adapter_losses(ours)
+    assert losses == adapter_losses(engine_for(lora_over(decoded), config))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    values = ours.module.state_dict()
+    for name, p in theirs.named_parameters():
+        name = "base_model.model." + name.replace("q_proj.", "q_proj.base_layer.")
+        assert torch.equal(values[name], p.data.bfloat16()), name
+
+
+def test_mxfp4_where_a_model_does_not_ship_so_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model")
+    model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="mxfp4"))
+    with pytest.raises(
+        ValueError, match=r"frozen_dtype mxfp4 keeps weights .*, got a model without such weights: .* nf4"
+    ):
+        engine_for(model, zo_json(bf16={"enabled": True}))
+    folder, _ = gpt_oss_folder(tmp_path / "cut")
+    files = load_file(Path(folder, "model.safetensors"))
+    name = next(name for name in files if name.endswith("_scales"))
+    files[name] = files[name][:, :-1].clone()
+    save_file(files, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"MXFP4 weights must be bytes .* damaged or of another layout"):
+        engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder)), zo_json(bf16={"enabled": True}))
+
+
+def test_a_checkpoint_over_mxfp4_resumes(tmp_path: Path) -> None:
+    folder, _ = gpt_oss_folder(tmp_path / "model")
+    config = zo_json(bf16={"enabled": True})
+    engine = engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder)), config)
+    adapter_losses(engine)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    losses = adapter_losses(engine)
+    resumed = engine_for(lora_over(load_pretrained(hf.AutoModelForCausalLM, folder)), config)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    assert adapter_losses(resumed) == losses
+    before = resumed.module.state_dict()
+    resumed.module.load_state_dict(before)
+    assert all(torch.equal(value, before[name]) for name, value in resumed.module.state_dict().items())

@@ -15,6 +15,7 @@ Where to find the parts:
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Mapping
@@ -128,7 +129,7 @@ class LSPBackend(Backend):
             config=config,
             ranks=self.ranks,
             device=device,
-            max_norm=0.0 if self._clips_globally else config.gradient_clipping,
+            max_norm=0.0 if self._clips_globally else self._largest_norm(),
             unit_of={} if self._streamed is None else self._streamed.unit_of,
         )
         self._host_groups, self._device_groups = self._groups.on_host, self._groups.on_device
@@ -591,6 +592,13 @@ class LSPBackend(Backend):
         for group in started:
             group.start_download()
         return norm
+
+    def _largest_norm(self) -> float:
+        """The norm that one parameter's gradient is clipped to. The norm of all is then at most `gradient_clipping`.
+
+        Clipping each to `gradient_clipping` itself would hardly ever clip. Steps with large gradients would then fill
+        Adam's second moments, which AdamW prevents by clipping the norm of all."""
+        return self.config.gradient_clipping / math.sqrt(max(len(self._matrices), 1))
 
     @torch.no_grad()
     def _clip_globally(self, found: dict[int, torch.Tensor]) -> torch.Tensor | None:

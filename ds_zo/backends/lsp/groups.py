@@ -50,7 +50,7 @@ class LSPGroups:
         by the parameter's id."""
         self.on_host: list[HostGroup] = []
         self.on_device: list[DeviceGroup] = []
-        self.store = HostStore(device, pin=True)
+        self.store = HostStore(device, pin=True, ring=False)
         numel = sum(math.prod(matrix.shape) for group in groups for matrix in group.matrices)
         self.queue = UpdateQueue(num_threads=_num_threads(device, numel, shared=ranks is not None), device=device)
         self.streams: TransferStreams | None = None

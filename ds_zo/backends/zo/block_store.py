@@ -33,7 +33,7 @@ from ds_zo.planner.zo_buffers import ZOBuffers
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, shipped_wire
 from ds_zo.streaming.placement import Placement, plan_units
 from ds_zo.streaming.units import Unit
 
@@ -64,12 +64,13 @@ class ZOBlockStore(BlockStore):
         if frozen_dtype == "auto" and config.stream:
             frozen_dtype = frozen_dtype_of(module) or "auto"
         check_frozen_dtype(module, frozen_dtype)
+        ships = frozen_dtype in ("auto", "mxfp4")
         placement = plan_units(
             module,
             param_groups,
             block_paths=stream.blocks,
             wire=WIRE[stream.wire_dtype],
-            frozen_wire=WIRE[frozen_dtype],
+            frozen_wire=shipped_wire(module, frozen_dtype) if ships and config.stream else WIRE[frozen_dtype],
             split=stream.master == "split",
         )
         _check_dtypes(placement)

@@ -1,0 +1,166 @@
+"""Writes a PEFT model's checkpoint as one model: each adapter is merged into its base weight by PEFT itself.
+
+The model is built on the meta device. One layer at a time gets its values, is merged, is written, and loses its values
+again. So a base of any size is merged in the memory of its largest layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
+from ds_zo.checkpoint.adapters import ROOT, Adapters
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.checkpoint.export import SHARD_NBYTES, Spec, weights_by_name, write_model_folder
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.streaming.loading import SafetensorsSource
+
+
+def export_merged(
+    saved: Saved, out: Path, *, base: Path | None, dtype: torch.dtype, shard_nbytes: int = SHARD_NBYTES
+) -> None:
+    """Writes a folder for `from_pretrained`. Base weights that the checkpoint leaves out are read from the folder
+    `base`, one at a time. None: from the folder that the run has read."""
+    adapters = Adapters.read(saved.text(ADAPTERS_FILE))
+    config_text = saved.text("config.json")
+    if adapters is None or config_text is None:
+        raise CheckpointError(
+            f"--merge needs a checkpoint of a PEFT model of transformers, got {saved.folder}: export it without --merge"
+        )
+    config = {**json.loads(config_text), "dtype": str(dtype).removeprefix("torch.")}
+    config.pop("quantization_config", None)
+    merging = _Merging(saved, adapters, _peft_model(config, adapters, dtype), base=base, dtype=dtype)
+    extra = {"config.json": json.dumps(config, indent=2) + "\n"}
+    if (generation := saved.text("generation_config.json")) is not None:
+        extra["generation_config.json"] = generation
+    stream = (merging.specs(), merging.tensors())
+    write_model_folder(out, stream, extra=extra, shard_nbytes=shard_nbytes, progress=True)
+
+
+def _peft_model(config: dict[str, Any], adapters: Adapters, dtype: torch.dtype) -> nn.Module:
+    """The PEFT model on the meta device."""
+    import peft
+    import transformers
+
+    settings = {**json.loads(adapters.config), "base_model_name_or_path": None}
+    if settings["peft_type"] != "LORA":
+        raise CheckpointError(
+            f"--merge merges LoRA adapters (also DoRA and rsLoRA), got {settings['peft_type']}: load the checkpoint "
+            "into an engine and call merge_and_unload there"
+        )
+    settings |= {"init_lora_weights": False} if "init_lora_weights" in settings else {}  # the checkpoint has the values
+    hf_config = transformers.AutoConfig.for_model(**config)
+    named = getattr(transformers, (hf_config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model = (named or transformers.AutoModelForCausalLM)._from_config(hf_config, dtype=dtype)
+        model.tie_weights()
+        found: nn.Module = peft.get_peft_model(
+            model, peft.get_peft_config(settings), adapter_name=adapters.adapter, autocast_adapter_dtype=False
+        )
+    return found
+
+
+class _Merging:
+    """Reads, merges and yields the weights of one PEFT model."""
+
+    def __init__(
+        self, saved: Saved, adapters: Adapters, model: nn.Module, *, base: Path | None, dtype: torch.dtype
+    ) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._adapters = adapters
+        self._model = model
+        self._dtype = dtype
+        self._saved_values = weights_by_name(saved)
+        self._base: SafetensorsSource | None = None
+        self._layers = {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+        for name in self._layers:
+            if any(name.startswith(f"{other}.") for other in self._layers):
+                raise CheckpointError(
+                    f"--merge needs at most one adapter a layer, got several in {name}: load the checkpoint into an "
+                    "engine and call merge_and_unload there"
+                )
+        self._buffers = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+        names = [*(name for name, _ in model.named_parameters()), *self._buffers]
+        own = [name for name in names if name not in self._saved_values]
+        if own:
+            self._base = _base_of(saved, base)
+            missing = [n for n in own if self._adapters.place(n)[0] or self._plain(n) not in self._base.weight_names()]
+            if missing:
+                raise CheckpointError(
+                    f"neither checkpoint {saved.folder} nor its base {self._base.folder} has {missing[0]}: name the "
+                    "folder that the run has loaded its model from (--base)"
+                )
+
+    def _plain(self, name: str) -> str:
+        """A parameter's name in the merged model."""
+        return self._adapters.place(name)[1].removeprefix(ROOT)
+
+    def specs(self) -> list[Spec]:
+        """The merged model's weights. Of a module that was trained as a copy (`modules_to_save`) the copy is taken."""
+        shapes = {
+            self._plain(name): tuple(p.shape) for name, p in self._model.named_parameters() if self._is_kept(name)
+        }
+        specs = [Spec(name, self._dtype, shape) for name, shape in shapes.items()]
+        return specs + [Spec(self._plain(name), b.dtype, tuple(b.shape)) for name, b in self._buffers.items()]
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether the merged model has a weight for this parameter: not for an adapter, nor for a copy's original."""
+        is_adapters, _ = self._adapters.place(name)
+        return ".modules_to_save." in name if is_adapters else ".original_module." not in name
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        done: set[str] = set()
+        for name, _ in list(self._model.named_parameters()):
+            layer = next((at for at in self._layers if name.startswith(f"{at}.")), None)
+            if layer is None:
+                if self._is_kept(name):
+                    yield self._plain(name), self._value(name)
+            elif layer not in done:
+                done.add(layer)
+                yield from self._merged(layer)
+        for name, buffer in self._buffers.items():
+            yield self._plain(name), self._read(name).to(buffer.dtype)
+
+    @torch.no_grad()
+    def _merged(self, at: str) -> Iterator[tuple[str, torch.Tensor]]:
+        layer: Any = self._layers[at]
+        for name, p in list(layer.named_parameters()):
+            torch._C._swap_tensor_impl(p, nn.Parameter(self._value(f"{at}.{name}"), requires_grad=False))
+        layer.merge()
+        for name, p in layer.named_parameters():
+            if name.startswith("base_layer."):
+                yield self._plain(f"{at}.{name}"), p.data.to(self._dtype)
+            torch._C._swap_tensor_impl(p, nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False))
+
+    def _value(self, name: str) -> torch.Tensor:
+        """A parameter's value: the base in the dtype of the export, adapters in their own."""
+        is_adapters, _ = self._adapters.place(name)
+        return self._read(name) if is_adapters and not self._is_kept(name) else self._read(name).to(self._dtype)
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name in self._saved_values:
+            return self._saved_values[name]
+        assert self._base is not None
+        return self._base(self._plain(name))
+
+
+def _base_of(saved: Saved, base: Path | None) -> SafetensorsSource:
+    """The folder of the base weights that the checkpoint leaves out."""
+    recorded = (saved.backend_state.get("base") or {}).get("source")
+    folder = base or (None if recorded is None else Path(recorded))
+    if folder is None:
+        raise CheckpointError(f"checkpoint {saved.folder} has no base weights: name their folder (--base)")
+    try:
+        return SafetensorsSource(folder)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"checkpoint {saved.folder} has no base weights, and its run has read them from {recorded}, got {folder}, "
+            "which has no safetensors: name the folder of the base model (--base)"
+        ) from None

@@ -1,0 +1,252 @@
+"""Uploads from pageable host memory, where the system lets little memory be pinned.
+
+[Note: pinned ring]
+Where a store cannot be pinned, its uploads go through a ring of pinned slices. Host threads copy the store's bytes to
+slices. One more thread then issues the copies from slices to the device, in order, on a stream of the ring's own. A
+slice is filled again when its copy to the device is done. Up to half of the slices are being filled at a time, while
+the others are on their way to the device.
+
+The thread that trains does not wait in `upload_`. The ring's thread records the slot's event `filled`, an
+`UploadEvent`, when it has issued the last copy. A wait for the event first waits, on the host, until then, and raises
+the error of a thread that failed. A download to pageable memory blocks the host until it is done, so a store's bytes do
+not change while they are copied to a slice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+RING_NBYTES = 512 * 2**20
+"""Pinned memory of a ring. A system that refuses it is asked for half as much, and so on."""
+SLICE_NBYTES = 16 * 2**20
+_MOST_COPIERS = 8
+_FEWEST_SLICES = 4
+
+
+class DeferredRecord:
+    """For an event class: a record that a ring's thread makes later. See [Note: pinned ring]."""
+
+    upload: Future[None] | None = None
+    """The last upload through a ring that records this event; None if none does."""
+
+    def record(self, stream: Any = None) -> None:
+        if self.upload is None:
+            self.record_now(stream)
+
+    def record_now(self, stream: Any) -> None:
+        super().record(stream)  # type: ignore[misc]
+
+    def wait(self, stream: Any = None) -> None:
+        self._join()
+        super().wait(stream)  # type: ignore[misc]
+
+    def synchronize(self) -> None:
+        self._join()
+        super().synchronize()  # type: ignore[misc]
+
+    def query(self) -> bool:
+        is_issued = self.upload is None or self.upload.done()
+        return is_issued and bool(super().query())  # type: ignore[misc]
+
+    def _join(self) -> None:
+        if self.upload is not None:
+            self.upload.result()
+
+
+class UploadEvent(DeferredRecord, torch.cuda.Event):
+    """The event `filled` of a slot."""
+
+
+class DeviceSide(Protocol):
+    """The calls of a ring that go to the device."""
+
+    def now(self) -> Any:
+        """An event after the work that the caller's current stream has now."""
+
+    def wait(self, event: Any) -> None:
+        """Makes the ring's stream wait for `event`."""
+
+    def send(self, target: torch.Tensor, staged: torch.Tensor) -> Any:
+        """Issues a copy on the ring's stream, and returns an event after it."""
+
+    def record(self, event: Any) -> None:
+        """Records `event` on the ring's stream."""
+
+    def synchronize(self) -> None:
+        """Blocks until the ring's stream is idle."""
+
+
+class CudaSide:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self._stream.wait_event(event)
+
+    def send(self, target: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            target.copy_(staged, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+    def record(self, event: UploadEvent) -> None:
+        event.record_now(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+@dataclass(frozen=True)
+class _Upload:
+    target: torch.Tensor
+    source: torch.Tensor
+    after: Any
+    """Event that the copies to the device wait for."""
+    filled: Any
+    done: Future[None] = field(default_factory=Future)
+
+
+class PinnedRing:
+    """Pinned slices, and the threads that pass uploads through them. See [Note: pinned ring]."""
+
+    def __init__(self, slices: Sequence[torch.Tensor], device: DeviceSide, *, num_copiers: int) -> None:
+        """`slices` are uint8 tensors of one size."""
+        assert len(slices) >= 2
+        self._slices = list(slices)
+        self._device = device
+        self._sent: list[Any] = [None] * len(slices)
+        """By slice: the event after its last copy to the device."""
+        self._next = 0
+        self._error: BaseException | None = None
+        self._uploads: SimpleQueue[_Upload | None] = SimpleQueue()
+        self._copiers = ThreadPoolExecutor(num_copiers, thread_name_prefix="ds_zo-ring")
+        self._thread = threading.Thread(target=self._run, name="ds_zo-ring", daemon=True)
+        self._thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.numel() for piece in self._slices)
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:
+        """Copies `source` to `target`, both uint8, after the work that the current stream has now, and then records
+        `filled`."""
+        upload = _Upload(target, source, self._device.now(), filled)
+        filled.upload = upload.done
+        self._uploads.put(upload)
+
+    def close(self) -> None:
+        """Ends the threads, after the uploads that were asked for."""
+        self._uploads.put(None)
+        self._thread.join()
+        self._copiers.shutdown()
+        self._device.synchronize()
+
+    def _run(self) -> None:
+        for upload in iter(self._uploads.get, None):
+            try:
+                if self._error is not None:
+                    raise RuntimeError("ds_zo: an earlier upload through the pinned ring failed") from self._error
+                self._make(upload)
+            except BaseException as error:  # the thread that waits for the upload raises it
+                self._error = self._error or error
+                upload.done.set_exception(error)
+            else:
+                upload.done.set_result(None)
+
+    def _make(self, upload: _Upload) -> None:
+        self._device.wait(upload.after)
+        filling: deque[tuple[Future[None], int, torch.Tensor, torch.Tensor]] = deque()
+        length = self._slices[0].numel()
+        for piece, target in zip(upload.source.split(length), upload.target.split(length), strict=True):
+            if len(filling) == len(self._slices) // 2:
+                self._send(*filling.popleft())
+            index, self._next = self._next, (self._next + 1) % len(self._slices)
+            if self._sent[index] is not None:
+                self._sent[index].synchronize()
+            staged = self._slices[index][: piece.numel()]
+            filling.append((self._copiers.submit(_copy, staged, piece), index, target, staged))
+        while filling:
+            self._send(*filling.popleft())
+        self._device.record(upload.filled)
+
+    def _send(self, copied: Future[None], index: int, target: torch.Tensor, staged: torch.Tensor) -> None:
+        copied.result()
+        self._sent[index] = self._device.send(target, staged)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies bytes on this thread alone, without Python's global lock. `Tensor.copy_` would divide the copy among
+    threads of its own."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def make_ring(
+    device: torch.device,
+    *,
+    nbytes: int = RING_NBYTES,
+    slice_nbytes: int = SLICE_NBYTES,
+    num_copiers: int | None = None,
+) -> PinnedRing | None:
+    """A ring of at most `nbytes` of pinned memory; None if the system refuses even a few slices."""
+    memory = None
+    while memory is None and nbytes >= _FEWEST_SLICES * slice_nbytes:
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            nbytes //= 2
+    if memory is None:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_copiers = num_copiers or max(1, min(_MOST_COPIERS, cores // 2))
+    return PinnedRing(memory.split(slice_nbytes), CudaSide(device), num_copiers=num_copiers)
+
+
+_ring_of: dict[int, PinnedRing] = {}
+"""The ring of each pageable buffer, by the address of the buffer's memory."""
+
+
+def attach_ring(buffer: torch.Tensor, ring: PinnedRing) -> None:
+    """Makes uploads from `buffer` go through `ring`, until `detach_ring`."""
+    _ring_of[buffer.untyped_storage().data_ptr()] = ring
+
+
+def detach_ring(buffer: torch.Tensor) -> None:
+    _ring_of.pop(buffer.untyped_storage().data_ptr(), None)
+
+
+def close_ring(ring: PinnedRing) -> None:
+    """Detaches the ring from all buffers and ends its threads."""
+    for address in [address for address, found in _ring_of.items() if found is ring]:
+        del _ring_of[address]
+    ring.close()
+
+
+def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:
+    """Copies `source` to `target` on the current stream, through the ring of `source` if it has one. The caller then
+    records `filled` on that stream."""
+    ring = _ring_of.get(source.untyped_storage().data_ptr()) if _ring_of else None
+    if ring is not None:
+        ring.upload(target, source, filled)
+        return
+    if isinstance(filled, DeferredRecord) and filled.upload is not None:
+        # An earlier upload to the same slot may still write to it.
+        filled.wait(torch.cuda.current_stream(target.device))
+        filled.upload = None
+    target.copy_(source, non_blocking=True)
