@@ -66,12 +66,12 @@ class _Base:
     def unit(self, description: dict[str, Any], device: torch.device) -> Unit:
         unit = rebuild(description)
         allocate_buffers(unit, device)
-        unit.version = self.step
         if self.saved is not None:
             fill_unit(unit, self.saved.tensor)
-            unit.version = self._versions[unit_key(description)]
-            return unit
-        unit.store(lambda placed: self._read(placed.name).to(placed.parameter.dtype))
+            unit.rewritten(self._versions[unit_key(description)])
+        else:
+            unit.store(lambda placed: self._read(placed.name).to(placed.parameter.dtype))
+            unit.rewritten(self.step)
         return unit
 
     def _read(self, name: str) -> torch.Tensor:

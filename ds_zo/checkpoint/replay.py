@@ -57,7 +57,7 @@ def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, reci
             fold=True,
             rounding=recipe.rounding,
         )
-    unit.version = step
+    unit.folded(step)
 
 
 def values(
@@ -121,7 +121,7 @@ def unit_values(
     unit = rebuild(description)
     allocate_buffers(unit, device)
     fill_unit(unit, saved.tensor, omitted=omitted)
-    unit.version = description["version"]
+    unit.rewritten(description["version"])
     rows = state["rows"].to(device)
     found = values(unit, rows=rows, first_row_step=0, step=state["step"], recipe=recipe_of(state), exact=exact)
     yield from ((placed, value) for placed, value in found if placed.name not in omitted)

@@ -23,7 +23,7 @@ MXFP4 = Format("mxfp4", torch.float4_e2m1fn_x2, 0, 0.0, 6.0, torch.uint8, 1, gro
 
 
 @dataclass(frozen=True)
-class Quantised(nf4.Quantised):
+class MXFP4Values(nf4.Quantised):
     """A tensor in MXFP4, with its scales in `absmax`."""
 
     wire = MXFP4.dtype

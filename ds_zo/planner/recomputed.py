@@ -7,7 +7,7 @@ downloaded once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_zo.config.section import StreamConfig
@@ -15,7 +15,7 @@ from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
-from ds_zo.streaming.budget import device_bytes, most_resident
+from ds_zo.streaming.budget import DeviceBytes, device_bytes, most_resident
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
 
@@ -56,16 +56,19 @@ def place(
         placement.scratch_nbytes = 0
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots if stream.overlap else 1
-    none_of_zo: dict[str, Any] = {"num_low_slots": 0, "num_passes": 0, "num_replay_slots": 0, "pairs": False}
-    sizes = {"num_slots": num_slots, **none_of_zo}
+
+    def needed(num_resident: int) -> DeviceBytes:
+        sizes = device_bytes(placement, num_resident=num_resident, num_slots=num_slots)
+        return replace(sizes, scratch=placement.scratch_nbytes)
+
     num_resident = 0
     if stream.resident_blocks is not None:
         num_resident = min(stream.resident_blocks, num_blocks)
     elif limits.device_nbytes is not None:
         budget = limits.device_nbytes
-        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=other_nbytes, sizes=lambda _: sizes)
+        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=other_nbytes, needed=needed)
         num_resident = max(0, found)
-    there = device_bytes(placement, num_resident=num_resident, **sizes)
+    there = needed(num_resident)
     stays = evenly_spaced(num_blocks, num_resident)
     blocks = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in blocks)

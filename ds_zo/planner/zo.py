@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ds_zo.config.optimizers import ZOParams
@@ -16,7 +15,8 @@ from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, L
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.stock import LOW_RANK
-from ds_zo.streaming.budget import device_bytes, fits, most_resident, zo_sizes
+from ds_zo.planner.zo_buffers import ZOBuffers
+from ds_zo.streaming.budget import Needed, fits, most_resident
 from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
 from ds_zo.streaming.schedule import Action, Kind
@@ -28,29 +28,6 @@ _REPLAY_LAUNCH_S = 5e-5
 """Host time of one replay of a block's CUDA graph, copies of its inputs and outputs included."""
 _CHUNK_ROW_NBYTES = 32
 """Device memory of one row of a kernel's table. A table has one row for each chunk of a parameter."""
-
-
-@dataclass(frozen=True)
-class ZOBufferSizes:
-    """Sizes of the buffers that blocks share, as a function of the number of blocks that stay on the device."""
-
-    stream: StreamConfig
-    num_passes: int
-    interval: int
-    num_blocks: int
-    in_pairs: bool
-    """Both perturbed copies of a block are made at once although every block streams. True where blocks are stored in
-    fewer bytes than a copy takes, or where computing a block takes longer than its upload."""
-
-    def sizes(self, num_resident: int) -> dict[str, Any]:
-        return zo_sizes(
-            self.stream,
-            num_blocks=self.num_blocks,
-            num_resident=num_resident,
-            num_passes=self.num_passes,
-            interval=self.interval,
-            in_pairs=self.in_pairs,
-        )
 
 
 def estimate_zo(
@@ -92,7 +69,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     second_copy = placement.pair_scratch_nbytes - placement.scratch_nbytes
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
-    buffers = ZOBufferSizes(stream, num_passes, fixed or INTERVALS[-1], num_blocks, placement.narrow)
+    buffers = ZOBuffers(stream, placement, num_passes, fixed or INTERVALS[-1], placement.narrow)
     recordings = 2 * trace.block_input_nbytes * _is_recorded(model, placement, num_passes, pairs=True)
     other_nbytes = (
         trace.peak.total + (num_passes - 1) * trace.paused_nbytes + WORKSPACE_NBYTES + _table_nbytes(placement)
@@ -102,15 +79,16 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     adapters_nbytes = adapters_numel * (itemsize + (2 if stream.master == "split" and itemsize < 4 else 0))
     other_nbytes += recordings + adapters_nbytes
     num_resident = (
-        _num_resident(placement, limits, stream, buffers.sizes, other_nbytes=other_nbytes) if offload else num_blocks
+        _num_resident(placement, limits, stream, buffers.device_bytes, other_nbytes=other_nbytes)
+        if offload
+        else num_blocks
     )
     stays = evenly_spaced(num_blocks, num_resident)
     streamed = [i for i in range(num_blocks) if i not in stays]
     if fixed is None:
 
-        def device_nbytes(chosen: ZOBufferSizes) -> int:
-            sizes = chosen.sizes(num_resident)
-            return device_bytes(placement, num_resident=num_resident, **sizes).total + other_nbytes
+        def device_nbytes(chosen: ZOBuffers) -> int:
+            return chosen.device_bytes(num_resident).total + other_nbytes
 
         budget_nbytes = limits.device_nbytes
         interval = best_interval(
@@ -123,8 +101,8 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         has_room = fits(device_nbytes(paired), budget_nbytes=budget_nbytes)
         if has_room and streamed and _is_compute_bound(model, placement, streamed, buffers, params):
             buffers = paired
-    sizes = buffers.sizes(num_resident)
-    there = device_bytes(placement, num_resident=num_resident, **sizes)
+    pairs = buffers.pairs(num_resident)
+    there = buffers.device_bytes(num_resident)
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
     whole_store = sum(u.nbytes + u.low_nbytes for u in placement.blocks)
@@ -149,9 +127,9 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
             adapters=adapters_nbytes,
             slots=there.slots + there.low_slots,
             scratch=placement.scratch_nbytes,
-            second_copy=second_copy if sizes["pairs"] else 0,
+            second_copy=second_copy if pairs else 0,
             activations=trace.peak.activations + (num_passes - 1) * trace.paused_nbytes,
-            graphs=recordings * sizes["pairs"],
+            graphs=recordings * pairs,
             logits=trace.peak.logits,
             workspace=WORKSPACE_NBYTES + _table_nbytes(placement),
         ),
@@ -182,7 +160,7 @@ def _num_resident(
     placement: Placement,
     limits: Limits,
     stream: StreamConfig,
-    sizes: Callable[[int], dict[str, Any]],
+    needed: Needed,
     *,
     other_nbytes: int,
 ) -> int:
@@ -190,7 +168,7 @@ def _num_resident(
         return min(stream.resident_blocks, len(placement.blocks))
     if limits.device_nbytes is None:
         return 0
-    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=other_nbytes, sizes=sizes)
+    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=other_nbytes, needed=needed)
     return max(0, found)
 
 
@@ -217,7 +195,7 @@ def _seconds(
     model: Model,
     placement: Placement,
     streamed: list[int],
-    buffers: ZOBufferSizes,
+    buffers: ZOBuffers,
     params: ZOParams,
     *,
     step: int | None = None,
@@ -225,7 +203,7 @@ def _seconds(
     """Seconds of each block's upload, computation and download in step number `step`. None: in an average step."""
     rates, trace, interval = model.rates, model.forward_trace(), buffers.interval
     num_passes, num_blocks = buffers.num_passes, len(placement.blocks)
-    pairs = buffers.sizes(num_blocks - len(streamed))["pairs"]
+    pairs = buffers.pairs(num_blocks - len(streamed))
     recorded = _is_recorded(model, placement, num_passes, pairs=pairs)
     up, down = _concurrent_link_rates(rates, placement, streamed, interval)
     seconds: dict[tuple[int, Kind], float] = {}
@@ -249,20 +227,19 @@ def _seconds(
 
 
 def _is_compute_bound(
-    model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams
+    model: Model, placement: Placement, streamed: list[int], buffers: ZOBuffers, params: ZOParams
 ) -> bool:
     seconds = _seconds(model, placement, streamed, buffers, params)
     busy_s = sum(s for (_, kind), s in seconds.items() if kind is Kind.COMPUTE)
     return busy_s > _link_s(model.rates, placement, streamed, buffers.interval)
 
 
-def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZOBufferSizes, params: ZOParams) -> float:
+def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZOBuffers, params: ZOParams) -> float:
     """Seconds of an average step, over as many steps as it takes for every block to fold once.
 
     In the list of actions that is priced, the blocks of each step have numbers of their own. The number of updates that
     a block has to replay differs from step to step."""
     interval, num_blocks = buffers.interval, len(placement.blocks)
-    sizes = buffers.sizes(num_blocks - len(streamed))
     seconds: dict[tuple[int, Kind], float] = {}
     actions: list[Action] = []
     loaded: dict[int, int] = {}
@@ -274,7 +251,7 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZO
         found, loaded = pricing.pass_over(
             order,
             streamed=set(streamed),
-            num_slots=sizes["num_slots"],
+            num_slots=buffers.num_slots,
             downloads={i for i in folding & set(streamed) if placement.blocks[i].trainable},
             loaded=loaded,
             then=order,

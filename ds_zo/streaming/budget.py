@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ds_zo.config.section import StreamConfig
 from ds_zo.streaming.placement import Placement
 
 MARGIN_NBYTES = 256 * 2**20
@@ -37,66 +35,27 @@ class DeviceBytes:
         return self.non_blocks + self.scratch + self.slots + self.low_slots + self.blocks
 
 
-def device_bytes(
-    placement: Placement,
-    *,
-    num_resident: int,
-    num_slots: int,
-    num_low_slots: int,
-    num_passes: int,
-    num_replay_slots: int,
-    pairs: bool,
-    low_stays: bool = False,
-) -> DeviceBytes:
-    """Computes the sizes before anything is allocated.
+Needed = Callable[[int], DeviceBytes]
+"""The sizes with a number of resident blocks."""
 
-    `num_replay_slots`: slots for resident blocks that do not fold every step, which are replayed into a slot instead.
-    `pairs`: working copies for +z and -z exist at the same time. `low_stays`: a resident block's low plane is on the
-    device too.
-    """
-    non_blocks = sum(u.nbytes + u.low_nbytes for u in (*placement.leaf_units, *placement.ambient))
-    non_blocks += num_passes * sum(u.scratch_nbytes for u in placement.ambient)
+
+def device_bytes(
+    placement: Placement, *, num_resident: int, num_slots: int, num_low_slots: int = 0, low_stays: bool = False
+) -> DeviceBytes:
+    """Computes the sizes before anything is allocated, without working copies. `low_stays`: a resident block's low
+    plane is on the device too."""
     largest = max((u.nbytes for u in placement.blocks), default=0)
     largest_low = max((u.low_nbytes for u in placement.blocks), default=0)
     all_stay = num_resident == len(placement.blocks)
     low_too = all_stay or low_stays
     sizes = sorted((u.nbytes + (u.low_nbytes if low_too else 0) for u in placement.blocks), reverse=True)
-    blocks = sum(sizes[:num_resident])
     return DeviceBytes(
-        non_blocks=non_blocks,
-        scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
+        non_blocks=sum(u.nbytes + u.low_nbytes for u in (*placement.leaf_units, *placement.ambient)),
+        scratch=0,
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,
-        blocks=blocks + (num_replay_slots * largest if num_resident else 0),
+        blocks=sum(sizes[:num_resident]),
     )
-
-
-def zo_sizes(
-    stream: StreamConfig,
-    *,
-    num_blocks: int,
-    num_resident: int,
-    num_passes: int,
-    interval: int,
-    in_pairs: bool,
-    shared: bool = False,
-) -> dict[str, Any]:
-    """Sizes of the buffers that ZO's blocks share, as keyword arguments of `device_bytes`.
-
-    Working copies for +z and -z are made at once where blocks are resident, because device memory is then not scarce.
-    They are also made at once if `in_pairs`: stored blocks take fewer bytes than copies, or compute takes longer than
-    uploads. `shared`: the ranks of a machine share the host store.
-    """
-    num_slots = stream.device_slots if stream.overlap else 1
-    pairs = num_blocks > 0 and (num_resident > 0 or in_pairs)
-    return {
-        "num_slots": num_slots,
-        "num_low_slots": 1 if interval > num_slots and not shared else num_slots,
-        "low_stays": shared,
-        "num_passes": num_passes,
-        "num_replay_slots": int(interval > 1 and not (pairs and num_passes == 2)),
-        "pairs": pairs,
-    }
 
 
 def check_fits(needed: DeviceBytes, *, budget_gb: float | None, remedy: str) -> None:
@@ -119,14 +78,11 @@ def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
-def most_resident(
-    placement: Placement, *, budget_nbytes: int, activations_nbytes: int, sizes: Callable[[int], dict[str, Any]]
-) -> int:
+def most_resident(placement: Placement, *, budget_nbytes: int, activations_nbytes: int, needed: Needed) -> int:
     """The largest number of resident blocks within a budget; -1 if the budget does not hold the model even with all
-    blocks streamed. `sizes` returns the other arguments of `device_bytes` for a number of resident blocks."""
+    blocks streamed."""
     for num_resident in range(len(placement.blocks), -1, -1):
-        needed = device_bytes(placement, num_resident=num_resident, **sizes(num_resident)).total
-        if fits(needed + activations_nbytes, budget_nbytes=budget_nbytes):
+        if fits(needed(num_resident).total + activations_nbytes, budget_nbytes=budget_nbytes):
             return num_resident
     return -1
 
@@ -156,12 +112,12 @@ def peak_nbytes(device: torch.device) -> int:
 
 
 def residents_after_a_step(
-    placement: Placement, *, device: torch.device, budget_gb: float | None, sizes: Callable[[int], dict[str, Any]]
+    placement: Placement, *, device: torch.device, budget_gb: float | None, needed: Needed
 ) -> tuple[int, str]:
     """The number of blocks that may be resident after a first step without resident blocks, and a text with the
     figures."""
     peak = peak_nbytes(device)
     budget = usable_nbytes(device, budget_gb=budget_gb)
-    activations = max(0, peak - device_bytes(placement, num_resident=0, **sizes(0)).total)
-    found = most_resident(placement, budget_nbytes=budget, activations_nbytes=activations, sizes=sizes)
+    activations = max(0, peak - needed(0).total)
+    found = most_resident(placement, budget_nbytes=budget, activations_nbytes=activations, needed=needed)
     return found, f"budget {budget / 1e9:.1f} GB, peak of the first step {peak / 1e9:.2f} GB"

@@ -83,9 +83,9 @@ class DeviceShards(RanksStore):
             if segment.rank == self.partition.index:
                 part = flat[segment.begin : segment.begin + segment.numel]
                 segment.view(unit.store_buffer, placed.parameter.dtype).copy_(part)
-        if self.device.type == "cuda":  # the next gather is on another stream and waits for this event
-            unit.written_back = unit.written_back or torch.cuda.Event()
-            unit.written_back.record(torch.cuda.current_stream(self.device))
+        # The next gather is on another stream and waits for this one's writes.
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        unit.rewritten(unit.version, stream=stream)
 
     def whole(self, unit: Unit) -> list[torch.Tensor]:
         """Gathers the unit's parameters into new device memory, in `placed` order. Collective."""
@@ -129,10 +129,7 @@ class DeviceShardRuntime(ShardedRuntime):
         if self._up is not None and self._compute is not None:
             self._compute.wait_stream(self._up)
         yield unit.store_buffer
-        unit.version += 1
-        if self._up is not None:
-            unit.written_back = unit.written_back or torch.cuda.Event()
-            self._record(unit.written_back, self._compute)
+        unit.folded(unit.version + 1, stream=self._compute)
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._wait_until_free(slot)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
 from ds_zo.logs import show
-from ds_zo.streaming.budget import residents_after_a_step
+from ds_zo.streaming.budget import Needed, residents_after_a_step
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.shared_store import SharedStore
@@ -33,13 +32,13 @@ def fill_device(
     store: HostStore,
     device: torch.device,
     budget_gb: float | None,
-    sizes: Callable[[int], dict[str, Any]],
+    needed: Needed,
     buffers: DeviceBuffers,
 ) -> bool:
     """Makes as many blocks resident as fit beside a step, and logs their number. Returns whether any block was moved.
-    Collective for a shared store. `sizes`: see `most_resident`."""
+    Collective for a shared store."""
     blocks = placement.blocks
-    wanted, figures = residents_after_a_step(placement, device=device, budget_gb=budget_gb, sizes=sizes)
+    wanted, figures = residents_after_a_step(placement, device=device, budget_gb=budget_gb, needed=needed)
     if isinstance(store, SharedStore):
         wanted = store.node.smallest(wanted)
     if wanted <= 0:

@@ -50,7 +50,7 @@ def _read_mxfp4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
         )
     num_experts, num_columns, num_blocks, _ = blocks.shape
     shape = (num_experts, num_blocks * mxfp4.GROUP_NUMEL, num_columns)
-    return mxfp4.Quantised(blocks.reshape(-1), scales.reshape(-1), shape)
+    return mxfp4.MXFP4Values(blocks.reshape(-1), scales.reshape(-1), shape)
 
 
 def _read_nf4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:

@@ -2,12 +2,6 @@
 
 The compute stream is the caller's current stream. Events named for the transfer that they guard order the streams. The
 methods of a pass never block the host. On a CPU device the same code runs in issue order.
-
-[Note: low planes are uploaded ahead] A fold applies a unit's pending updates to its stored weights. It needs the unit's
-low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
-a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
-whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
-wait for its slot, and would hold up the low plane that the compute stream needs first.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from ds_zo.streaming.low_slots import LowSlots
 from ds_zo.streaming.pinned_ring import upload_
 from ds_zo.streaming.schedule import Action, Kind, sweep
 from ds_zo.streaming.slots import Slot
@@ -64,17 +59,10 @@ class Runtime:
         nbytes, low_nbytes = self._slot_nbytes(nbytes), self._slot_nbytes(low_nbytes)
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
-        self._low_pool = deque(self.low_slots)
-        self._low_ahead: dict[int, Slot] = {}
-        """Low slots filled ahead of their use, by unit number."""
-        self._low_in_use: dict[int, Slot] = {}
-        """Low slots that kernels of the current use read and change, by unit number."""
-        self._low_order: deque[int] = deque()
-        """Numbers of the units whose low planes are still to be uploaded, in the order of their folds."""
+        self._lows = LowSlots(self.low_slots)
         own = device.type == "cuda" and overlap
         self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
         self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
-        self._downloads: set[int] = set()
         self._actions: deque[Action] = deque()
         self._in_pass = False
         self.wants_low: WantsLow | None = None
@@ -102,19 +90,17 @@ class Runtime:
     ) -> None:
         """Plans a pass over the streamed units of `order` and issues its first uploads.
 
-        Units in `downloads` are downloaded after their use. `lows` are the units that fold in this pass and then in the
-        next, in the order of the folds: see [Note: low planes are uploaded ahead]. `then` are the units that the next
-        pass starts with (None: the next pass starts like this one).
+        Units in `downloads` will be changed, and downloaded after their use. `lows` are the units that fold in this
+        pass and then in the next, in the order of the folds: see [Note: low planes are uploaded ahead]. `then` are the
+        units that the next pass starts with (None: the next pass starts like this one).
         """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
-        self._downloads = {self._number[id(unit)] for unit in downloads}
         self._in_pass = True
-        self._low_order = deque(self._number[id(unit)] for unit in lows if unit.low_streamed and self._overlap)
-        self._reclaim_low_slots(keep=self._low_order)
-        for number in self._low_ahead:
-            self._low_order.remove(number)
-        self._plan(self._order)
+        lows = [unit for unit in lows if unit.low_streamed and self._overlap]
+        self._reclaim_low_slots(keep=lows)
+        self._lows.plan(lows)
+        self._plan(self._order, downloads={self._number[id(unit)] for unit in downloads})
         self._issue_uploads()
         self._upload_lows()
 
@@ -124,7 +110,9 @@ class Runtime:
         number = self._number[id(unit)]
         self._issue_uploads()
         if not self._actions or self._actions[0].block != number or self._actions[0].kind is not Kind.COMPUTE:
-            self._plan(self._order[self._order.index(number) :] if number in self._order else [number])
+            downloads = {action.block for action in self._actions if action.kind is Kind.DOWNLOAD}
+            rest = self._order[self._order.index(number) :] if number in self._order else [number]
+            self._plan(rest, downloads=downloads)
             self._issue_uploads()
         action = self._actions.popleft()
         assert action.kind is Kind.COMPUTE and action.block == number
@@ -138,9 +126,8 @@ class Runtime:
         has uploaded it ahead."""
         if not unit.low_streamed:
             return unit.low_buffer
-        number = self._number[id(unit)]
-        slot = self._low_in_use.get(number) or self._low_ahead.pop(number, None) or self._upload_low(unit)
-        self._low_in_use[number] = slot
+        slot = self._lows.slot_of(unit) or self._upload_low(unit)
+        self._lows.use(slot)
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
@@ -151,33 +138,32 @@ class Runtime:
             for saved in slot.saved:
                 self._wait(self._compute, saved)
 
-    def written(self, unit: Unit, slot: Slot | None, *, download: bool | None = None) -> None:
-        """Called when the last kernel that writes to the unit's slots has been issued. Issues the planned downloads;
-        later kernels may still read the slots. A resident unit has no slot but may have a low plane to download.
-        `download` overrides the plan (None: follow it), for a block that is used again before it is changed."""
-        number = self._number[id(unit)]
-        low = self._low_in_use.pop(number, None)
+    def written(self, unit: Unit, slot: Slot | None) -> None:
+        """Called when the last kernel that writes to the unit's slots has been issued. Issues the downloads; later
+        kernels may still read the slots. A resident unit has no slot but may have a low plane to download."""
+        self._stop_using(unit, slot, download=True)
+
+    def release(self, unit: Unit, slot: Slot | None, *, download: bool = False, keep_low: bool = False) -> None:
+        """Called when the last kernel that uses the unit's slots has been issued. Issues the uploads that waited for
+        the slot. `download`: kernels have changed the slot and `written` was not called. `keep_low`: a fold of this
+        pass will still use the low plane."""
+        self._stop_using(unit, slot, download=download, keep_low=keep_low)
+        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
+            self._actions.popleft()
+        if slot is not None and not slot.is_current:
+            slot.invalidate()
+        self._issue_uploads()
+
+    def _stop_using(self, unit: Unit, slot: Slot | None, *, download: bool, keep_low: bool = False) -> None:
+        low = self._lows.stop_using(unit)
         for used in (slot, low):
             if used is not None:
                 self._record(used.drained, self._compute)
-        if number in self._downloads if download is None else download:
+        if download:
             self._download(unit, slot, low)
-            self._downloads.discard(number)
-        if low is not None and download is False and number in self._downloads:  # read before its fold: kept for it
-            self._low_ahead[number] = low
-        elif low is not None:
-            self._low_pool.append(low)
+        if low is not None and not keep_low:
+            self._lows.free(low)
             self._upload_lows()
-
-    def release(self, unit: Unit, slot: Slot | None, *, download: bool | None = None) -> None:
-        """Called when the last kernel that uses the unit's slots has been issued. Calls `written`, then issues the
-        uploads that waited for the slot."""
-        self.written(unit, slot, download=download)
-        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
-            self._actions.popleft()
-        if slot is not None and slot.version != unit.version:
-            slot.invalidate()
-        self._issue_uploads()
 
     def abandon(self, slot: Slot) -> None:
         """A use of the slot was interrupted. The next upload waits for the kernels that were issued for it."""
@@ -188,14 +174,13 @@ class Runtime:
         they equal their unit's `store_buffer`."""
         self._order = self._default_order
         self._then = None
-        self._downloads = set()
         self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
-            if not self._is_current(slot):
+            if not slot.is_current:
                 slot.invalidate()
-        self._low_order = deque()
-        self._reclaim_low_slots(keep=self._low_ahead)
+        self._lows.plan(())
+        self._reclaim_low_slots(keep=self._lows.ahead)
 
     def invalidate_slots(self) -> None:
         """Invalidates all slots, after store buffers were rewritten by other code. The compute stream waits for all
@@ -217,7 +202,7 @@ class Runtime:
             slot.invalidate()
         if held:
             self._actions = deque()  # the next `acquire` plans again
-            self._reclaim_low_slots(keep=self._low_ahead)
+            self._reclaim_low_slots(keep=self._lows.ahead)
 
     def free_buffers(self) -> None:
         """Frees the slots' buffers now. The runtime is part of a reference cycle, so its memory would otherwise stay
@@ -240,15 +225,15 @@ class Runtime:
                 if event is not None:
                     event.synchronize()
 
-    def _plan(self, order: Sequence[int]) -> None:
+    def _plan(self, order: Sequence[int], *, downloads: Collection[int]) -> None:
         loaded = {
             self._number[id(slot.unit)]: i
             for i, slot in enumerate(self.slots)
-            if slot.unit is not None and self._is_current(slot)
+            if slot.unit is not None and slot.is_current
         }
         ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self._overlap else ()
         self._actions = deque(
-            sweep(order, num_slots=len(self.slots), downloads=self._downloads, loaded=loaded, then=ahead)
+            sweep(order, num_slots=len(self.slots), downloads=downloads, loaded=loaded, then=ahead)
             if self.slots
             else ()
         )
@@ -264,37 +249,28 @@ class Runtime:
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
         wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._low_pool and number not in self._low_ahead:
-            self._low_ahead[number] = self._upload_low(unit)
+        if wanted and self._lows.has_free and self._lows.slot_of(unit) is None:
+            self._upload_low(unit)
 
     def _upload_lows(self) -> None:
-        """Uploads as many of the next low planes as there are free low slots. A unit that folds twice has its second
-        upload after its first fold."""
-        while self._low_pool and self._low_order and self._low_order[0] not in self._low_ahead:
-            number = self._low_order[0]
-            self._low_ahead[number] = self._upload_low(self.units[number])
+        """Uploads as many of the next low planes as there are free low slots."""
+        while (unit := self._lows.next_planned()) is not None:
+            self._upload_low(unit)
 
     def _upload_low(self, unit: Unit) -> Slot:
         assert unit.low_buffer is not None
-        number = self._number[id(unit)]
-        if number in self._low_order:
-            self._low_order.remove(number)
-        if not self._low_pool:  # all are filled ahead: reclaim the one filled last
-            self._reclaim_low_slots(keep=list(self._low_ahead)[:-1])
-        slot = self._low_pool.popleft()
+        if not self._lows.has_free:  # reclaim those of interrupted uses, and the one filled last
+            self._reclaim_low_slots(keep=self._lows.ahead[:-1])
+        slot = self._lows.take(unit)
         self._fill(slot, unit, unit.low_buffer, self._up_low)
         self.bytes_up += unit.low_nbytes
         return slot
 
-    def _reclaim_low_slots(self, *, keep: Collection[int]) -> None:
-        """Returns all low slots to the pool but those filled ahead for the units in `keep`. Kernels of an interrupted
-        use may still read their low slots: `drained` is recorded after them."""
-        for slot in self._low_in_use.values():
+    def _reclaim_low_slots(self, *, keep: Collection[Unit]) -> None:
+        """Frees all low slots but those filled ahead for the units in `keep`. Kernels of an interrupted use may still
+        read their low slots: `drained` is recorded after them."""
+        for slot in self._lows.reclaim(keep=keep):
             self._record(slot.drained, self._compute)
-        self._low_in_use = {}
-        self._low_ahead = {n: slot for n, slot in self._low_ahead.items() if n in keep and self._is_current(slot)}
-        elsewhere = [*self._low_pool, *self._low_ahead.values()]
-        self._low_pool.extend(slot for slot in self.low_slots if slot not in elsewhere)
 
     def _fill(self, slot: Slot, unit: Unit, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         for event in (slot.drained, unit.written_back):
@@ -303,7 +279,7 @@ class Runtime:
             slot.take(unit)
             self._copy_up(slot, source, stream)
         self._record(slot.filled, stream)
-        slot.version = unit.version
+        slot.uploaded()
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
@@ -329,16 +305,7 @@ class Runtime:
                     self._record(saved, self._down)
                 used.is_saving = True
                 self.bytes_down += target.numel()
-        if slot is not None:
-            unit.version = slot.version
-        if self._down is not None:
-            unit.written_back = unit.written_back or torch.cuda.Event()
-            unit.written_back.record(self._down)
-
-    @staticmethod
-    def _is_current(slot: Slot) -> bool:
-        """Whether the slot holds, or will hold once its upload is done, the bytes of its unit's `store_buffer`."""
-        return slot.unit is not None and slot.version == slot.unit.version
+        unit.sent_back(unit.version if slot is None else slot.version, stream=self._down)
 
     @property
     def _compute(self) -> torch.cuda.Stream | None:

@@ -49,6 +49,8 @@ class ShardedRuntime(Runtime):
         self._to_gather_ahead: deque[int] = deque()
         self._ahead: set[int] = set()
         """Numbers of the units that the last collective pass has gathered for the next one."""
+        self._to_fold: set[int] = set()
+        """Numbers of the units that fold in this collective pass and have not been downloaded yet."""
         self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
         """Folds a unit that was gathered and that this rank's forward did not use."""
         self.bytes_wire = 0
@@ -78,6 +80,7 @@ class ShardedRuntime(Runtime):
             super().start(order, downloads=downloads, then=then)
             return
         numbers = [self._number[id(unit)] for unit in order if unit.streamed]
+        self._to_fold = {self._number[id(unit)] for unit in downloads}
         folding = {self._number[id(unit)] for unit in downloads if unit.low_streamed}
         gathered = self._ahead if joined else set()
         for number in sorted(gathered):
@@ -109,6 +112,7 @@ class ShardedRuntime(Runtime):
                     self._gather_one_ahead(self._slot_for(self._to_gather_ahead[0]))
         finally:
             self._is_collective = False
+            self._to_fold = set()
             self._to_gather.clear()
             self._to_gather_ahead.clear()
             super().finish()
@@ -165,7 +169,7 @@ class ShardedRuntime(Runtime):
         """Uploads a unit that was gathered ahead and has lost its slot, because this rank has read other blocks. Must
         precede `_meet`: after it, other ranks may write back the block that this rank reads."""
         slot = self._slot_for(number)
-        if slot.unit is not self.units[number] or not self._is_current(slot):
+        if slot.unit is not self.units[number] or not slot.is_current:
             self._store.wait(number)
             super()._upload(number, slot)
 
@@ -178,8 +182,7 @@ class ShardedRuntime(Runtime):
 
     def _gather_low(self, unit: Unit) -> None:
         assert unit.low_buffer is not None
-        slot = self._low_pool.popleft()  # never empty: there are as many low slots as slots
-        self._low_ahead[self._number[id(unit)]] = slot
+        slot = self._lows.take(unit)  # a free one: there are as many low slots as slots
         self._gather(unit, slot, unit.low_buffer, unit.low_nbytes)
 
     def _gather(self, unit: Unit, slot: Slot, stored: torch.Tensor, nbytes: int) -> None:
@@ -197,14 +200,14 @@ class ShardedRuntime(Runtime):
             for work in gathering:
                 work.wait()
         self._record(slot.filled, self._gathered)
-        slot.version = unit.version
+        slot.uploaded()
         self.bytes_up += own.numel()
         self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
 
     def _fold_if_due(self, slot: Slot) -> None:
         """Folds the slot's unit if it was gathered to fold in this pass and the forward has not used it."""
         unit = slot.unit
-        if unit is None or not self._is_current(slot) or self._number[id(unit)] not in self._downloads:
+        if unit is None or not slot.is_current or self._number[id(unit)] not in self._to_fold:
             return
         self._wait(self._compute, slot.filled)
         self.fold_skipped(unit, slot)
@@ -221,6 +224,7 @@ class ShardedRuntime(Runtime):
     # Downloads
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
+        self._to_fold.discard(self._number[id(unit)])
         with self._on(self._down):
             for used, stored, nbytes in (
                 (slot, unit.store_buffer, unit.nbytes),
@@ -236,11 +240,7 @@ class ShardedRuntime(Runtime):
                 used.is_saving = True
                 self.bytes_down += own.numel()
             self._store.mark_written_back(self._number[id(unit)])
-        if slot is not None:
-            unit.version = slot.version
-        if self._down is not None:
-            unit.written_back = unit.written_back or torch.cuda.Event()
-            unit.written_back.record(self._down)
+        unit.sent_back(unit.version if slot is None else slot.version, stream=self._down)
 
     def _meet(self, order: Sequence[int]) -> None:
         """Orders every download of this pass after the start of the pass on all ranks: until a rank has started it,

@@ -35,9 +35,18 @@ class Slot:
         does not wait for the last pieces."""
         self.unit: Unit | None = None
         """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
-        self.version = -1
-        """Number of updates that the bytes include; -1 while unknown. It differs from `unit.version` once pending
-        updates have been replayed into the slot."""
+        self._version = -1
+        """Number of updates that the bytes include; -1 while unknown."""
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot holds, or will hold once its upload is done, the stored bytes of its unit. It does not once
+        updates have been applied in the slot and are not sent back."""
+        return self.unit is not None and self._version == self.unit.version
 
     def pieces(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
         """The pieces that cover the first `nbytes`, and the events of their downloads. Piece boundaries do not depend
@@ -48,15 +57,28 @@ class Slot:
                 yield slice(i * length, min((i + 1) * length, nbytes)), saved
 
     def take(self, unit: Unit) -> None:
-        """Assigns the slot to `unit`, before its upload. The version stays -1 until the whole upload is issued, because
-        issuing it may be interrupted."""
-        self.unit, self.version = unit, -1
+        """Assigns the slot to `unit`, before its upload. The contents are unknown until the whole upload is issued,
+        because issuing it may be interrupted."""
+        self.unit, self._version = unit, -1
         if not self._reuse:
             self._reallocate()
 
+    def uploaded(self) -> None:
+        """The whole upload of the slot's unit was issued."""
+        assert self.unit is not None
+        self._version = self.unit.version
+
+    def updated(self, version: int) -> None:
+        """Updates were applied in the slot, which includes `version` of them."""
+        self._version = version
+
+    def expire(self) -> None:
+        """The contents are not used again. Copies from or to `unit` may still be under way."""
+        self._version = -1
+
     def invalidate(self) -> None:
         """Marks the slot's contents as different from any unit's `store_buffer`."""
-        self.unit, self.version = None, -1
+        self.unit, self._version = None, -1
 
     def _reallocate(self) -> None:
         """For the ablation `reuse_buffers: false`: allocates and frees device memory at each use."""

@@ -4,8 +4,8 @@ Each block is a unit. So is each module outside the blocks that owns parameters.
 buffer, `store_buffer`: on the host if the unit is streamed, on the device if it is resident. The buffer has one flat
 plane for each pair of dtype and storage format. Every parameter starts at a multiple of `ALIGN` elements of its plane.
 
-A unit is materialised while its parameters are bound to working copies on the device. At other times they are views of
-the `store_buffer`, or placeholders without memory where the stored bytes cannot be viewed in the parameter's dtype.
+`UnitState` tells what the parameters show. Only the unit itself changes its state and the version of its stored bytes,
+in the methods `bind`, `bind_stored`, `use_in_place`, `leave_in_place`, `folded`, `sent_back` and `rewritten`.
 
 With split masters ([Note: split masters] in `ops.formats`) a second buffer, `low_buffer`, holds the low plane: the bits
 of the float32 weights that the storage format drops. Only a fold, which applies pending updates to stored weights, and
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -175,6 +176,18 @@ class Part:
         self._tables.clear()
 
 
+class UnitState(Enum):
+    """What a unit's parameters show, and whether the unit is in use."""
+
+    STORED = "stored"
+    """The parameters are views of `store_buffer`. They are copies after a direct read, and placeholders without memory
+    where the stored bytes cannot be viewed in their dtype. Nothing uses the unit."""
+    IN_PLACE = "in place"
+    """As `STORED`, and a forward or backward uses the stored bytes, which are on the device."""
+    MATERIALISED = "materialised"
+    """The parameters are bound to working copies on the device, in a slot or in scratch memory."""
+
+
 class Unit:
     """A set of parameters stored together; see the module's docstring. `assign_buffers` sets its buffers."""
 
@@ -198,16 +211,12 @@ class Unit:
         """Whether `store_buffer` is not whole on the device: each use uploads, or gathers, the unit into a slot."""
         self.low_streamed = False
         """Whether `low_buffer` is on the host and is uploaded to a low slot for each use."""
-        self.version = 0
-        """Number of updates that the stored bytes include."""
-        self.written_back: torch.cuda.Event | None = None
-        """Recorded after the last copy into `store_buffer` and `low_buffer`. None if there was none, or without
-        CUDA."""
+        self._version = 0
+        self._written_back: torch.cuda.Event | None = None
         self.is_sharded = False
         """Whether `store_buffer` holds only this rank's piece ([Note: device shards])."""
         self._stored_views: list[torch.Tensor] | None = None
-        self.is_materialised = False
-        """Whether the unit's parameters are bound to working copies on the device."""
+        self._state = UnitState.STORED
         self._gathered_copies: dict[int, torch.Tensor] = {}
         """Values of `GatheredParameters` that parameters show while the unit is not materialised, by the parameter's
         id."""
@@ -224,6 +233,35 @@ class Unit:
     @property
     def trainable(self) -> bool:
         return any(placed.trainable for placed in self.placed)
+
+    # The stored bytes
+
+    @property
+    def version(self) -> int:
+        """Number of updates that the stored bytes include."""
+        return self._version
+
+    @property
+    def written_back(self) -> torch.cuda.Event | None:
+        """Recorded after the last change of `store_buffer` and `low_buffer` on a stream. None if there was none, or
+        without CUDA."""
+        return self._written_back
+
+    def folded(self, version: int, *, stream: torch.cuda.Stream | None = None) -> None:
+        """The stored bytes were updated in place and include `version` updates. `stream`: the stream that made the
+        change, if uploads are on another one."""
+        self._version = version
+        if stream is not None:
+            self._written_back = self._written_back or torch.cuda.Event()
+            self._written_back.record(stream)
+
+    def sent_back(self, version: int, *, stream: torch.cuda.Stream | None) -> None:
+        """A download into the stored bytes was issued on `stream`. They will include `version` updates."""
+        self.folded(version, stream=stream)
+
+    def rewritten(self, version: int, *, stream: torch.cuda.Stream | None = None) -> None:
+        """The stored bytes were replaced by other values, to which the updates from `version` on apply."""
+        self.folded(version, stream=stream)
 
     def assign_buffers(
         self,
@@ -300,10 +338,30 @@ class Unit:
                 # torch.utils.swap_tensors without its check for weak references: they stay valid, as the object stays.
                 torch._C._swap_tensor_impl(p, hollow)
 
+    # What the parameters show
+
+    @property
+    def state(self) -> UnitState:
+        return self._state
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the unit is materialised, or used in place."""
+        return self._state is not UnitState.STORED
+
+    def use_in_place(self) -> None:
+        """Marks a resident unit as in use, until `leave_in_place`. Its parameters stay as they are."""
+        assert self._state is UnitState.STORED, f"{self.name} is in use"
+        self._state = UnitState.IN_PLACE
+
+    def leave_in_place(self) -> None:
+        if self._state is UnitState.IN_PLACE:
+            self._state = UnitState.STORED
+
     def bind(self, views: Iterable[torch.Tensor]) -> None:
         """Sets the parameters' `.data` to `views` (in `placed` order) and marks the unit as materialised."""
         self._adopt_replaced_copies()
-        self.is_materialised = True
+        self._state = UnitState.MATERIALISED
         self.copies_step = None
         if self.is_intercepted:
             stop_intercepting(self._parameters)
@@ -313,6 +371,7 @@ class Unit:
     def bind_stored(self) -> None:
         """Ends materialisation. The parameters show views of the stored bytes, or placeholders with shape and dtype but
         no memory. A parameter with a gathered copy shows that copy."""
+        state = UnitState.IN_PLACE if self._state is UnitState.IN_PLACE else UnitState.STORED
         if self._stored_views is None:
             self._stored_views = []
             whole = [None] * len(self.parts) if self.is_sharded else self.planes(self.store_buffer)
@@ -324,7 +383,7 @@ class Unit:
                         hollow = torch.zeros((), dtype=part.dtype, device=self.store_buffer.device)
                         self._stored_views.append(hollow.expand(placed.parameter.shape))
         self.bind(self._stored_views)
-        self.is_materialised = False
+        self._state = state
         for placed in self.placed if self._gathered_copies else ():
             if id(placed.parameter) in self._gathered_copies:
                 placed.parameter.data = self._gathered_copies[id(placed.parameter)]
@@ -334,7 +393,7 @@ class Unit:
     def intercept(self) -> None:
         """Intercepts access to the parameters whenever the unit is not materialised, until `stop_intercepting`."""
         self.is_intercepted = True
-        if not self.is_materialised:
+        if self._state is not UnitState.MATERIALISED:
             self._intercept()
 
     def stop_intercepting(self) -> None:
@@ -371,7 +430,9 @@ class Unit:
 
     def _adopt_replaced_copies(self) -> None:
         """Adopts tensors that the user has assigned to `.data` of parameters with gathered copies."""
-        for placed in self.placed if self._gathered_copies and not self.is_materialised else ():
+        if self._state is UnitState.MATERIALISED:
+            return
+        for placed in self.placed if self._gathered_copies else ():
             copy = self._gathered_copies.get(id(placed.parameter))
             if copy is not None and copy.data_ptr() != placed.parameter.data_ptr():
                 self._gathered_copies[id(placed.parameter)] = placed.parameter.data
@@ -441,7 +502,7 @@ class Unit:
         if isinstance(value, nf4.Quantised) and value.wire is not part.wire:
             value = value.values()
         if part.wire is ops.MXFP4.dtype and not isinstance(value, nf4.Quantised):
-            value = mxfp4.Quantised(*mxfp4.quantise(value.to(via, part.dtype)), tuple(value.shape))
+            value = mxfp4.MXFP4Values(*mxfp4.quantise(value.to(via, part.dtype)), tuple(value.shape))
         if isinstance(value, nf4.Quantised):
             ops.copy_staged_(packed, value.packed)
             ops.copy_staged_(scales, value.absmax)

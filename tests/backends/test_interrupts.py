@@ -115,6 +115,7 @@ CONTEXTS = (
     "autograd/grad_mode.py",
     "autocast_mode.py",
     "zo/backend.py",
+    "zo/passes.py",
 )
 """Where streamed blocks enter and leave contexts, and those that are torch's."""
 

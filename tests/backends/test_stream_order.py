@@ -29,10 +29,10 @@ from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 from ds_zo.backends.lsp.scheduler import ServiceOrder
 from ds_zo.backends.lsp.transfers import Copy, CopyLane
-from ds_zo.backends.recompute import block_store as recompute_store
 from ds_zo.backends.zo import block_store as zo_store
 from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.checkpoint.claims import Claims
+from ds_zo.streaming import block_store
 from ds_zo.streaming.units import Unit
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -59,17 +59,15 @@ ZO: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    for module in (zo_store, recompute_store):
-        monkeypatch.setattr(module, "Runtime", ClockedRuntime)
+    monkeypatch.setattr(block_store, "Runtime", ClockedRuntime)
 
 
 @pytest.fixture
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come as they do where ranks keep them together."""
-    for module in (zo_store, recompute_store):
-        monkeypatch.setattr(module, "Runtime", ClockedShardedRuntime)
-    sizes = zo_store.zo_sizes
-    monkeypatch.setattr(zo_store, "zo_sizes", lambda *args, **settings: sizes(*args, **{**settings, "shared": True}))
+    monkeypatch.setattr(block_store, "Runtime", ClockedShardedRuntime)
+    buffers = zo_store.ZOBuffers
+    monkeypatch.setattr(zo_store, "ZOBuffers", lambda **settings: buffers(**{**settings, "shared": True}))
 
 
 class Wanders(Toy):

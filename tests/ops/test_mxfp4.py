@@ -36,8 +36,8 @@ def test_values_are_those_of_transformers(dtype: torch.dtype) -> None:
 def test_values_on_the_grid_are_kept() -> None:
     blocks, scales = planes(2, 64, 40)
     scales = scales % 200 + 20
-    values = mxfp4.Quantised(blocks.view(-1), scales.view(-1), (2, 64, 40)).values()
-    again = mxfp4.Quantised(*mxfp4.quantise(values), (2, 64, 40)).values()
+    values = mxfp4.MXFP4Values(blocks.view(-1), scales.view(-1), (2, 64, 40)).values()
+    again = mxfp4.MXFP4Values(*mxfp4.quantise(values), (2, 64, 40)).values()
     assert torch.equal(again.view(torch.int32), values.view(torch.int32))
 
 
@@ -45,7 +45,7 @@ def test_other_values_go_to_the_nearest() -> None:
     values = torch.randn(2, 64, 24, generator=torch.Generator().manual_seed(0))
     values[0, :32, 0] = 0
     values[0, :32, 1] = torch.tensor([6.0, 0.25, 0.75, 1.25, 2.5, 3.5, 5.0, -0.25]).repeat(4)
-    found = mxfp4.Quantised(*mxfp4.quantise(values), (2, 64, 24)).values()
+    found = mxfp4.MXFP4Values(*mxfp4.quantise(values), (2, 64, 24)).values()
     assert found[0, :8, 1].tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 4.0, 4.0, 0.0], "ties go to even"
     assert not found[0, :32, 0].any()
     largest = values.view(2, 2, 32, 24).abs().amax(dim=2, keepdim=True)

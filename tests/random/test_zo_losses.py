@@ -278,7 +278,7 @@ def test_a_drawn_script_trains_as_plain_passes_do(seed: int, monkeypatch: pytest
         engine.backward(total)
         engine.step()
         check_update(engine, before["head.bias"], losses, scale=scale, step=step, case=case)
-    assert engine.backend._interleave, case
+    assert engine.backend._passes.interleave, case
     hooks = {name: value for name, value in state_of(engine.module).items() if "_hooks" in name}
     engine.destroy()
     assert {name: value for name, value in state_of(engine.module).items() if "_hooks" in name} == hooks, case

@@ -487,7 +487,7 @@ def gpt_oss_folder(folder: Path, *, seed: int = 0) -> tuple[str, nn.Module]:
         num_experts, num_rows, num_columns = p.shape
         tensors[f"{name}_blocks"] = packed.view(num_experts, num_columns, num_rows // 32, 16)
         tensors[f"{name}_scales"] = scales.view(num_experts, num_columns, num_rows // 32)
-        p.data = mxfp4.Quantised(packed, scales, tuple(p.shape)).values().bfloat16()
+        p.data = mxfp4.MXFP4Values(packed, scales, tuple(p.shape)).values().bfloat16()
     config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config.architectures = ["GptOssForCausalLM"]
     config.save_pretrained(folder)

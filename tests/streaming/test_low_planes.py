@@ -160,7 +160,7 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
     folded: list[int] = []
 
     def ahead() -> list[int]:
-        return list(runtime._low_ahead)
+        return [unit.index for unit in runtime._lows.ahead]
 
     for step in range(6):
         now, then = folding(units, step, 3), folding(units, step + 1, 3)
@@ -208,16 +208,16 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                     if rng.random() < 0.1:
                         break
                     if slot is None:
-                        unit.version += 1
+                        unit.folded(unit.version + 1)
                     else:
-                        slot.version += 1
+                        slot.updated(slot.version + 1)
                     runtime.written(unit, slot)
                     due.remove(unit)
                     value[unit.index] = new
                     num_folds += 1
                 elif rng.random() < 0.2:
                     break
-            runtime.release(unit, slot)
+            runtime.release(unit, slot, keep_low=rng.random() < 0.2)
         if in_pass:
             runtime.finish()
         if rng.random() < 0.05:
@@ -225,7 +225,9 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                 low_of(unit).fill_(rng.randint(0, 255))
                 value[unit.index] = int(low_of(unit)[0])
             runtime.invalidate_slots()
-        held = [*runtime._low_pool, *runtime._low_ahead.values(), *runtime._low_in_use.values()]
-        assert sorted(map(id, held)) == sorted(map(id, runtime.low_slots))
+        lows = runtime._lows
+        free = [slot for slot in runtime.low_slots if lows._is_free(slot)]
+        assert len(free) + len(lows.ahead) + len(lows._in_use) == num_low_slots
+        assert sorted(map(id, lows._slots)) == sorted(map(id, runtime.low_slots))
     assert num_folds > 100
     assert [set(low_of(u).tolist()) for u in units] == [{v} for v in value]

@@ -42,13 +42,13 @@ def assert_holds(slot: Slot, unit: Unit) -> None:
     assert torch.equal(slot.buffer[: unit.nbytes], unit.store_buffer)
 
 
-def visit(runtime: Runtime, unit: Unit, *, update: bool = False) -> None:
+def visit(runtime: Runtime, unit: Unit, *, update: bool = False, download: bool = False) -> None:
     slot = runtime.acquire(unit)
     assert_holds(slot, unit)
     if update:
         slot.buffer[: unit.nbytes] += 1
-        slot.version += 1
-    runtime.release(unit, slot)
+        slot.updated(slot.version + 1)
+    runtime.release(unit, slot, download=download)
 
 
 @pytest.mark.parametrize("reuse_buffers", [True, False])
@@ -63,7 +63,7 @@ def test_every_pass_uploads_every_block_once(num_slots: int, overlap: bool, reus
         before = runtime.bytes_up, runtime.bytes_down
         runtime.start(units, downloads=units)
         for unit in units:
-            visit(runtime, unit, update=True)
+            visit(runtime, unit, update=True, download=True)
         runtime.finish()
         moved.append((runtime.bytes_up - before[0], runtime.bytes_down - before[1]))
         for i, unit in enumerate(units):
@@ -78,9 +78,10 @@ def test_every_pass_uploads_every_block_once(num_slots: int, overlap: bool, reus
 def test_only_what_is_asked_for_is_sent_back() -> None:
     units = make_units(5)
     runtime = make_runtime(units)
-    runtime.start(units, downloads=[units[1], units[4]])
+    changed = [units[1], units[4]]
+    runtime.start(units, downloads=changed)
     for unit in units:
-        visit(runtime, unit, update=True)
+        visit(runtime, unit, update=True, download=unit in changed)
     runtime.finish()
     assert runtime.bytes_down == units[1].nbytes + units[4].nbytes
     assert [u.version for u in units] == [0, 1, 0, 0, 1]
@@ -94,7 +95,7 @@ def test_resident_blocks_never_move() -> None:
         runtime.start(units, downloads=units)
         for unit in units:
             if unit.streamed:
-                visit(runtime, unit)
+                visit(runtime, unit, download=True)
         runtime.finish()
     streamed = units[1].nbytes + units[3].nbytes
     assert runtime.bytes_down == 3 * streamed and runtime.bytes_up <= 4 * streamed
@@ -107,7 +108,7 @@ def test_a_reversed_pass_is_planned_like_any_other() -> None:
     for order in (units, units[::-1], units, units[::-1]):
         runtime.start(order, downloads=units)
         for unit in order:
-            visit(runtime, unit, update=True)
+            visit(runtime, unit, update=True, download=True)
         runtime.finish()
     assert [int(u.store_buffer[0]) for u in units] == [4, 5, 6, 7, 8]
 
@@ -131,11 +132,11 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
             assert int(slot.buffer[0]) == value[id(unit)] == int(slot.buffer[unit.nbytes - 1])
             if sent_back or rng.random() < 0.5:
                 slot.buffer[: unit.nbytes] = new = rng.randint(0, 255)
-                slot.version += 1
+                slot.updated(slot.version + 1)
                 if sent_back:
                     value[id(unit)] = new
                     downloads.remove(unit)
-            runtime.release(unit, slot)
+            runtime.release(unit, slot, download=sent_back)
         if announced or rng.random() < 0.5:
             runtime.finish()
     assert [int(u.store_buffer[0]) for u in units] == [value[id(u)] for u in units]
@@ -173,7 +174,7 @@ def test_a_pass_that_breaks_off_leaves_a_runtime_that_works() -> None:
     runtime.finish()
     runtime.start(units, downloads=units)
     for unit in units:
-        visit(runtime, unit, update=True)
+        visit(runtime, unit, update=True, download=True)
     runtime.finish()
     assert [int(u.store_buffer[0]) for u in units] == [1, 2, 3, 4]
 
@@ -194,7 +195,7 @@ def test_low_planes_come_with_their_block_only_where_wanted(num_low_slots: int) 
             low = runtime.acquire_low(unit)
             assert low is not None and bool((low[: unit.low_nbytes] == i).all())
             low[: unit.low_nbytes] += 10
-        runtime.release(unit, slot)
+        runtime.release(unit, slot, download=id(unit) in folding)
     runtime.finish()
     found = [int(u.low_buffer[0]) for u in units if u.low_buffer is not None]
     assert found == [0, 11, 12, 3, 14]
@@ -230,7 +231,7 @@ def test_an_upload_that_breaks_off_is_made_again(num_whole: int, overlap: bool, 
             if in_pass:
                 runtime.start(units, downloads=units)
             for unit in units:
-                visit(runtime, unit, update=in_pass)
+                visit(runtime, unit, update=in_pass, download=in_pass)
         except KeyboardInterrupt:
             assert number == 0
         if in_pass:

@@ -23,7 +23,7 @@ from torch import nn
 
 from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.streaming.intercepted import intercept, plain_class, stop_intercepting
-from ds_zo.streaming.units import PlacedParameter, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit, UnitState
 
 
 class ModuleState(ABC):
@@ -109,8 +109,8 @@ class ModuleState(ABC):
         return True
 
     def _is_busy(self) -> bool:
-        """Whether a forward is running and has bound parameters to materialised weights."""
-        return False
+        """Whether a forward or backward is running and uses a unit."""
+        return any(unit.in_use for unit in self._units)
 
     def _is_shared(self, unit: Unit) -> bool:
         """Whether several ranks share the storage of the unit, so that one rank must not write to it."""
@@ -296,7 +296,7 @@ class ModuleState(ABC):
         """Refuses a forward that would use the stored weights of gathered parameters, if `is_written` or if a copy was
         changed. A write through `.data` leaves no trace."""
         for p in parameters:
-            if not self.is_gathered(p) or self._placement_of[id(p)][0].is_materialised:
+            if not self.is_gathered(p) or self._placement_of[id(p)][0].state is UnitState.MATERIALISED:
                 continue
             if is_written or self._marks_of_copies[id(p)] != (p._version, self.gathered_value(p).data_ptr()):
                 raise RuntimeError(

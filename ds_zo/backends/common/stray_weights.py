@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,22 +19,23 @@ class StrayWeightDetector(TorchFunctionMode):
     `F.linear(x, self.embed.weight)` outside of the embedding's forward would silently use weights without ZO's noise.
     """
 
-    def __init__(self, holder_of: Mapping[int, tuple[int, str]], materialised: Collection[int]) -> None:
-        """`holder_of`: the holder's key and the parameter's name, by the parameter's id. `materialised`: the keys of
-        the holders that are materialised now; the caller changes it during the forward."""
+    def __init__(self, holder_of: Mapping[int, tuple[int, str]], is_materialised: Callable[[int], bool]) -> None:
+        """`holder_of`: the holder's key and the parameter's name, by the parameter's id. `is_materialised`: whether the
+        holder with a key is materialised now."""
         super().__init__()
         self._holder_of = holder_of
-        self._materialised = materialised
+        self._is_materialised = is_materialised
         self.strays: dict[int, str] = {}
         """Name of the first parameter of each holder that was used while the holder was not materialised, by the
         holder's key."""
 
     @classmethod
-    def of_units(cls, units: Iterable[Unit], materialised: Collection[int]) -> StrayWeightDetector:
+    def of_units(cls, units: Iterable[Unit]) -> StrayWeightDetector:
         """A detector for units, whose keys are their ids. Frozen weights on the device are not checked, because they
         are the same whether or not their unit is materialised."""
-        placed = ((u, p) for u in units for p in u.placed if p.trainable or u.streamed)
-        return cls({id(p.parameter): (id(u), p.name) for u, p in placed}, materialised)
+        by_id = {id(u): u for u in units}
+        placed = ((u, p) for u in by_id.values() for p in u.placed if p.trainable or u.streamed)
+        return cls({id(p.parameter): (id(u), p.name) for u, p in placed}, lambda key: by_id[key].in_use)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,7 +45,7 @@ class StrayWeightDetector(TorchFunctionMode):
             for parameter in parameters_in((*args, *kwargs.values())):
                 if id(parameter) in self._holder_of:
                     key, name = self._holder_of[id(parameter)]
-                    if key not in self._materialised:
+                    if not self._is_materialised(key):
                         self.strays.setdefault(key, name)
         return func(*args, **kwargs)
 
@@ -64,10 +65,10 @@ def used_outside(name: str) -> ValueError:
 
 
 @contextmanager
-def refuse_strays(units: Sequence[Unit], materialised: Collection[int]) -> Iterator[None]:
+def refuse_strays(units: Sequence[Unit]) -> Iterator[None]:
     """Context of a forward of streamed blocks that raises if a weight is used outside of its block. An error inside is
     then its cause, because such a use may lead to any error."""
-    detector = StrayWeightDetector.of_units(units, materialised)
+    detector = StrayWeightDetector.of_units(units)
     try:
         with detector:
             yield

@@ -141,7 +141,7 @@ class PendingUpdates:
         holders = {
             id(matrix.parameter): (id(group), matrix.name) for group in self._undecided for matrix in group.matrices
         }
-        detector = StrayWeightDetector(holders, self._called)
+        detector = StrayWeightDetector(holders, self._called.__contains__)
         with detector:
             yield
         self._watches = False

@@ -18,12 +18,10 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
@@ -33,19 +31,12 @@ from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, Resolved
-from ds_zo.streaming.allocator import AllocatorRetryCheck
-from ds_zo.streaming.budget import check_fits, device_bytes, release_cached_memory, reset_peak_memory
-from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
-from ds_zo.streaming.filling import DeviceBuffers, fill_device
-from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.block_store import BlockStore
+from ds_zo.streaming.budget import DeviceBytes, device_bytes, reset_peak_memory
+from ds_zo.streaming.device_shards import DeviceShardRuntime
 from ds_zo.streaming.intercepted import without_interception
-from ds_zo.streaming.loading import check_frozen_dtype, reader_of
-from ds_zo.streaming.node import Node, RankPartition
-from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
-from ds_zo.streaming.runtime import Runtime
-from ds_zo.streaming.sharded import ShardedRuntime
-from ds_zo.streaming.shared_store import SharedStore
-from ds_zo.streaming.sharing import share_store
+from ds_zo.streaming.loading import check_frozen_dtype
+from ds_zo.streaming.placement import Placement, plan_units
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -58,7 +49,7 @@ class MaterialisedBlock:
         """Set by the user of the context: weights were updated, so they are copied back to their storage."""
 
 
-class RecomputedBlockStore:
+class RecomputedBlockStore(BlockStore):
     """Stores the weights of a model with recomputed blocks, and materialises a block's weights on the device."""
 
     fills_after: ClassVar[str] = "the first step"
@@ -75,101 +66,40 @@ class RecomputedBlockStore:
         placement: Placement | None = None,
     ) -> None:
         """`placement`: the model's units, if a subclass divides the model itself."""
-        self._module = module
-        self._stream = config.section.stream
-        self.device = device
-        if placement is None:
-            check_frozen_dtype(module, "auto")
-            placement = plan_units(module, param_groups, block_paths=self._stream.blocks, split=False)
-            placement.scratch_nbytes = 0  # updates are made in place
-        self.placement = placement
-        blocks = self.placement.blocks
-        num_resident = min(len(blocks), self._stream.resident_blocks or 0)
-        resident_ids = {id(blocks[i]) for i in evenly_spaced(len(blocks), num_resident)}
-        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        needed = device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident))
-        if config.shards_device:
-            pieces = sum(
-                RankPartition(0, num_ranks).piece_nbytes(u.nbytes) for u in blocks if id(u) not in resident_ids
-            )
-            needed = replace(needed, blocks=needed.blocks + pieces)
-        check_fits(needed, budget_gb=self._stream.device_memory_gb, remedy="raise it or keep fewer blocks resident")
-        self.shared: SharedStore | None = None
-        """The host memory that the ranks of a machine share. None: each rank has a store of its own, or `shards`."""
-        self.shards: DeviceShards | None = None
-        """This rank's pieces of blocks that are sharded over the devices of all ranks. None: not sharded so."""
-        if num_ranks > 1 and config.shards_device:
-            self._check_shards(config)
-            self.shards = DeviceShards(Node(process_group, device=device, all_machines=True), device=device)
-        elif num_ranks > 1 and config.zero_stage == 3 and num_resident < len(blocks):
-            self.shared = share_store(
-                self.placement,
-                num_resident=num_resident,
-                process_group=process_group,
-                device=device,
-                pin=config.pin_memory,
-            )
-        self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
-        release_cached_memory(device)
-        place_units(
-            self.placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)
-        )
-        move_buffers(module, device)
-        self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
-        self._materialised: set[int] = set()
-        """Ids of the units that are materialised now."""
-        self.runtime = self._make_runtime()
-        self._may_fill = self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
-        """`fill_device` has yet to choose resident blocks. The bytes of activations are known only after a step, so all
-        blocks are streamed until then."""
-        self._retry_check = AllocatorRetryCheck(device)
-        if self._may_fill:
-            reset_peak_memory(device)
-
-    def _sizes(self, num_resident: int) -> dict[str, Any]:
-        """The keywords of `budget.device_bytes` that depend on the backend. They do not depend on `num_resident`."""
-        return {
-            "num_slots": self._stream.device_slots if self._stream.overlap else 1,
-            "num_low_slots": 0,
-            "num_passes": 0,
-            "num_replay_slots": 0,
-            "pairs": False,
-        }
-
-    def _check_shards(self, config: Resolved) -> None:
-        if config.section.rounding == "kahan":
+        if config.shards_device and config.section.rounding == "kahan":
             raise ConfigError(
                 "kahan rounding keeps a residue of every weight on each device, and stage 3 divides the weights among "
                 'devices, got both: write "stochastic"',
                 at="ds_zo.rounding",
             )
-        if not self.placement.blocks:
-            logger.warning(
-                "ds_zo: no list of blocks of one class was found in this model, so every rank keeps the whole model on "
-                "its device: name the list (ds_zo.stream.blocks)"
-            )
+        stream = config.section.stream
+        if placement is None:
+            check_frozen_dtype(module, "auto")
+            placement = plan_units(module, param_groups, block_paths=stream.blocks, split=False)
+            placement.scratch_nbytes = 0  # updates are made in place
+        units = placement
+        num_slots = stream.device_slots if stream.overlap else 1
 
-    @property
-    def is_sharded(self) -> bool:
-        """Blocks are gathered from several ranks, so that all ranks must materialise all blocks in one order."""
-        return self.shared is not None or self.shards is not None
+        def needed(num_resident: int) -> DeviceBytes:
+            sizes = device_bytes(units, num_resident=num_resident, num_slots=num_slots)
+            return replace(sizes, scratch=units.scratch_nbytes)
 
-    def _make_runtime(self) -> Runtime:
-        make: Any = Runtime
-        if self.shards is not None:
-            make = partial(DeviceShardRuntime, store=self.shards)
-        elif self.shared is not None:
-            make = partial(ShardedRuntime, store=self.shared)
-        made: Runtime = make(
-            self.placement.blocks,
-            self.device,
-            num_slots=self._stream.device_slots,
-            num_low_slots=0,
-            overlap=self._stream.overlap,
-            reuse_buffers=self._stream.reuse_buffers,
+        super().__init__(
+            module,
+            config,
+            placement=placement,
+            num_resident=min(len(placement.blocks), stream.resident_blocks or 0),
+            needed=needed,
+            device=device,
+            process_group=process_group,
+            remedy="raise it or keep fewer blocks resident",
         )
-        return made
+        self._module = module
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
+        self._make_buffers()
+        if self.may_fill_device:
+            reset_peak_memory(device)
 
     # Materialising blocks
 
@@ -191,12 +121,13 @@ class RecomputedBlockStore:
     def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """Context in which the unit's parameters are on the device. On exit the weights are copied back if `changed`
         was set; after an error the slot's contents are dropped."""
-        assert id(unit) not in self._materialised, f"{unit.name} runs inside itself"
+        assert not unit.in_use, f"{unit.name} runs inside itself"
         materialised = MaterialisedBlock()
         slot: Slot | None = None
-        self._materialised.add(id(unit))
         try:
-            if unit.streamed:
+            if not unit.streamed:
+                unit.use_in_place()
+            else:
                 with torch.inference_mode(False), torch.no_grad():
                     slot = self.runtime.acquire(unit)
                     if unit.written_back is not None:  # the last update must be copied back before this slot is changed
@@ -212,12 +143,13 @@ class RecomputedBlockStore:
             if slot is not None:
                 with torch.inference_mode(False), torch.no_grad():
                     if materialised.changed:
-                        slot.version = unit.version + 1
+                        slot.updated(unit.version + 1)
                     self.runtime.release(unit, slot, download=materialised.changed)
         finally:
-            self._materialised.discard(id(unit))
             if unit.streamed:
                 unit.bind_stored()
+            else:
+                unit.leave_in_place()
 
     def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Context in which autograd saves the input tensors of one call of a block. A subclass may save them in another
@@ -232,19 +164,19 @@ class RecomputedBlockStore:
             yield piece
 
     def is_materialised(self, unit: Unit) -> bool:
-        return id(unit) in self._materialised
+        return unit.in_use
 
     def strays_refused(self) -> AbstractContextManager[None]:
         """Context of a forward that raises where a block's weight is used outside of its block. It does nothing for a
         module that the user has compiled."""
         if is_compiled_by_user(self._module):
             return nullcontext()
-        return refuse_strays(self.placement.blocks, self._materialised)
+        return refuse_strays(self.placement.blocks)
 
     @property
     def has_materialised(self) -> bool:
         """Some unit is materialised now."""
-        return bool(self._materialised)
+        return any(unit.in_use for unit in self.placement.blocks)
 
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
         key = (id(unit), id(slot))
@@ -254,41 +186,11 @@ class RecomputedBlockStore:
             self._views[key] = found
         return found[1]
 
-    # Resident blocks
-
-    def fill_device(self) -> None:
-        """Called after each step. After the first one it makes blocks resident on the device, as many as fit into the
-        budget beside that step's activations and gradients. Resident blocks are not streamed."""
-        self._retry_check.check()
-        if not self._may_fill:
-            return
-        self._may_fill = False
-        self.wait()
-        self.runtime.invalidate_slots()
-        filled = fill_device(
-            self.placement,
-            store=self.store,
-            device=self.device,
-            budget_gb=self._stream.device_memory_gb,
-            sizes=self._sizes,
-            buffers=DeviceBuffers(self._free_buffers, self._make_buffers),
-        )
-        if filled:
-            self._retry_check.start()
-
-    def _make_buffers(self) -> None:
-        self.runtime = self._make_runtime()
-
     def _free_buffers(self) -> None:
         self._views.clear()
-        self.runtime.free_buffers()
+        super()._free_buffers()
 
     # Reading and writing
-
-    def wait(self) -> None:
-        """Blocks the host until every update has been copied back to its storage."""
-        for unit in self.placement.blocks:
-            self.runtime.host_wait(unit)
 
     def collect(self, keep: Callable[[PlacedParameter, torch.Tensor], None]) -> None:
         """Calls `keep` with every parameter and its weights, one unit at a time. All ranks call it, because sharded
@@ -300,18 +202,6 @@ class RecomputedBlockStore:
             for placed, view in zip(unit.placed, views, strict=True):
                 keep(placed, view)
 
-    @contextmanager
-    def rewriting(self, unit: Unit) -> Iterator[bool]:
-        """Context of a write to a unit's stored bytes, entered by all ranks. Yields whether this rank has to write: one
-        rank of a machine writes to shared memory."""
-        self.runtime.host_wait(unit)
-        if self.shared is None or not unit.streamed:
-            yield True
-            return
-        self.shared.node.barrier()
-        yield self.shared.writes(self.placement.units.index(unit))
-        self.shared.node.barrier()
-
     def rewritten(self) -> None:
         """Called by every rank after writes to stored bytes: slots are uploaded again before their next use."""
         self.runtime.invalidate_slots()
@@ -322,8 +212,6 @@ class RecomputedBlockStore:
         gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
         num_streamed = sum(u.streamed for u in blocks)
-        weights = sum(u.nbytes for u in units if not u.streamed)
-        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         share = "" if self.shared is None else f" (the part of one of {self.shared.partition.size} ranks)"
         placement = "stream" if self.shards is None else f"are sharded over {self.shards.partition.size} ranks' devices"
         host = (
@@ -335,23 +223,23 @@ class RecomputedBlockStore:
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
             f"other modules; {num_streamed} blocks {placement}, {len(blocks) - num_streamed} stay on the device; the "
             "backward pass recomputes every block from its inputs\n"
-            f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB; "
-            f"{host}"
+            f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
+            f"{self.slots_nbytes / gib:.2f} GiB; {host}"
         )
 
     def startup_summary(self) -> StartupSummary:
         """Placement and memory for the start-up table."""
-        blocks, units = self.placement.blocks, self.placement.units
+        blocks = self.placement.blocks
         verb = "stream from the host"
         if self.shards is not None:
             verb = f"are sharded over the devices of {self.shards.partition.size} ranks"
-        weights = sum(u.nbytes for u in units if not u.streamed)
         pieces = 0 if self.shards is None else self.shards.nbytes
-        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         return StartupSummary(
             weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks), verb=verb)
-            + (f"; blocks that fit move to the GPU after {self.fills_after}" if self._may_fill else ""),
-            device_bytes=nonzero([("weights", weights), ("this rank's pieces", pieces), ("slots", slots)]),
+            + (f"; blocks that fit move to the GPU after {self.fills_after}" if self.may_fill_device else ""),
+            device_bytes=nonzero(
+                [("weights", self.resident_nbytes), ("this rank's pieces", pieces), ("slots", self.slots_nbytes)]
+            ),
             host_bytes=nonzero([("weights", self.store.nbytes if self.shards is None else 0)]),
             pinned_bytes=self.store.pinned_nbytes if self.shards is None else 0,
             host_note="" if self.shared is None else f"the part of one of {self.shared.partition.size} ranks",
@@ -376,7 +264,8 @@ class RecomputedBlockStore:
                     )
                     unit.bind_stored()
         self.runtime.wait_for_copies()
-        self._free_buffers()
+        self._views.clear()
+        self.runtime.free_buffers()
         self.store.close()
 
 
@@ -409,9 +298,6 @@ class RecomputedModuleState(ModuleState):
                 self._show_copies(unit, step=unit.version)
             else:
                 self._block_store.runtime.prepare_host_write(unit)
-
-    def _is_busy(self) -> bool:
-        return self._block_store.has_materialised
 
     def _is_shared(self, unit: Unit) -> bool:
         return unit.is_sharded or (self._block_store.shared is not None and unit.streamed)
@@ -488,7 +374,7 @@ class RecomputedModuleState(ModuleState):
         with self._block_store.rewriting(unit) as writes:
             if self._block_store.shards is not None and unit.is_sharded:
                 self._block_store.shards.write(unit, placed, value)
-            elif writes:
+            elif writes(unit):
                 unit.store_one(placed, value)
         unit.bind_stored()
         self._block_store.runtime.invalidate_slots()

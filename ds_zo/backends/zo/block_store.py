@@ -29,25 +29,12 @@ from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
-from ds_zo.streaming.allocator import AllocatorRetryCheck
-from ds_zo.streaming.budget import (
-    check_fits,
-    device_bytes,
-    fits,
-    peak_nbytes,
-    release_cached_memory,
-    reset_peak_memory,
-    usable_nbytes,
-    zo_sizes,
-)
-from ds_zo.streaming.filling import DeviceBuffers, fill_device
+from ds_zo.planner.zo_buffers import ZOBuffers
+from ds_zo.streaming.block_store import BlockStore
+from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, reader_of, shipped_wire
-from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units, plan_units
-from ds_zo.streaming.runtime import Runtime
-from ds_zo.streaming.sharded import ShardedRuntime
-from ds_zo.streaming.shared_store import SharedStore
-from ds_zo.streaming.sharing import share_store
+from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, shipped_wire
+from ds_zo.streaming.placement import Placement, plan_units
 from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
@@ -55,8 +42,8 @@ _STREAMED_INTERVAL = {"wire": 8, "split": 16}
 another, and for the whole run where nothing can be measured. A fold of split storage also uploads the low plane."""
 
 
-class ZOBlockStore:
-    """The placement, the host store, and the runtime and materialiser that are made for them."""
+class ZOBlockStore(BlockStore):
+    """Stores the weights of a ZO model, chooses the interval of folds, and makes the materialiser."""
 
     def __init__(
         self,
@@ -67,59 +54,36 @@ class ZOBlockStore:
         device: torch.device,
         ranks: Ranks,
     ):
-        settings = config.optimizer
-        self._stream = config.section.stream
-        self.device = device
+        settings, stream = config.optimizer, config.section.stream
         self._num_passes = 2 * ranks.num_own_directions
         self._first_direction = ranks.first_direction
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
-        frozen_dtype: str = self._stream.frozen_dtype
+        frozen_dtype: str = stream.frozen_dtype
         if frozen_dtype == "auto" and config.stream:
             frozen_dtype = frozen_dtype_of(module) or "auto"
         check_frozen_dtype(module, frozen_dtype)
         ships = frozen_dtype in ("auto", "mxfp4")
-        self.placement = plan_units(
+        placement = plan_units(
             module,
             param_groups,
-            block_paths=self._stream.blocks,
-            wire=WIRE[self._stream.wire_dtype],
+            block_paths=stream.blocks,
+            wire=WIRE[stream.wire_dtype],
             frozen_wire=shipped_wire(module, frozen_dtype) if ships and config.stream else WIRE[frozen_dtype],
-            split=self._stream.master == "split",
+            split=stream.master == "split",
         )
-        _check_dtypes(self.placement)
-        if frozen_dtype != "auto" and not self.placement.decodes_frozen:
+        _check_dtypes(placement)
+        if frozen_dtype != "auto" and not placement.decodes_frozen:
             raise ConfigError(
                 f"frozen_dtype stores frozen matrices of blocks, got {frozen_dtype} and a model that "
                 "trains all of them: freeze the base model (PEFT does), or leave the key out",
                 at="ds_zo.stream.frozen_dtype",
             )
-        num_blocks = len(self.placement.blocks)
-        num_resident = min(num_blocks, self._stream.resident_blocks or 0) if config.stream else num_blocks
-        automatic = _STREAMED_INTERVAL[self._stream.master] if num_resident < num_blocks else 1
-        self.interval = self._stream.writeback_interval or automatic
-        if not self._stream.fuse_update:
-            self.interval = 1
-        self.shared: SharedStore | None = None
-        """The host store if the ranks of a machine share one, else None."""
-        if config.stream and config.zero_stage == 3 and num_resident < num_blocks and ranks.size > 1:
-            self.shared = share_store(
-                self.placement,
-                num_resident=num_resident,
-                process_group=ranks.process_group,
-                device=device,
-                pin=config.pin_memory,
-            )
-        streams_on_cuda = config.stream and device.type == "cuda" and num_resident < num_blocks
-        self.must_choose_interval = (
-            streams_on_cuda
-            and self._stream.writeback_interval is None
-            and self._stream.fuse_update
-            and self._stream.overlap
-            and self.shared is None
-        )
-        """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
+        num_blocks = len(placement.blocks)
+        num_resident = min(num_blocks, stream.resident_blocks or 0) if config.stream else num_blocks
+        automatic = _STREAMED_INTERVAL[stream.master] if num_resident < num_blocks else 1
+        self.interval = (stream.writeback_interval or automatic) if stream.fuse_update else 1
         self.step_time: str | None = None
         """The expected step time and the measured rates that led to the interval, as text; None if nothing was
         measured."""
@@ -127,40 +91,45 @@ class ZOBlockStore:
         self._is_compute_bound = False
         self._activations_nbytes = 0
         """Device memory of the first step besides weights and buffers; 0 until it is known."""
-        if config.stream:
-            self._check_budget(num_resident)
-        self.store = self.shared or HostStore(device, pin=config.pin_memory)
-        spare_store = self.store if self.shared is None else HostStore(device, pin=False)
-        self.claims = Claims(spare_store, swaps=self.shared is None)
-        resident_ids = {id(self.placement.blocks[i]) for i in evenly_spaced(num_blocks, num_resident)}
         self.base = {
             p.name
-            for part in (part for unit in self.placement.units for part in unit.parts)
+            for part in (part for unit in placement.units for part in unit.parts)
             for p in part.placed
-            if part.frozen and p.parameter.is_meta and self.placement.decodes_frozen
+            if part.frozen and p.parameter.is_meta and placement.decodes_frozen
         }
         """Names of frozen parameters that hold what the model's files hold. Checkpoints leave them out."""
-        release_cached_memory(device)
-        place_units(
-            self.placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)
+        super().__init__(
+            module,
+            config,
+            placement=placement,
+            num_resident=num_resident,
+            needed=lambda num_resident: self._buffers().device_bytes(num_resident),
+            device=device,
+            process_group=ranks.process_group,
+            remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
         )
-        move_buffers(module, device)
+        self.must_choose_interval = (
+            config.stream
+            and device.type == "cuda"
+            and num_resident < num_blocks
+            and stream.writeback_interval is None
+            and stream.fuse_update
+            and stream.overlap
+            and self.shared is None
+        )
+        """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
+        spare_store = self.store if self.shared is None else HostStore(device, pin=False)
+        self.claims = Claims(spare_store, swaps=self.shared is None)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
-        self._make_materialiser()
-        self.may_fill_device = config.stream and self._stream.resident_blocks is None and device.type == "cuda"
-        """Whether blocks may still move to the device. The memory of activations is known only after a step, so an
-        automatic choice starts with every block on the host."""
+        self._make_buffers()
         if self.may_fill_device or self.must_choose_interval:
             reset_peak_memory(device)
-        self._retry_check = AllocatorRetryCheck(device)
 
-    def _sizes(self, num_resident: int, *, interval: int | None = None, in_pairs: bool | None = None) -> dict[str, Any]:
-        """Numbers of slots and kinds of copies with `num_resident` blocks on the device. `interval`, `in_pairs`: None:
-        the present ones."""
-        return zo_sizes(
-            self._stream,
-            num_blocks=len(self.placement.blocks),
-            num_resident=num_resident,
+    def _buffers(self, *, interval: int | None = None, in_pairs: bool | None = None) -> ZOBuffers:
+        """The sizes of slots and working copies. `interval`, `in_pairs`: None: the present ones."""
+        return ZOBuffers(
+            stream=self._stream,
+            placement=self.placement,
             num_passes=self._num_passes,
             interval=self.interval if interval is None else interval,
             in_pairs=self.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
@@ -169,34 +138,16 @@ class ZOBlockStore:
 
     def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:
         """The peak of device memory in a step with this interval, and with both copies at once if `in_pairs`."""
-        num_resident = sum(not unit.streamed for unit in self.placement.blocks)
-        sizes = self._sizes(num_resident, interval=interval, in_pairs=in_pairs)
-        return device_bytes(self.placement, num_resident=num_resident, **sizes).total + self._activations_nbytes
+        buffers = self._buffers(interval=interval, in_pairs=in_pairs)
+        return buffers.device_bytes(self.num_resident).total + self._activations_nbytes
 
-    def _check_budget(self, num_resident: int) -> None:
-        """Raises if the planned buffers exceed the budget, before memory is allocated."""
-        check_fits(
-            device_bytes(self.placement, num_resident=num_resident, **self._sizes(num_resident)),
-            budget_gb=self._stream.device_memory_gb,
-            remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
-        )
-
-    def _make_materialiser(self) -> None:
+    def _make_buffers(self) -> None:
         """Makes the runtime and the materialiser, with slots and scratch for the present placement and interval."""
         if self.device.type == "cuda":
             # Else small buffers could be carved from the memory of a large freed one, which would not fit again.
             torch.cuda.empty_cache()
-        sizes = self._sizes(sum(not u.streamed for u in self.placement.blocks))
-        make = Runtime if self.shared is None else partial(ShardedRuntime, store=self.shared)
-        self.runtime: Runtime = make(
-            self.placement.blocks,
-            self.device,
-            num_slots=sizes["num_slots"],
-            num_low_slots=sizes["num_low_slots"],
-            overlap=self._stream.overlap,
-            reuse_buffers=self._stream.reuse_buffers,
-            before_overwrite=self.claims.before_overwrite,
-        )
+        buffers = self._buffers()
+        self._make_runtime(num_low_slots=buffers.num_low_slots, before_overwrite=self.claims.before_overwrite)
         self.materialiser = Materialiser(
             self.placement,
             self.runtime,
@@ -204,26 +155,22 @@ class ZOBlockStore:
             noise=self.noise,
             interval=self.interval,
             num_passes=self._num_passes,
-            pairs=sizes["pairs"],
+            pairs=buffers.pairs(self.num_resident),
             device=self.device,
             first_direction=self._first_direction,
         )
 
+    def _free_buffers(self) -> None:
+        self.runtime.invalidate_slots()
+        self.materialiser.close()
+        self.runtime.free_buffers()  # also a new runtime whose materialiser could not be made
+
     @contextmanager
     def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
-        """Context around writes to store buffers that are not folds; all ranks enter it. Yields a function that tells
-        whether this rank writes a unit. Downloads to the units have completed on entry. On exit, every rank sees the
-        writes."""
+        """As in `BlockStore`. Checkpoints that are being written have read the units' bytes on entry."""
         self.claims.wait()
-        for unit in units:
-            self.runtime.host_wait(unit)
-        if self.shared is None:
-            yield lambda unit: True
-            return
-        shared, numbers = self.shared, {id(u): i for i, u in enumerate(self.placement.units)}
-        shared.node.barrier()
-        yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
-        shared.node.barrier()
+        with super().rewriting(*units) as writes:
+            yield writes
 
     def time_forwards(self, forward: Callable[[], object]) -> None:
         """Times forwards as training will make them, before the first update. Their blocks replay updates that change
@@ -282,55 +229,31 @@ class ZOBlockStore:
         """Sets the interval, and makes the slots and the scratch anew: their number and size depend on it."""
         self.must_choose_interval = False
         self.interval = interval
-        self._free_device_buffers()
-        self._make_materialiser()
+        self._free_buffers()
+        self._make_buffers()
         self._retry_check.restart()
 
     def fill_device(self) -> None:
-        """After the first step, moves blocks to the device for good, as far as activations leave memory of the
-        budget."""
-        self._retry_check.check()
         if self.must_choose_interval:
             self._activations_nbytes = max(0, peak_nbytes(self.device) - self._device_nbytes(self.interval))
-        if not self.may_fill_device:
-            return
-        self.may_fill_device = False
-        self.claims.wait()
-        for unit in self.placement.blocks:
-            self.runtime.host_wait(unit)
-        filled = fill_device(
-            self.placement,
-            store=self.store,
-            device=self.device,
-            budget_gb=self._stream.device_memory_gb,
-            sizes=self._sizes,
-            buffers=DeviceBuffers(self._free_device_buffers, self._make_materialiser),
-        )
-        if filled:
-            self._retry_check.start()
+        super().fill_device()
 
-    def _free_device_buffers(self) -> None:
-        """Frees slots and scratch."""
-        self.runtime.invalidate_slots()
-        self.materialiser.close()
-        self.runtime.free_buffers()  # also a new runtime whose materialiser could not be made
+    def wait(self) -> None:
+        self.claims.wait()
+        super().wait()
 
     def describe(self) -> str:
         """Lines for the log: placement, memory, storage formats and the bound on rounding."""
         gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
-        num_streamed = sum(u.streamed for u in blocks)
         wire = sorted({part.stored_as for u in blocks for part in u.parts})
-        weights = sum(u.nbytes for u in units if not u.streamed) + sum(
-            u.low_nbytes for u in units if not u.low_streamed
-        )
-        slots = sum(slot.buffer.numel() for slot in self.runtime.slots)
         lines = [
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            f"modules outside them; {num_streamed} blocks stream, {len(blocks) - num_streamed} stay on the device",
-            f"ds_zo: device: weights {weights / gib:.2f} GiB, {len(self.runtime.slots)} slots {slots / gib:.2f} GiB, "
-            f"scratch {self.materialiser.scratch_nbytes / gib:.2f} GiB; host: {self.store.nbytes / gib:.2f} GiB, "
-            f"{self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
+            f"modules outside them; {len(blocks) - self.num_resident} blocks stream, {self.num_resident} stay on the "
+            "device",
+            f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
+            f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch_nbytes / gib:.2f} GiB; host: "
+            f"{self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
             f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",
         ]
@@ -349,23 +272,20 @@ class ZOBlockStore:
 
     def startup_summary(self) -> StartupSummary:
         """Placement, memory and write-back interval for the start-up table."""
-        blocks, units = self.placement.blocks, self.placement.units
+        blocks = self.placement.blocks
         wire = sorted({part.stored_as for unit in blocks for part in unit.parts})
-        resident = sum(u.nbytes for u in units if not u.streamed) + sum(
-            u.low_nbytes for u in units if not u.low_streamed
-        )
-        slots = sum(slot.buffer.numel() for slot in (*self.runtime.slots, *self.runtime.low_slots))
+        slots = self.slots_nbytes + sum(slot.buffer.numel() for slot in self.runtime.low_slots)
         stored = f", blocks stored as {'/'.join(wire)}" if blocks else ""
         if any(u.low_nbytes for u in blocks):
             stored += " with separate low bits"
         elif any(part.loses_bits for unit in blocks for part in unit.parts):
             stored += " without low bits"
         return StartupSummary(
-            weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks))
+            weights=place_of_blocks(len(blocks) - self.num_resident, len(blocks))
             + stored
             + ("; blocks that fit move to the GPU after the first step" if self.may_fill_device else ""),
             device_bytes=nonzero(
-                [("weights", resident), ("slots", slots), ("scratch", self.materialiser.scratch_nbytes)]
+                [("weights", self.resident_nbytes), ("slots", slots), ("scratch", self.materialiser.scratch_nbytes)]
             ),
             added_by_steps="activations",
             host_bytes=nonzero([("weights", self.store.nbytes)]),

@@ -209,7 +209,7 @@ class ZOCheckpoint:
                     "checkpoint's weights with every update applied, but not bit for bit as the saved run would"
                 )
                 for unit in self._block_store.placement.units:
-                    unit.version = self._block_store.log.length
+                    unit.rewritten(self._block_store.log.length)
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
         self._block_store.runtime.invalidate_slots()
@@ -261,7 +261,7 @@ class ZOCheckpoint:
             for unit in block_store.placement.units:
                 if writes(unit):
                     fill_unit(unit, saved.tensor, omitted=omitted)
-                unit.version = versions[unit_key(describe(unit))]
+                unit.rewritten(versions[unit_key(describe(unit))])
                 unit.bind_stored()
         block_store.base &= omitted
         block_store.log.rows.copy_(state["rows"])
@@ -284,7 +284,7 @@ class ZOCheckpoint:
                 if placed.parameter.shape == there.parameter.shape and writes(unit):
                     unit.store_one(placed, value)
         for unit in block_store.placement.units:
-            unit.version = block_store.log.length
+            unit.rewritten(block_store.log.length)
             unit.bind_stored()
 
 

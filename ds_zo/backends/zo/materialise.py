@@ -17,15 +17,15 @@ run the blocks before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 
 from ds_zo import ops
 from ds_zo.backends.common.interrupts import interrupts
+from ds_zo.backends.zo.cached_views import CachedViews
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.checkpoint.replay import due
@@ -34,10 +34,6 @@ from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Planes, Unit
-
-_T = TypeVar("_T")
-_MAX_CACHED = 4096
-"""Entries in a cache of slices."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,7 @@ class Materialiser:
         self.timed_forward: TimedForward | None = None
         """None outside a timed forward. During one, blocks replay its number of updates instead of the pending ones,
         and it times their waits for uploads."""
-        self._cached_planes: dict[Any, list[Planes]] = {}
-        self._cached_outs: dict[Any, list[torch.Tensor | None]] = {}
-        self._cached_views: dict[Any, list[torch.Tensor]] = {}
+        self._cached = CachedViews()
         runtime.wants_low = lambda unit: self.pending(unit) > 0
         if isinstance(runtime, ShardedRuntime):
             runtime.fold_skipped = self._replay_pending
@@ -137,8 +131,7 @@ class Materialiser:
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.scratch, self._replay_slot.buffer, self._pair = empty, empty, None
         self.runtime.free_buffers()
-        for cache in (self._cached_planes, self._cached_outs, self._cached_views):
-            cache.clear()  # type: ignore[attr-defined]
+        self._cached.clear()
 
     # Which units fold
 
@@ -212,20 +205,20 @@ class Materialiser:
         elif not is_second_of_pair:
             in_replay_slot = slot is None and self._replay_slot.unit is unit
             base = self._replay_slot.buffer if in_replay_slot else unit.store_buffer if slot is None else slot.buffer
-            outs = self._outs(unit, self.scratch)
-            self._apply(unit, self._planes(unit, base), outs=outs, pair=pair, index=index, decodes=False)
+            outs = self._cached.outs(unit, self.scratch)
+            self._apply(unit, self._cached.planes(unit, base), outs=outs, pair=pair, index=index, decodes=False)
         source = unit.store_buffer if slot is None else slot.buffer
         if (last or (pair is not None and self._one_launch)) and not _has_direct(unit):
             self._release_slot(unit)
         if pair is None:
-            return self._views(unit, source, self.scratch) if first else None
-        return self._views(unit, source, self.scratch, second=pair if is_second_of_pair else None)
+            return self._cached.views(unit, source, self.scratch) if first else None
+        return self._cached.views(unit, source, self.scratch, second=pair if is_second_of_pair else None)
 
     def time_replay(self, unit: Unit, slot: Slot, num_updates: int) -> None:
         """Makes a copy that nothing reads, to measure how long replaying `num_updates` takes. The values in the slot
         and the log do not matter."""
-        outs = self._outs(unit, self.scratch)
-        self._apply(unit, self._planes(unit, slot.buffer), outs=outs, index=0, pending=num_updates)
+        outs = self._cached.outs(unit, self.scratch)
+        self._apply(unit, self._cached.planes(unit, slot.buffer), outs=outs, index=0, pending=num_updates)
 
     def release_block(self, unit: Unit) -> None:
         """Releases the block after its last pass has run it."""
@@ -237,7 +230,7 @@ class Materialiser:
         """Makes pass `index`'s copy of a resident unit outside the blocks, and returns one view per parameter.
         `scratch` must outlive the step: views of it are cached."""
         self._replay_pending(unit, None, scratch=scratch, index=index)
-        return self._views(unit, unit.store_buffer, scratch)
+        return self._cached.views(unit, unit.store_buffer, scratch)
 
     def _replay_pending(
         self,
@@ -254,47 +247,51 @@ class Materialiser:
         is stored."""
         pending = self._num_to_replay(unit)
         source = unit.store_buffer if slot is None else slot.buffer
-        outs = None if scratch is None else self._outs(unit, scratch)
+        outs = None if scratch is None else self._cached.outs(unit, scratch)
         # Only a block gives the replay slot up: an outer unit may run between two passes of the block that is in it.
         if slot is None and unit.is_block:
             self._replay_slot.invalidate()
         fold = id(unit) in self._folding if unit.is_block else True
         is_only_reader = index is not None and (self._one_launch or last)
         if not pending or (is_only_reader and not fold):
-            self._apply(unit, self._planes(unit, source), outs=outs, pair=pair, index=index, pending=pending)
+            self._apply(unit, self._cached.planes(unit, source), outs=outs, pair=pair, index=index, pending=pending)
             return
         step = self.log.length
         low = self.runtime.acquire_low(unit) if fold and unit.low_nbytes else None
         target = source
         if slot is None and not fold:
-            self._replay_slot.unit, self._replay_slot.version = unit, step
+            self._replay_slot.take(unit)
             target = self._replay_slot.buffer
         if slot is not None:
             self.runtime.before_writing(slot)
-            slot.version = step  # `unit.version` follows when the slot is downloaded
-        planes, stored = self._planes(unit, source, low), self._planes(unit, target, low)
+            slot.updated(step)  # `unit.version` follows when the slot is downloaded
+        planes, stored = self._cached.planes(unit, source, low), self._cached.planes(unit, target, low)
         with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
             if slot is not None:
                 if fold:
                     self.runtime.written(unit, slot)
             elif fold:
-                unit.version = step
+                unit.folded(step)
                 if unit.low_streamed:
                     self.runtime.written(unit, None)
 
-    def _release_slot(self, unit: Unit, *, download: bool | None = None) -> None:
+    def _release_slot(self, unit: Unit) -> None:
         """Marks the active unit's slot as free: no kernel issued after this call reads it."""
         assert self._active is not None
         slot = self._active[1]
         self._active = (unit, None)
         if slot is not None:
-            self.runtime.release(unit, slot, download=download)
+            self.runtime.release(unit, slot, keep_low=self._folds_later(unit))
 
-    def _release_unit(self, unit: Unit, *, download: bool | None = None) -> None:
+    def _release_unit(self, unit: Unit) -> None:
         """Releases the active unit's slot, and leaves no unit active."""
-        self._release_slot(unit, download=download)
+        self._release_slot(unit)
         self._active = None
+
+    def _folds_later(self, unit: Unit) -> bool:
+        """Whether the pass that is running has yet to fold the unit."""
+        return id(unit) in self._folding and self.pending(unit) > 0
 
     # Copies without noise, for evaluation and saving. Nothing is stored.
 
@@ -336,9 +333,9 @@ class Materialiser:
     def release_clean(self, unit: Unit) -> None:
         """Releases a unit that `materialise_clean` or `materialise_fp32` made: its copy is read no more."""
         if self._active is not None and self._active[0] is unit:
-            self._release_unit(unit, download=False)
+            self._release_unit(unit)
         elif unit.low_streamed:
-            self.runtime.release(unit, None, download=False)
+            self.runtime.release(unit, None, keep_low=self._folds_later(unit))
         unit.bind_stored()
 
     @torch.no_grad()
@@ -383,33 +380,6 @@ class Materialiser:
         finally:
             self._folding = before
 
-    # Cached slices of buffers. Slicing costs more than launching a small block's kernels.
-
-    def _planes(self, unit: Unit, buffer: torch.Tensor, low: torch.Tensor | None = None) -> list[Planes]:
-        key = (id(unit), buffer.data_ptr(), 0 if low is None else low.data_ptr())
-        return self._cached(self._cached_planes, key, lambda: unit.planes(buffer, low))
-
-    def _outs(self, unit: Unit, scratch: torch.Tensor, second: torch.Tensor | None = None) -> list[torch.Tensor | None]:
-        key = (id(unit), scratch.data_ptr(), 0 if second is None else second.data_ptr())
-        return self._cached(self._cached_outs, key, lambda: unit.outs(scratch, second=second))
-
-    def _views(
-        self, unit: Unit, source: torch.Tensor, scratch: torch.Tensor, *, second: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        """One tensor per parameter: a view of the working copy, or of the stored bytes of a direct parameter, which is
-        not copied. `second`: memory of the second copy, for its views."""
-        key = (id(unit), source.data_ptr(), scratch.data_ptr(), 0 if second is None else second.data_ptr())
-        outs = self._outs(unit, scratch, second)
-        return self._cached(self._cached_views, key, lambda: unit.views(self._planes(unit, source), outs))
-
-    @staticmethod
-    def _cached(cache: dict[Any, _T], key: Any, make: Callable[[], _T]) -> _T:
-        if key not in cache:
-            if len(cache) >= _MAX_CACHED:  # `reuse_buffers: false`, an ablation, makes new buffers all the time
-                cache.clear()
-            cache[key] = make()
-        return cache[key]
-
     # The op
 
     def _apply(
@@ -428,7 +398,7 @@ class Materialiser:
         """Launches the replay-and-perturb kernel once per part, and not at all for a part without an output. `index` is
         the pass (two per direction, + then -); None makes a copy without noise. Without `decodes`, frozen parameters
         are in `outs` already: all passes over a block share them."""
-        pair_outs = None if pair is None else self._outs(unit, self.scratch, pair)
+        pair_outs = None if pair is None else self._cached.outs(unit, self.scratch, pair)
         step = self.log.length
         direction, sign = (0, 0.0) if index is None else (self._first_direction + index // 2, 1.0 - 2.0 * (index % 2))
         for i, part in enumerate(unit.parts):

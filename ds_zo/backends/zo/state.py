@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.streaming.loading import has_source, put_back
+from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -22,8 +25,6 @@ class ReplayedState(ModuleState):
         a time."""
         self.on_write: Callable[[], None] = lambda: None
         """Called after a weight is replaced."""
-        self.in_forward: Callable[[], bool] = lambda: False
-        """Whether any unit is materialised now."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
 
     @torch.no_grad()
@@ -48,10 +49,6 @@ class ReplayedState(ModuleState):
             elif unit.copies_step is not None:
                 unit.bind_stored()
             materialiser.runtime.prepare_host_write(unit)
-
-    def _is_busy(self) -> bool:
-        """Whether a forward is running."""
-        return self.in_forward()
 
     def _is_shared(self, unit: Unit) -> bool:
         """Whether the unit lies in a host store that ranks share."""
@@ -113,3 +110,53 @@ class ReplayedState(ModuleState):
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
         self._block_store.materialiser.release_clean(unit)
         return found
+
+    # Closing
+
+    @torch.no_grad()
+    def return_weights(self) -> None:
+        """Leaves the weights of the current step in the module, which outlives the engine: scripts save it, Trainer
+        trains it again. A unit whose stored form differs from its parameters' dtype gets new memory. Frozen parameters
+        that were stored in fewer bits are left unread if their source can be read again."""
+        store, are_current = self._block_store, True
+        for unit in store.placement.units:
+            if not all(part.viewable for part in unit.parts):
+                self._return_narrow_unit(unit)
+            elif store.shared is not None and unit.streamed:
+                are_current &= self._return_shared_unit(unit, store.shared)
+            else:
+                store.materialiser.fold_now(unit)
+                store.runtime.host_wait(unit)
+        if not are_current:
+            logger.warning(
+                "ds_zo: the engine is destroyed, and this machine has no memory for one whole model per rank, so the "
+                "module keeps weights that lack the last updates: save, or read state_dict(), before engine.destroy()"
+            )
+
+    def _return_narrow_unit(self, unit: Unit) -> None:
+        """Leaves a unit in the module whose stored form differs from its parameters' dtype."""
+        unread = {
+            id(placed.parameter)
+            for part in unit.parts
+            for placed in part.placed
+            if part.frozen and not part.direct and has_source(self._module, placed.parameter)
+        }
+        unit.bind([p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed])
+        for placed in unit.placed:
+            if id(placed.parameter) in unread:
+                put_back(self._module, placed.parameter)
+
+    def _return_shared_unit(self, unit: Unit, store: SharedStore) -> bool:
+        """Leaves a unit of a host store that ranks share in the module. Ranks close at different times, so nothing in
+        the shared memory is changed. If updates are pending, every rank needs a private copy. Returns False if the
+        machine has no memory for these copies: the module then keeps the stored weights, which lack these updates."""
+        pending = self._block_store.materialiser.pending(unit)
+        if pending and not store.has_room_for(unit.nbytes * store.partition.size):
+            return False
+        self._block_store.runtime.host_wait(unit)
+        values = [self.read(placed.parameter) for placed in unit.placed] if pending else None
+        unit.assign_buffers(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
+        unit.bind_stored()
+        for placed, value in zip(unit.placed, values or (), strict=False):
+            placed.parameter.data.copy_(value)
+        return True

@@ -48,8 +48,6 @@ class WorkingCopies:
         self._device = device
         self._placement = block_store.placement
         self._training = False
-        self.materialised: set[int] = set()
-        """Units whose parameters are working copies now, by id."""
         self._entered: dict[int, list[Unit]] = {}
         """The units that the call of an outer module materialised, by `id(module)`."""
         self._made_pass_long: set[int] = set()
@@ -67,8 +65,9 @@ class WorkingCopies:
         among them."""
         self._passes_ahead: set[int] = set()
         """Indices of passes that have left a block which other passes may still have to run."""
-        self._grad_modes: list[bool] = []
-        """Grad modes to restore when the evaluations that are running leave their modules, innermost last."""
+        self._evaluated: list[tuple[Unit, bool]] = []
+        """Units that running evaluations have materialised, and the grad modes to restore when they leave these units'
+        modules, innermost last."""
         self._pass_long_copies: dict[int, list[torch.Tensor]] = {}
         """Memory for one copy per pass of each pass-long unit, by the unit's id."""
         self._handles: list[Any] = []
@@ -134,11 +133,14 @@ class WorkingCopies:
         finally:
             self._training = False
             self._block_store.materialiser.end_pass()
-            for unit in self._placement.units:
-                if id(unit) in self.materialised:
-                    unit.bind_stored()
-            self.materialised.clear()
+            self._bind_all_stored()
             self.overlap.clear()
+
+    def _bind_all_stored(self) -> None:
+        """Binds every unit that is still materialised to the stored weights."""
+        for unit in self._placement.units:
+            if unit.in_use:
+                unit.bind_stored()
 
     @property
     def _index(self) -> int:
@@ -163,7 +165,6 @@ class WorkingCopies:
             else:
                 self._make_ready(unit, self._lockstep.current, last=True)
         self.overlap.enter(self._index, self._as_tuple[id(unit)])
-        self.materialised.add(id(unit))
 
     def _temporary_scratch(self, *units: Unit) -> torch.Tensor:
         """Memory for copies of the units, apart from the shared scratch."""
@@ -186,7 +187,6 @@ class WorkingCopies:
             if self._lockstep.current < self._num_passes - 1:
                 return kept  # later passes have still to run the block
         self._block_store.materialiser.release_block(unit)
-        self.materialised.discard(id(unit))
         return kept
 
     def _outside_shared_buffers(self, output: Any) -> Any:
@@ -224,8 +224,11 @@ class WorkingCopies:
         """Pre-hook of an outer module: materialises the units that it owns."""
         at = self._placement.nested_at.get(id(module))
         # A unit that was made pass-long is entered here only if its module is called by itself.
-        bound = self._made_pass_long & self.materialised
-        entering = [unit for unit in self._placement.entered_by[module] if id(unit) not in bound]
+        entering = [
+            unit
+            for unit in self._placement.entered_by[module]
+            if id(unit) not in self._made_pass_long or not unit.in_use
+        ]
         enclosing = self.overlap.enclosing(self._index)
         if self._training:
             self.overlap.note_outer(entering, enclosing, at=at)
@@ -242,7 +245,6 @@ class WorkingCopies:
                             unit, index=self._lockstep.current, scratch=scratch
                         )
                     )
-                self.materialised.add(id(unit))
                 self._unused.pop(id(unit), None)
             else:
                 self._enter_clean(unit, scratch)
@@ -263,7 +265,6 @@ class WorkingCopies:
         for unit in reversed(entered):
             if self._training:
                 unit.bind_stored()
-                self.materialised.discard(id(unit))
             else:
                 self._leave_clean(unit)
         return kept if self._training else self._marked(module, output, kept)
@@ -275,20 +276,18 @@ class WorkingCopies:
         could read it."""
         with torch.inference_mode(False), torch.no_grad():
             unit.bind(self._block_store.materialiser.materialise_clean(unit, scratch=scratch))
-        self._grad_modes.append(torch.is_grad_enabled())
+        self._evaluated.append((unit, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
-        self.materialised.add(id(unit))
 
     def _leave_clean(self, unit: Unit) -> None:
         """Binds the unit to the stored weights, and restores the grad mode."""
-        if id(unit) not in self.materialised:  # entering failed
+        if not self._evaluated or self._evaluated[-1][0] is not unit:  # entering failed
             return
         with torch.inference_mode(False), torch.no_grad():
             self._block_store.materialiser.release_clean(unit)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # it would keep a cast of every block, also of overwritten weights
-        torch.set_grad_enabled(self._grad_modes.pop())
-        self.materialised.discard(id(unit))
+        torch.set_grad_enabled(self._evaluated.pop()[1])
 
     def _marked(self, module: nn.Module, output: Any, kept: Any) -> Any:
         """Marks the result of a module that is called in train mode outside the engine's forward. Such a result has no
@@ -301,20 +300,17 @@ class WorkingCopies:
     def recover(self) -> None:
         """Cleans up before a training forward if Ctrl-C interrupted an evaluation. PyTorch calls forward hooks after an
         `Exception`, but not after a `KeyboardInterrupt`."""
-        if not self._grad_modes:
+        if not self._evaluated:
             return
-        if self._grad_modes[0]:
+        if self._evaluated[0][1]:
             torch.set_grad_enabled(True)
-        self._grad_modes.clear()
+        self._evaluated.clear()
         self._entered.clear()
         self._materialised_by.clear()
         self.overlap.clear()
         with torch.no_grad():
             self._block_store.materialiser.end_pass()
-        for unit in self._placement.units:
-            if id(unit) in self.materialised:
-                unit.bind_stored()
-        self.materialised.clear()
+        self._bind_all_stored()
 
     # Pass-long units: parameters that are needed through a whole pass
 
@@ -336,7 +332,6 @@ class WorkingCopies:
             return
         for unit in self._placement.ambient:
             unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._pass_long_copies[id(unit)][index])))
-            self.materialised.add(id(unit))
 
     def _enter_pass_long(self, unit: Unit, module: nn.Module, args: Any) -> None:
         """Pre-hook for a pass-long unit. In lockstep `bind_pass_long` has bound the unit already."""
@@ -357,7 +352,7 @@ class WorkingCopies:
     def _enter_clean_once(self, unit: Unit, module: nn.Module) -> None:
         """Materialises the unit for an evaluation of `module`, unless the evaluation of an enclosing module has done
         so."""
-        if id(unit) not in self.materialised:
+        if not unit.in_use:
             self._enter_clean(unit, self._temporary_scratch(unit))
             self._materialised_by[id(unit)] = module
 
@@ -419,7 +414,7 @@ class WorkingCopies:
         pass-long; this raises if blocks stream."""
         if not self._training:
             self._enter_clean_once(unit, module)
-        elif id(unit) not in self.materialised and unit.trainable:
+        elif not unit.in_use and unit.trainable:
             if self.streams:
                 raise used_outside(next(p.name for p in unit.placed))
             self.request_pass_long([unit])

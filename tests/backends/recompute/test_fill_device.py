@@ -13,9 +13,7 @@ import torch
 from lomo_runs import assert_equal, batches, lively, start, streamed, train, weights_of
 from zo_runs import log_lines
 
-from ds_zo.backends.recompute import block_store as recompute_store
-from ds_zo.backends.zo import block_store as zo_store
-from ds_zo.streaming import allocator, filling
+from ds_zo.streaming import allocator, block_store, filling
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -30,14 +28,11 @@ def _trained(kind: str, *, fills: bool) -> tuple[dict[str, torch.Tensor], int, l
     stored = {"wire_dtype": "bf16", "master": "split", "writeback_interval": 16} if kind == "ZO" else {}
     engine: Any = start(streamed(kind, stream={"resident_blocks": 0, **stored}, lr=1e-3), lively("llama"))
     backend = engine.backend
-    if kind == "ZO":
-        backend.block_store.may_fill_device = fills
-    else:
-        backend._block_store._may_fill = fills
+    store = backend.block_store if kind == "ZO" else backend._block_store
+    store.may_fill_device = fills
     with log_lines(logging.INFO) as lines:
         train(engine, batches("llama", 4))
-    placement = (backend.block_store if kind == "ZO" else backend._block_store).placement
-    num_resident = sum(not unit.streamed for unit in placement.blocks)
+    num_resident = store.num_resident
     engine.destroy()
     return weights_of(engine.module), num_resident, lines
 
@@ -59,8 +54,7 @@ def test_a_step_that_waits_for_memory_is_told_of_once(kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["ZO", "LOMO"])
 def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = zo_store if kind == "ZO" else recompute_store
-    copy, runtime = filling._copy, module.Runtime
+    copy, runtime = filling._copy, block_store.Runtime
     expected, _, _ = _trained(kind, fills=False)
 
     def fails_at(work: Callable[..., Any], calls: set[int]) -> Callable[..., Any]:
@@ -77,7 +71,7 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
     for wanted, copies, makings, left in ((0, (), (), 0), (2, {1}, (), 1), (3, (), {1}, 2), (3, {0}, (), 0)):
         _given(monkeypatch, wanted)
         monkeypatch.setattr(filling, "_copy", fails_at(copy, set(copies)))
-        monkeypatch.setattr(module, "Runtime", fails_at(runtime, set(makings)))
+        monkeypatch.setattr(block_store, "Runtime", fails_at(runtime, set(makings)))
         found, num_resident, lines = _trained(kind, fills=True)
         assert num_resident == left
         said = [line for line in lines if "(given)" in line]
@@ -90,6 +84,6 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
         assert_equal(found, expected)
 
     monkeypatch.setattr(filling, "_copy", fails_at(copy, {0}))
-    monkeypatch.setattr(module, "Runtime", fails_at(runtime, {1}))
+    monkeypatch.setattr(block_store, "Runtime", fails_at(runtime, {1}))
     with pytest.raises(RuntimeError, match="has no memory left for the buffers"):
         _trained(kind, fills=True)

@@ -104,7 +104,7 @@ def run_case(
         assert all(unit.streamed == offload for unit in engine.backend.block_store.placement.blocks)
         batches = map(case.batch, range(num_steps))
         assert_follows(engine, reference, batches, measured, lr=lr, compare_every=compare_every)
-        assert engine.backend._interleave, "the passes were not run in lockstep"
+        assert engine.backend._passes.interleave, "the passes were not run in lockstep"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "opt"])

@@ -302,7 +302,7 @@ def test_state_kept_on_modules_is_each_pass_its_own(kind: type[Toy], json: dict[
         if kind is KeepsInAList:
             assert len(engine.module.kept) == len(one.kept) == step + 1
             assert engine.module.sums == one.sums
-    assert engine.backend._interleave
+    assert engine.backend._passes.interleave
 
 
 class DataDependentOrder(Toy):
@@ -361,7 +361,7 @@ def test_a_large_module_lies_where_second_copies_do(
         unit.scratch_nbytes for unit in (block_store.placement.leaf_units[-1], block_store.placement.blocks[0])
     )
     assert block_store.materialiser.scratch_nbytes == max(wide, 2 * block) == wide
-    assert engine.backend._interleave
+    assert engine.backend._passes.interleave
 
 
 # Errors in the user's forward
@@ -432,7 +432,7 @@ def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
         raise torch.OutOfMemoryError("no room for slots")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(ZOBlockStore, "_make_materialiser", no_memory)
+        patch.setattr(ZOBlockStore, "_make_buffers", no_memory)
         engine_for(model, json)
     if wire_dtype == "fp8":
         with pytest.raises(RuntimeError, match="Load the model again"):
@@ -590,7 +590,7 @@ def test_what_a_forward_leaves_behind_is_as_of_one_pass(
         one_step(engine, {"batch": batch(ids)})
         close(passes.last[:2], expected)
         assert engine.module.state() == one.state()
-    assert engine.backend._interleave
+    assert engine.backend._passes.interleave
     count = engine.module.count.item()
     with pytest.raises(RuntimeError):
         engine(batch(torch.zeros(2, 3, 1)))
@@ -712,7 +712,7 @@ def test_dynamic_rope_beyond_the_trained_length_keeps_lockstep(first: str, passe
     lengths = [12, 6, 12, 16] if first == "long" else [6, 12, 16, 6]  # history plays no part in these
     batches = [tiny_batch("llama", seed=i, batch_size=2, length=length) for i, length in enumerate(lengths)]
     engine = assert_follows(model, batches, hf_loss, passes)
-    assert engine.backend._interleave
+    assert engine.backend._passes.interleave
 
 
 def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:

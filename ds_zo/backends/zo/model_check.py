@@ -1,0 +1,103 @@
+"""Checks before every step that the model is the one that was placed, and applies changed groups and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ds_zo.backends.common.random_state import generators_of
+from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.cuda_graphs import BlockGraphs
+from ds_zo.backends.zo.structure import Structure
+
+ParamGroups = Sequence[Mapping[str, Any]]
+
+
+class ModelCheck:
+    """Compares the model and the optimizer's groups with those that were placed."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        block_store: ZOBlockStore,
+        param_groups: ParamGroups,
+        *,
+        graphs: BlockGraphs | None,
+        on_regrouping: Callable[[], None],
+    ) -> None:
+        """`on_regrouping` is called after steps have been made and the set of trained parameters has changed."""
+        self._module = module
+        self._block_store = block_store
+        self._graphs = graphs
+        self._on_regrouping = on_regrouping
+        self.generators: list[Any] = []
+        """The random generators that the model holds."""
+        self._structure: Structure | None = None
+        """The module tree and the groups when `check` last looked; None before the first check."""
+        self._groups_and_flags = self._find_groups_and_flags(param_groups)
+        self._regrouped = False
+        """Groups or `requires_grad` flags changed after the last step, so `check_at_step` checks them again. The flags
+        at `step` count, not the flags that the last forward saw: a reference pass under PEFT's `disable_adapter`
+        freezes adapters while it lasts."""
+        self._placed_shapes = {
+            id(p.parameter): p.parameter.shape for unit in block_store.placement.units for p in unit.placed
+        }
+
+    def _find_groups_and_flags(self, param_groups: ParamGroups) -> dict[int, tuple[int, bool]]:
+        """For each placed parameter, by its id: its optimizer group, and whether it is trained."""
+        group_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
+        placed = [p.parameter for unit in self._block_store.placement.units for p in unit.placed]
+        return {id(p): (group_of.get(id(p), 0), p.requires_grad and id(p) in group_of) for p in placed}
+
+    def check(self, param_groups: ParamGroups) -> None:
+        """Applies changed groups and `requires_grad` flags. Raises if parameters were added, resized or replaced after
+        `deepspeed.initialize`."""
+        if self._structure is not None and self._structure.is_unchanged(param_groups):
+            return
+        self._structure = None
+        self._check_parameters(param_groups)
+        self.generators = generators_of(self._module)
+        if self._graphs is not None:
+            self._graphs.forget()
+        self._structure = Structure(self._module, param_groups)
+
+    def check_at_step(self, param_groups: ParamGroups) -> None:
+        if self._regrouped:
+            self.check(param_groups)
+            self._regrouped = False
+
+    def _check_parameters(self, param_groups: ParamGroups) -> None:
+        for name, parameter in self._module.named_parameters():
+            if self._placed_shapes.get(id(parameter)) != parameter.shape:
+                raise ValueError(
+                    f"parameter {name} is not the one that deepspeed.initialize placed, and the placement is fixed: "
+                    "add, resize or replace parameters before deepspeed.initialize, and load weights without "
+                    "assign=True"
+                )
+        log, units = self._block_store.log, self._block_store.placement.units
+        if len(param_groups) != log.num_groups:
+            raise ValueError(
+                f"the optimizer had {log.num_groups} parameter groups when deepspeed.initialize ran and has "
+                f"{len(param_groups)} now: add groups before initialize"
+            )
+        found = self._find_groups_and_flags(param_groups)
+        if found == self._groups_and_flags:
+            return
+        placed = [(part, p) for unit in units for part in unit.parts for p in part.placed]
+        for part, p in placed:
+            if part.frozen and found[id(p.parameter)][1]:
+                raise ValueError(
+                    f"parameter {p.name} was frozen when deepspeed.initialize ran, and its storage cannot be trained: "
+                    "unfreeze it before initialize, and give it to an optimizer group"
+                )
+        self._block_store.materialiser.fold_now(*units)
+        for part, p in placed:
+            p.group, p.trainable = found[id(p.parameter)]
+            part.forget_tables()
+        for unit in units:
+            unit.folded(log.length)  # also a unit that was frozen: no earlier update applies to it
+        self._groups_and_flags, self._regrouped = found, True
+        if log.length:
+            self._on_regrouping()

@@ -1,0 +1,183 @@
+"""The stored weights of a model with streamed blocks: its units, their memory, and the runtime that moves blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_zo.config import Resolved
+from ds_zo.streaming.allocator import AllocatorRetryCheck
+from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory
+from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
+from ds_zo.streaming.filling import DeviceBuffers, fill_device
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.node import Node, RankPartition
+from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units
+from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
+from ds_zo.streaming.sharded import ShardedRuntime
+from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.sharing import share_store
+from ds_zo.streaming.units import Unit
+
+
+class BlockStore:
+    """Stores a model's units within a memory budget, and later moves blocks to the device where memory is left.
+
+    A backend's store extends it by the use that the backend makes of a block on the device. It calls `_make_runtime`
+    when its own buffers are known.
+    """
+
+    runtime: Runtime
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        placement: Placement,
+        num_resident: int,
+        needed: Needed,
+        device: torch.device,
+        process_group: Any,
+        remedy: str,
+    ) -> None:
+        """Allocates and fills the units' buffers. `num_resident`: blocks that are on the device from the start.
+        `needed`: the device memory of weights and buffers. `remedy`: what a user can do if it exceeds the budget."""
+        self.device = device
+        self.placement = placement
+        self._stream = config.section.stream
+        self._needed = needed
+        resident_ids = {id(placement.blocks[i]) for i in evenly_spaced(len(placement.blocks), num_resident)}
+        num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        self.shared: SharedStore | None = None
+        """The host memory that the ranks of a machine share. None: each rank has a store of its own, or `shards`."""
+        self.shards: DeviceShards | None = None
+        """This rank's pieces of blocks that are sharded over the devices of all ranks. None: not sharded so."""
+        if num_ranks > 1 and config.shards_device:
+            self.shards = DeviceShards(Node(process_group, device=device, all_machines=True), device=device)
+            if not placement.blocks:
+                logger.warning(
+                    "ds_zo: no list of blocks of one class was found in this model, so every rank keeps the whole "
+                    "model on its device: name the list (ds_zo.stream.blocks)"
+                )
+        elif num_ranks > 1 and config.zero_stage == 3 and config.stream and num_resident < len(placement.blocks):
+            self.shared = share_store(
+                placement, num_resident=num_resident, process_group=process_group, device=device, pin=config.pin_memory
+            )
+        if config.stream or config.shards_device:
+            at_first = needed(num_resident)
+            if config.shards_device:
+                partition = RankPartition(0, num_ranks)
+                pieces = sum(partition.piece_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
+                at_first = replace(at_first, blocks=at_first.blocks + pieces)
+            check_fits(at_first, budget_gb=self._stream.device_memory_gb, remedy=remedy)
+        self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
+        release_cached_memory(device)
+        place_units(
+            placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)
+        )
+        move_buffers(module, device)
+        self.may_fill_device = (
+            config.stream and self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
+        )
+        """Whether `fill_device` has yet to choose resident blocks. The bytes of activations are known only after a
+        step, so all blocks are streamed until then."""
+        self._retry_check = AllocatorRetryCheck(device)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Blocks are gathered from several ranks, so that all ranks must materialise all blocks in one order."""
+        return self.shared is not None or self.shards is not None
+
+    @property
+    def num_resident(self) -> int:
+        return sum(not unit.streamed for unit in self.placement.blocks)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of stored weights that are whole on the device."""
+        units = self.placement.units
+        return sum(u.nbytes for u in units if not u.streamed) + sum(u.low_nbytes for u in units if not u.low_streamed)
+
+    @property
+    def slots_nbytes(self) -> int:
+        return sum(slot.buffer.numel() for slot in self.runtime.slots)
+
+    # Buffers on the device that blocks share
+
+    def _make_runtime(self, *, num_low_slots: int = 0, before_overwrite: BeforeOverwrite | None = None) -> None:
+        """Makes the runtime, with slots for the blocks that are streamed now."""
+        make: Any = Runtime
+        if self.shards is not None:
+            make = partial(DeviceShardRuntime, store=self.shards)
+        elif self.shared is not None:
+            make = partial(ShardedRuntime, store=self.shared)
+        self.runtime = make(
+            self.placement.blocks,
+            self.device,
+            num_slots=self._stream.device_slots,
+            num_low_slots=num_low_slots,
+            overlap=self._stream.overlap,
+            reuse_buffers=self._stream.reuse_buffers,
+            before_overwrite=before_overwrite,
+        )
+
+    def _make_buffers(self) -> None:
+        """Makes the runtime and the backend's own buffers, for the blocks that are streamed now."""
+        self._make_runtime()
+
+    def _free_buffers(self) -> None:
+        """Frees the slots and the backend's own buffers."""
+        self.runtime.invalidate_slots()
+        self.runtime.free_buffers()
+
+    def fill_device(self) -> None:
+        """Called after each step. After the first one it makes blocks resident on the device, as many as fit into the
+        budget beside that step's memory. Resident blocks are not streamed."""
+        self._retry_check.check()
+        if not self.may_fill_device:
+            return
+        self.may_fill_device = False
+        self.wait()
+        filled = fill_device(
+            self.placement,
+            store=self.store,
+            device=self.device,
+            budget_gb=self._stream.device_memory_gb,
+            needed=self._needed,
+            buffers=DeviceBuffers(self._free_buffers, self._make_buffers),
+        )
+        if filled:
+            self._retry_check.start()
+
+    # Stored bytes
+
+    def wait(self) -> None:
+        """Blocks the host until every update has been copied back to its storage."""
+        for unit in self.placement.blocks:
+            self.runtime.host_wait(unit)
+
+    @contextmanager
+    def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
+        """Context around writes to stored bytes that are not updates; all ranks enter it. Yields a function that tells
+        whether this rank writes a unit: one rank of a machine writes to shared memory. Downloads to the units have
+        completed on entry. On exit, every rank sees the writes."""
+        for unit in units:
+            self.runtime.host_wait(unit)
+        shared = self.shared
+        if shared is None or not any(unit.streamed for unit in units):
+            yield lambda unit: True
+            return
+        numbers = {id(u): i for i, u in enumerate(self.placement.units)}
+        shared.node.barrier()
+        yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
+        shared.node.barrier()
