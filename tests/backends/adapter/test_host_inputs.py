@@ -11,14 +11,14 @@ from adapter_runs import adapted, adapter_json, batches, start, train
 from stream_clocks import Buffer, ClockedRuntime, Races, install
 
 from ds_zo.backends.adapter.activations import KeptInput
-from ds_zo.backends.recompute import block_store as recompute_store
+from ds_zo.streaming import block_store
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def races_of(monkeypatch: pytest.MonkeyPatch) -> Races:
     install(monkeypatch)
-    monkeypatch.setattr(recompute_store, "Runtime", ClockedRuntime)
+    monkeypatch.setattr(block_store, "Runtime", ClockedRuntime)
     engine: Any = start(adapted(num_hidden_layers=4), adapter_json(offload_activations=True, frozen_dtype="nf4"))
     inputs = engine.backend._base.block_store.host_inputs
     inputs.stream = torch.cuda.Stream()
