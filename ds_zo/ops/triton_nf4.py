@@ -15,7 +15,7 @@ from ds_zo.ops.triton_formats import format_id, nearest_addend, round_to, store_
 
 WORDS = 1024
 """Words of 8 values that a program processes."""
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 _WORD_NUMEL: tl.constexpr = tl.constexpr(8)
 _GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP_NUMEL // 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,10 +27,13 @@ def test_placements_give_the_same_bits(form: str) -> None:
     assert_same(run(model, data, resident_blocks=0, offload_activations=True, **more), expected)
 
 
-def test_inputs_on_the_host_save_device_memory() -> None:
+def test_inputs_on_the_host_save_device_memory(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     model = adapted("rslora", dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": 24})
     batch = {name: value.cuda() for name, value in tiny_batch("llama", batch_size=8, length=1024).items()}
     peaks, losses = [], []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    request.addfinalizer(partial(torch.use_deterministic_algorithms, False))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
     for on_host in (False, True):
         config = adapter_json(bf16={"enabled": True}, resident_blocks=0, offload_activations=on_host)
         engine = start(copy.deepcopy(model), config)
